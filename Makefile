@@ -1,0 +1,47 @@
+# One verb per chore. `make demo` and `make test` set up what they need on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint format proto clean setup
+.DEFAULT_GOAL := help
+
+help: ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.ready ## make the virtual environment
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	@echo "setting up $(VENV) (first time: a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt torch==2.13.0
+	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## GRPO of a small transformer, every tensor through the data plane
+	@$(BIN)/python examples/grpo_arithmetic.py $(ARGS)
+
+test: setup ## the test suite
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy strict, import floors
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup ## let ruff rewrite
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: ## generate dataplane/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
+	@test -x .venv-proto/bin/python || { $(PYTHON) -m venv .venv-proto && .venv-proto/bin/pip install -q $(PIP_ARGS) grpcio-tools==1.71.2; }
+	@.venv-proto/bin/python -m grpc_tools.protoc -I dataplane/pb=proto --python_out=. --grpc_python_out=. --pyi_out=. dataplane/pb/control.proto dataplane/pb/bulk.proto
+
+clean: ## remove environments and caches
+	@rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Settings of the service and its clients. The only file that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+ENV_ADDRESS = "TQ_ADDRESS"
+ENV_TOKEN = "TQ_TOKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlaneConfig:
+    """Everything a service or a client can be told. Durations in seconds, sizes in bytes.
+
+    address: where the controller answers, "host:port" or "actor:NAME[@NAMESPACE]"; None where a service is started.
+    token: shared secret of the service, checked on every door; token_file names a file holding it.
+    host, port: where the controller and its units listen (port 0: any free one). Without a token loopback only.
+    capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
+    arena_dir: a local directory for arenas, /dev/shm by default.
+    units: storage units started with the controller.
+    reserve_fraction: the part of capacity kept for updates of existing rows.
+    heartbeat_s, session_timeout_s: how often a client says it lives; silence after which it is looked into, and given up.
+    call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
+    put_timeout_s: how long a put waits for room.
+    force_remote: never use shared memory, even on the same host (tests, measurements).
+    """
+
+    address: str | None = None
+    token: str | None = None
+    token_file: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    capacity_bytes: int | None = None
+    arena_dir: str = "/dev/shm"
+    units: int = 1
+    reserve_fraction: float = 0.15
+    heartbeat_s: float = 2.0
+    session_timeout_s: float = 20.0
+    call_timeout_s: float = 30.0
+    connect_timeout_s: float = 10.0
+    put_timeout_s: float = 60.0
+    force_remote: bool = False
+    client_name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes is not None and self.capacity_bytes < MIB:
+            raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+        if self.units < 0:
+            raise ValueError(f"units={self.units}: cannot be negative")
+        if not 0.0 <= self.reserve_fraction < 1.0:
+            raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
+        for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+
+    @classmethod
+    def of(cls, config: DataPlaneConfig | Mapping[str, Any] | None) -> DataPlaneConfig:
+        """A config from one, from a plain mapping (unknown keys are a ValueError that names them), or the defaults."""
+        if config is None:
+            return cls()
+        if isinstance(config, DataPlaneConfig):
+            return config
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(config) - known)
+        if unknown:
+            raise ValueError(f"unknown data plane settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**config)
+
+    def with_environment(self) -> DataPlaneConfig:
+        """The same with address and token taken from TQ_ADDRESS and TQ_TOKEN where they are not set."""
+        return replace(
+            self,
+            address=self.address or os.environ.get(ENV_ADDRESS) or None,
+            token=self.token or (None if self.token_file else os.environ.get(ENV_TOKEN) or None),
+        )
+
+    def secret(self) -> str | None:
+        """The token, read from token_file where that is what is set. ValueError if the file holds none."""
+        if self.token is not None or self.token_file is None:
+            return self.token
+        token = Path(self.token_file).read_text(encoding="utf-8").strip()
+        if not token:
+            raise ValueError(f"token_file {self.token_file!r} is empty")
+        return token

@@ -1,0 +1,426 @@
+"""Every error this package raises on purpose, and the one way they cross a wire.
+
+    DataPlaneError
+    ├── NotThereError (KeyError)
+    │   ├── PartitionNotFoundError      nobody registered the partition
+    │   ├── TaskNotFoundError           the partition has no such consumer task
+    │   ├── FieldNotFoundError          nobody declared or produced the field
+    │   ├── SampleNotFoundError         no live sample has the id
+    │   ├── FieldNotProducedError       the sample lives, the cell was never written
+    │   └── StaleSampleError            the id may live again, but the sample meant was cleared
+    ├── RefusedError (ValueError)
+    │   ├── SampleExistsError           mode="create" met ids that live
+    │   ├── SchemaError                 kind, dtype or inner shape differs from the field's
+    │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
+    │   ├── PartitionSealedError        new ids after a seal
+    │   ├── PartitionDroppedError       the partition went while a call waited on it
+    │   ├── RequestTooLargeError        can never fit, whatever is cleared
+    │   ├── StaleCallError              a command number below the session's watermark
+    │   └── ClientClosedError           the client was closed (also by a fork or close() under way)
+    ├── UnsupportedValueError (TypeError)   a value the columns cannot carry
+    ├── WaitTimeoutError (TimeoutError)
+    │   ├── CapacityTimeoutError        no room came in time; names who holds it
+    │   ├── ClaimTimeoutError           samples did not become claimable in time; says what is missing
+    │   └── CallTimeoutError            no answer from a process in time
+    ├── ServiceError (ConnectionError)
+    │   ├── ServiceUnavailableError     nothing answers at the address
+    │   ├── AuthenticationError         token missing or wrong
+    │   ├── ProtocolVersionError        client and controller do not speak alike; names both versions
+    │   ├── SessionExpiredError         the service gave this session up
+    │   ├── ServiceRestartedError       another life (epoch) of the service answers
+    │   ├── StorageUnitError            a storage unit refused or is gone
+    │   └── CallCancelledError          the call was withdrawn before it took effect
+    ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
+    └── InternalError (RuntimeError)    a defect of the service; its log has the command
+
+Facts are attributes, named as the constructor's keywords. `to_wire` and `from_wire` carry any of these between
+processes without pickle; pickling works too (Ray moves exceptions that way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+SHOWN = 5
+
+
+def first_few(names: Sequence[object], total: int | None = None) -> str:
+    """`names` for a message: at most five, then how many more (`total` when `names` is already cut)."""
+    count = len(names) if total is None else total
+    shown = ", ".join(repr(name) for name in names[:SHOWN])
+    return shown if count <= min(SHOWN, len(names)) else f"{shown} and {count - min(SHOWN, len(names))} more"
+
+
+def _rebuild(cls: type[DataPlaneError], facts: dict[str, Any]) -> DataPlaneError:
+    return cls(**facts)
+
+
+class DataPlaneError(Exception):
+    """Root of the tree. `facts` are the keyword arguments the error was made with; each is an attribute too."""
+
+    def __init__(self, message: str, /, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.facts)
+
+
+# --- what was named is not there ------------------------------------------------------------------------------
+
+
+class NotThereError(DataPlaneError, KeyError):
+    """Something the call named does not exist (any more)."""
+
+
+class PartitionNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
+        have = f"; registered are {first_few(sorted(known))}" if known else "; none is registered"
+        super().__init__(
+            f"unknown partition {partition!r}{have}. Call register_partition first.",
+            partition=partition,
+            known=list(known)[:SHOWN],
+        )
+
+
+class TaskNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"unknown task {task!r} in partition {partition!r}; "
+            f"its consumer_tasks are {first_few(sorted(known)) or 'none'}",
+            partition=partition,
+            task=task,
+            known=list(known)[:SHOWN],
+        )
+
+
+class FieldNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"unknown field {field!r} in partition {partition!r}; its fields are {first_few(sorted(known)) or 'none'}",
+            partition=partition,
+            field=field,
+            known=list(known)[:SHOWN],
+        )
+
+
+class _SamplesError(NotThereError):
+    """Shared by the errors that name samples: `samples` holds the first few, `total` counts them all,
+    `positions` are the places of those first few in the call's list (the client turns handles into ids with them)."""
+
+    what = ""
+
+    def __init__(
+        self,
+        *,
+        partition: str,
+        samples: Sequence[str],
+        total: int | None = None,
+        positions: Sequence[int] = (),
+        **more: Any,
+    ) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            self.describe(first_few(samples, count), partition=partition, **more),
+            partition=partition,
+            samples=list(samples)[:SHOWN],
+            total=count,
+            positions=[int(p) for p in positions][:SHOWN],
+            **more,
+        )
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        raise NotImplementedError
+
+    def with_ids(self, ids: Sequence[str]) -> _SamplesError:
+        """The same error naming ids: `ids` is the call's own list, indexed by `positions`."""
+        facts = dict(self.facts)
+        if facts["positions"]:
+            facts["samples"] = [ids[p] for p in facts["positions"]]
+        return type(self)(**facts)
+
+
+class SampleNotFoundError(_SamplesError):
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        return f"no live sample {names} in partition {partition!r}: never put, or cleared since"
+
+
+class FieldNotProducedError(_SamplesError):
+    def __init__(self, *, field: str, **facts: Any) -> None:
+        super().__init__(field=field, **facts)
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        return f"field {more['field']!r} has not been produced for sample {names} of partition {partition!r}"
+
+
+class StaleSampleError(_SamplesError):
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        return (
+            f"sample {names} of partition {partition!r} was cleared after this meta was made (the id may have been put "
+            "again since: that is another sample). Nothing was read or written; take a fresh meta."
+        )
+
+
+# --- refused: the caller's mistake ----------------------------------------------------------------------------
+
+
+class RefusedError(DataPlaneError, ValueError):
+    """The request was understood and refused; nothing changed."""
+
+
+class SampleExistsError(RefusedError):
+    def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            f"sample {first_few(samples, count)} already lives in partition {partition!r}; "
+            "mode='create' makes new samples only (use 'upsert', or clear them first)",
+            partition=partition,
+            samples=list(samples)[:SHOWN],
+            total=count,
+        )
+
+
+class SchemaError(RefusedError):
+    """A put differs from the field's schema or from its live rows."""
+
+    def __init__(self, *, partition: str, field: str, got: str, expected: str, hint: str = "") -> None:
+        way = hint or "Convert the values, clear the field's live rows, or register the partition with another schema."
+        super().__init__(
+            f"field {field!r} of partition {partition!r}: got {got}, expected {expected}. {way}",
+            partition=partition,
+            field=field,
+            got=got,
+            expected=expected,
+            hint=hint,
+        )
+
+
+class InvalidRequestError(RefusedError):
+    def __init__(self, message: str) -> None:
+        super().__init__(message, message=message)
+
+
+class PartitionSealedError(RefusedError):
+    def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            f"partition {partition!r} is sealed: sample {first_few(samples, count)} would be new. "
+            "Register the partition again to begin a new count.",
+            partition=partition,
+            samples=list(samples)[:SHOWN],
+            total=count,
+        )
+
+
+class PartitionDroppedError(RefusedError):
+    def __init__(self, *, partition: str, waiting: str) -> None:
+        super().__init__(
+            f"partition {partition!r} was dropped while {waiting} waited on it", partition=partition, waiting=waiting
+        )
+
+
+class RequestTooLargeError(RefusedError):
+    def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str) -> None:
+        super().__init__(
+            f"{what} needs {wanted_bytes:,} bytes, more than the {limit_bytes:,} it could ever get. "
+            "Put fewer rows at a time or start the service with a larger --capacity.",
+            wanted_bytes=wanted_bytes,
+            limit_bytes=limit_bytes,
+            what=what,
+        )
+
+
+class StaleCallError(RefusedError):
+    def __init__(self, *, session: int, number: int, watermark: int) -> None:
+        super().__init__(
+            f"call {number} of session {session} is below its watermark {watermark}: it was answered or given up, "
+            "and is never executed again",
+            session=session,
+            number=number,
+            watermark=watermark,
+        )
+
+
+class ClientClosedError(RefusedError):
+    def __init__(self, *, why: str = "close() was called") -> None:
+        super().__init__(f"this client is closed: {why}", why=why)
+
+
+# --- wrong kind of value --------------------------------------------------------------------------------------
+
+
+class UnsupportedValueError(DataPlaneError, TypeError):
+    """A value that no column kind can carry; names field, row (or None) and type."""
+
+    def __init__(self, *, field: str, row: int | None, got: str, hint: str) -> None:
+        where = f"field {field!r}" if row is None else f"field {field!r}, row {row}"
+        super().__init__(f"{where}: cannot store {got}. {hint}", field=field, row=row, got=got, hint=hint)
+
+
+# --- waited too long ------------------------------------------------------------------------------------------
+
+
+class WaitTimeoutError(DataPlaneError, TimeoutError):
+    """A wait reached its deadline; nothing was taken or changed."""
+
+
+class CapacityTimeoutError(WaitTimeoutError):
+    """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session."""
+
+    def __init__(
+        self, *, wanted_bytes: int, free_bytes: int, waited_s: float, holders: Sequence[tuple[str, int]]
+    ) -> None:
+        held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "nobody holds any"
+        super().__init__(
+            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} free to this put): {held}. "
+            "Clear consumed samples, or start the service with a larger --capacity.",
+            wanted_bytes=wanted_bytes,
+            free_bytes=free_bytes,
+            waited_s=waited_s,
+            holders=[(who, int(size)) for who, size in holders[:SHOWN]],
+        )
+
+
+class ClaimTimeoutError(WaitTimeoutError):
+    """`why` says what was missing (fields never produced, samples not yet ready or taken)."""
+
+    def __init__(self, *, partition: str, task: str, wanted: int, ready: int, waited_s: float, why: str) -> None:
+        super().__init__(
+            f"task {task!r} waited {waited_s:.1f} s for {wanted} samples of partition {partition!r}; "
+            f"{ready} were ready: {why}. Nothing was claimed.",
+            partition=partition,
+            task=task,
+            wanted=wanted,
+            ready=ready,
+            waited_s=waited_s,
+            why=why,
+        )
+
+
+class CallTimeoutError(WaitTimeoutError):
+    def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
+        super().__init__(
+            f"{what}: no answer from {peer} within {waited_s:.1f} s", what=what, waited_s=waited_s, peer=peer
+        )
+
+
+# --- the service, or the way to it ----------------------------------------------------------------------------
+
+
+class ServiceError(DataPlaneError, ConnectionError):
+    """The service could not be reached, or would not serve this client."""
+
+
+class ServiceUnavailableError(ServiceError):
+    def __init__(self, *, address: str, why: str) -> None:
+        super().__init__(
+            f"no data plane service at {address}: {why}. Start one with `tq serve` or dataplane.serve().",
+            address=address,
+            why=why,
+        )
+
+
+class AuthenticationError(ServiceError):
+    def __init__(self, *, peer: str, why: str) -> None:
+        super().__init__(
+            f"{peer} refused this client: {why}. Pass the service's token (config.token or --token-file).",
+            peer=peer,
+            why=why,
+        )
+
+
+class ProtocolVersionError(ServiceError):
+    def __init__(self, *, client_version: int, service_version: int) -> None:
+        super().__init__(
+            f"client speaks protocol version {client_version}, the service speaks {service_version}; "
+            "install the same release on both",
+            client_version=client_version,
+            service_version=service_version,
+        )
+
+
+class SessionExpiredError(ServiceError):
+    def __init__(self, *, session: int, why: str) -> None:
+        super().__init__(
+            f"session {session} is over: {why}. What it had claimed or reserved went back.", session=session, why=why
+        )
+
+
+class ServiceRestartedError(ServiceError):
+    def __init__(self, *, expected_epoch: int, got_epoch: int, what: str) -> None:
+        super().__init__(
+            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: that process was restarted since",
+            expected_epoch=expected_epoch,
+            got_epoch=got_epoch,
+            what=what,
+        )
+
+
+class StorageUnitError(ServiceError):
+    def __init__(self, *, unit: int, endpoint: str, why: str) -> None:
+        super().__init__(f"storage unit {unit} at {endpoint}: {why}", unit=unit, endpoint=endpoint, why=why)
+
+
+class CallCancelledError(ServiceError):
+    def __init__(self, *, session: int, number: int) -> None:
+        super().__init__(
+            f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
+        )
+
+
+class ArenaSpaceError(DataPlaneError, OSError):
+    """Too little memory behind the arena's directory. Sizes in bytes."""
+
+    def __init__(self, *, directory: str, found_bytes: int, wanted_bytes: int, limit: str = "") -> None:
+        bound = f" ({limit})" if limit else ""
+        super().__init__(
+            f"the arena wants {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}. Give a "
+            "smaller --capacity, another --arena-dir, or the container a larger shared memory (docker --shm-size).",
+            directory=directory,
+            found_bytes=found_bytes,
+            wanted_bytes=wanted_bytes,
+            limit=limit,
+        )
+
+
+class InternalError(DataPlaneError, RuntimeError):
+    def __init__(self, *, what: str) -> None:
+        super().__init__(
+            f"internal error in the service: {what}. Its log has the command; please report it.", what=what
+        )
+
+
+# --- the wire -------------------------------------------------------------------------------------------------
+
+
+def _leaves(cls: type[DataPlaneError]) -> list[type[DataPlaneError]]:
+    below = [leaf for sub in cls.__subclasses__() for leaf in _leaves(sub)]
+    return below if below else [cls]
+
+
+ERROR_TYPES: dict[str, type[DataPlaneError]] = {leaf.__name__: leaf for leaf in _leaves(DataPlaneError)}
+
+
+def to_wire(error: DataPlaneError) -> tuple[str, bytes]:
+    """(class name, msgpack of its facts)."""
+    return type(error).__name__, msgspec.msgpack.encode(error.facts)
+
+
+def from_wire(name: str, facts: bytes) -> DataPlaneError:
+    """The error that `to_wire` wrote. A name this version does not know becomes an `InternalError` that says so."""
+    known = ERROR_TYPES.get(name)
+    if known is None:
+        return InternalError(what=f"{name} (an error this client version does not know): {facts[:200]!r}")
+    return known(**msgspec.msgpack.decode(facts))

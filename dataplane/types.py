@@ -1,0 +1,115 @@
+"""The words every layer shares: field kinds, dtypes by name, field specs. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+GRANULE_BYTES = 64
+"""Extents start and end on multiples of this, so that no two of them share a cache line."""
+
+Scalar = str | bool | int | float | None
+"""What a tag may be."""
+
+DTYPE_BYTES: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes per element of every dtype a column can hold, by torch's name for it."""
+
+
+class FieldKind(enum.StrEnum):
+    """How the rows of a field relate (design: data model)."""
+
+    DENSE = "dense"
+    JAGGED = "jagged"
+    RAGGED = "ragged"
+    OBJECT = "object"
+
+
+class FieldSpec(msgspec.Struct, frozen=True, kw_only=False):
+    """What a field holds; each part may be left open (None) and is then fixed by the first put.
+
+    kind: a `FieldKind` or its name. dtype: torch's name of it ("bfloat16"; a `torch.dtype` is taken too); None for
+    objects. inner: the shape of one element of a jagged row, or of one dense row; None for ragged and object.
+    """
+
+    kind: FieldKind | None = None
+    dtype: str | None = None
+    inner: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and not isinstance(self.kind, FieldKind):
+            msgspec.structs.force_setattr(self, "kind", FieldKind(self.kind))
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            if name not in DTYPE_BYTES:
+                raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; one of {', '.join(DTYPE_BYTES)}")
+            msgspec.structs.force_setattr(self, "dtype", name)
+        if self.inner is not None:
+            msgspec.structs.force_setattr(self, "inner", tuple(int(size) for size in self.inner))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left open for the kind."""
+        match self.kind:
+            case None:
+                return False
+            case FieldKind.OBJECT:
+                return True
+            case FieldKind.RAGGED:
+                return self.dtype is not None
+            case _:
+                return self.dtype is not None and self.inner is not None
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes per unit of a cell's length: a jagged element, a whole dense row (length 1), else one byte."""
+        if self.kind in (FieldKind.DENSE, FieldKind.JAGGED):
+            assert self.settled, self
+            return DTYPE_BYTES[self.dtype or ""] * math.prod(self.inner or ())
+        return 1
+
+    def accepts(self, other: FieldSpec) -> bool:
+        """Whether values of the settled spec `other` may be put under this (possibly open) one."""
+        return (
+            self.kind in (None, other.kind) and self.dtype in (None, other.dtype) and self.inner in (None, other.inner)
+        )
+
+    def __str__(self) -> str:
+        parts = [str(self.kind or "any kind")]
+        if self.dtype is not None:
+            parts.append(self.dtype)
+        if self.inner is not None:
+            parts.append(f"inner shape {list(self.inner)}")
+        return " ".join(parts)
+
+
+def field_spec(value: Any) -> FieldSpec:
+    """A `FieldSpec` from one, from a mapping with its keys, or from None (all open)."""
+    if value is None:
+        return FieldSpec()
+    if isinstance(value, FieldSpec):
+        return value
+    if isinstance(value, dict):
+        return FieldSpec(**value)
+    raise TypeError(f"expected a FieldSpec, a mapping or None, got {type(value).__name__}")
