@@ -26,7 +26,7 @@ class DataPlaneConfig:
     arena_dir: a local directory for arenas, /dev/shm by default.
     units: storage units started with the controller.
     reserve_fraction: the part of capacity kept for updates of existing rows.
-    heartbeat_s, session_timeout_s: how often a client says it lives; silence after which it is looked into, and given up.
+    heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
     put_timeout_s: how long a put waits for room.
     force_remote: never use shared memory, even on the same host (tests, measurements).

@@ -39,7 +39,7 @@ processes without pickle; pickling works too (Ray moves exceptions that way).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ def first_few(names: Sequence[object], total: int | None = None) -> str:
     return shown if count <= min(SHOWN, len(names)) else f"{shown} and {count - min(SHOWN, len(names))} more"
 
 
-def _rebuild(cls: type[DataPlaneError], facts: dict[str, Any]) -> DataPlaneError:
+def _rebuild(cls: Callable[..., DataPlaneError], facts: dict[str, Any]) -> DataPlaneError:
     return cls(**facts)
 
 
@@ -423,4 +423,4 @@ def from_wire(name: str, facts: bytes) -> DataPlaneError:
     known = ERROR_TYPES.get(name)
     if known is None:
         return InternalError(what=f"{name} (an error this client version does not know): {facts[:200]!r}")
-    return known(**msgspec.msgpack.decode(facts))
+    return _rebuild(known, msgspec.msgpack.decode(facts))

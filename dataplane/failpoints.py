@@ -1,4 +1,4 @@
-"""Named places where a test may make a process stop, wait or die. Unarmed (always, outside tests) they cost a dict look-up.
+"""Named places where a test may make a process stop, wait or die. Unarmed (always, outside tests) they cost nothing.
 
 A process arms its own: `arm("put.before_commit", action)`; the action runs in the thread that reaches the place.
 """
