@@ -1,0 +1,290 @@
+"""The arena: one file of shared memory that holds every byte of a storage unit, and how clients map it.
+
+The file is `tq-arena-<random>` in a directory of shared memory (or any local directory), mode 0600, locked by the unit
+for its life. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes that
+prove a client maps it. The usable area follows; offsets count from its start. The file is as long as the capacity from
+the beginning, but only its first `backed_bytes` have memory behind them; `grow` adds memory, after asking whether
+there is any, so that a full file system is an error here and never a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.config import MIB
+from dataplane.errors import ArenaSpaceError
+from dataplane.lockfile import create_locked, new_arena_name, sweep
+from dataplane.memory import room
+
+__all__ = ["Arena", "MappedArena", "default_capacity", "sweep", "HEADER_BYTES", "PAGE_BYTES"]
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE_BYTES = 4096
+HEADER_BYTES = 4 * PAGE_BYTES
+GROW_STEP_BYTES = 32 * MIB
+"""`grow_steps` pauses after each of these: a few milliseconds of page clearing."""
+
+SHARE_OF_FILE_SYSTEM = 0.3
+SHARE_OF_ROOM = 0.5
+
+_HEADER = struct.Struct("<8sII16sQQ")
+_MAGIC = b"TQARENA\0"
+_VERSION = 1
+_CHALLENGES_AT = PAGE_BYTES
+_CHALLENGE_BYTES = 32
+_CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
+
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Challenge:
+    """Fresh random bytes (`secret`) that now stand at `offset` of the arena's file, counted from its first byte."""
+
+    offset: int
+    secret: bytes
+
+
+def default_capacity(directory: str | Path) -> int:
+    """Bytes for one arena in `directory`: 30 percent of its file system, as Ray's object store wants 30 percent of the
+    memory in the same place, and never more than half of what may still be taken there now."""
+    stat = os.statvfs(directory)
+    share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
+    return max(MIB, _down(min(share, int(room(directory).free_bytes * SHARE_OF_ROOM)), MIB))
+
+
+class Arena:
+    """The unit's side: owns the file, its lock and its memory. One thread at a time."""
+
+    def __init__(self, path: Path, fd: int, capacity_bytes: int, epoch: int) -> None:
+        """Use `create`."""
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self.epoch = epoch
+        self.backed_bytes = 0
+        self.cookie = secrets.token_bytes(16)
+        self._fd = fd
+        self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
+        os.ftruncate(fd, HEADER_BYTES + capacity_bytes)
+        os.posix_fallocate(fd, 0, HEADER_BYTES)
+        self._map: mmap.mmap | None = mmap.mmap(fd, HEADER_BYTES + capacity_bytes)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, self.cookie, epoch, capacity_bytes)
+        self._map[: len(header)] = header
+        self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES:]
+
+    @classmethod
+    def create(cls, directory: str | Path, capacity_bytes: int, *, epoch: int) -> Arena:
+        """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
+
+        Raises ArenaSpaceError if that much could not be had in `directory` even now.
+        """
+        capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
+        _check_room(directory, capacity_bytes + HEADER_BYTES)
+        path = Path(directory) / new_arena_name()
+        fd = create_locked(path)
+        try:
+            return cls(path, fd, capacity_bytes, epoch)
+        except BaseException as error:
+            path.unlink()
+            os.close(fd)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
+                raise _no_space(directory, capacity_bytes, error) from error
+            raise
+
+    @property
+    def data(self) -> Bytes:
+        """The usable area, writable; only its first `backed_bytes` may be touched."""
+        assert self._data is not None, "the arena is closed"
+        return self._data
+
+    def grow(self, to_bytes: int) -> int:
+        """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity); the bytes now backed.
+
+        Raises ArenaSpaceError, having kept what it had, if the memory is not there. Blocks while the kernel clears
+        pages: about a second for each 4 GB.
+        """
+        for _ in self.grow_steps(to_bytes):
+            pass
+        return self.backed_bytes
+
+    def grow_steps(self, to_bytes: int) -> Iterator[int]:
+        """`grow`, pausing after each `GROW_STEP_BYTES` with the bytes backed so far."""
+        target = min(self.capacity_bytes, _down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        if target <= self.backed_bytes:
+            return
+        _check_room(self.path.parent, target - self.backed_bytes)
+        while self.backed_bytes < target:
+            step = min(GROW_STEP_BYTES, target - self.backed_bytes)
+            try:
+                os.posix_fallocate(self._fd, HEADER_BYTES + self.backed_bytes, step)
+            except OSError as error:
+                raise _no_space(self.path.parent, target - self.backed_bytes, error) from error
+            self.backed_bytes += step
+            yield self.backed_bytes
+
+    def punch(self, above_bytes: int) -> int:
+        """Give the memory from `above_bytes` (rounded up to a page) on back to the system; the bytes still backed."""
+        start = min(self.backed_bytes, _down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        if start < self.backed_bytes:
+            _punch_hole(self._fd, HEADER_BYTES + start, self.backed_bytes - start)
+            self.backed_bytes = start
+        return self.backed_bytes
+
+    def challenge(self) -> Challenge:
+        """Write fresh random bytes into the header. They stand until some hundred more challenges were made."""
+        assert self._map is not None, "the arena is closed"
+        offset = _CHALLENGES_AT + next(self._slots) * _CHALLENGE_BYTES
+        secret = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._map[offset : offset + len(secret)] = secret
+        return Challenge(offset=offset, secret=secret)
+
+    def close(self, *, unlink: bool = True) -> None:
+        """Let the file go: unlock it and, unless told otherwise, remove it. Idempotent. The memory itself lives until
+        the last process that maps it is gone."""
+        if self._fd < 0:
+            return
+        self._data = None
+        self._map = None
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MappedArena:
+    """A client's view of an arena: one writable mapping to fill reserved bytes, one read-only for views given to users.
+
+    Arrays handed out keep their mapping alive, so `close` is safe while some live: memory is unmapped with the last.
+    """
+
+    def __init__(self, writable: Bytes | None, readonly: Bytes, *, path: Path, capacity_bytes: int) -> None:
+        """Use `open`."""
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self._writable = writable
+        self._readonly: Bytes | None = readonly
+
+    @classmethod
+    def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
+        """Map the arena at `path`, whole.
+
+        Raises OSError if the file is missing or not for this user, ValueError if it is no arena, or another one than
+        `cookie` says.
+        """
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags)
+        try:
+            size = HEADER_BYTES + _check_header(os.pread(fd, _HEADER.size, 0), path, cookie)
+            if os.fstat(fd).st_size < size:
+                raise ValueError(f"{path}: the arena is cut short")
+            return cls(
+                _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
+                _map(fd, size, mmap.PROT_READ),
+                path=Path(path),
+                capacity_bytes=size - HEADER_BYTES,
+            )
+        finally:
+            os.close(fd)
+
+    def header(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file's header, counted from its first byte."""
+        assert self._readonly is not None, "the arena is closed"
+        if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are not in the header of {HEADER_BYTES} bytes")
+        return self._readonly[offset : offset + nbytes].tobytes()
+
+    def writable(self, offset: int, nbytes: int) -> Bytes:
+        """Bytes [offset, offset + nbytes) of the usable area, to be written only while they are reserved by us."""
+        assert self._writable is not None, "the arena is closed, or was opened for reading"
+        return self._slice(self._writable, offset, nbytes)
+
+    def readonly(self, offset: int, nbytes: int) -> Bytes:
+        """The same bytes from the read-only mapping: writing to them, even past numpy's flag, faults."""
+        assert self._readonly is not None, "the arena is closed"
+        return self._slice(self._readonly, offset, nbytes)
+
+    def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena of {self.capacity_bytes}")
+        return data[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
+
+    @property
+    def closed(self) -> bool:
+        return self._readonly is None
+
+    def close(self) -> None:
+        """Forget the mappings; each goes when the last array handed out of it does. Idempotent."""
+        self._writable = None
+        self._readonly = None
+
+    def __enter__(self) -> MappedArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _map(fd: int, size: int, protection: int) -> Bytes:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
+    """The capacity that the header tells."""
+    if len(raw) < _HEADER.size:
+        raise ValueError(f"{path}: not an arena")
+    magic, version, header_bytes, found, _, capacity = _HEADER.unpack(raw)
+    if magic != _MAGIC or version != _VERSION or header_bytes != HEADER_BYTES:
+        raise ValueError(f"{path}: not an arena of this version")
+    if cookie is not None and found != cookie:
+        raise ValueError(f"{path}: another arena than expected")
+    return int(capacity)
+
+
+def _check_room(directory: str | Path, wanted_bytes: int) -> None:
+    found = room(directory)
+    if wanted_bytes > found.free_bytes:
+        raise ArenaSpaceError(
+            directory=str(directory), found_bytes=found.free_bytes, wanted_bytes=wanted_bytes, limit=found.limit
+        )
+
+
+def _no_space(directory: str | Path, wanted_bytes: int, error: OSError) -> ArenaSpaceError:
+    limit = "file size limit, ulimit -f" if error.errno == errno.EFBIG else str(error.strerror)
+    return ArenaSpaceError(
+        directory=str(directory), found_bytes=room(directory).free_bytes, wanted_bytes=wanted_bytes, limit=limit
+    )
+
+
+def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"punching a hole of {nbytes:,} bytes into the arena: {os.strerror(number)}")
+
+
+def _down(value: int, unit: int) -> int:
+    return value - value % unit

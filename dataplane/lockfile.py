@@ -1,0 +1,152 @@
+"""Files that are alive as long as some process holds them: created already locked, probed without disturbing others.
+
+The lock is `flock`: it belongs to the open file description, so the kernel drops it when the last process that has the
+description is gone, whatever way it went; closing another descriptor of the same file does not drop it (a POSIX record
+lock would go); and it can be probed without owning the file. Holders take it exclusively, probes take it shared, so
+that two probes at once never look like a holder to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+LOCAL_FILE_SYSTEMS = frozenset(
+    {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
+)
+"""Where a lock taken on this host is seen by this host and nobody else."""
+
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EXDEV, errno.EPERM})
+
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
+SESSION_LOCK_NAME = re.compile(r"tq-session-[0-9a-f]{32}\.lock")
+
+
+def new_arena_name() -> str:
+    """A file name for an arena that no other has; matches `ARENA_NAME`."""
+    return f"tq-arena-{secrets.token_hex(16)}"
+
+
+def new_session_lock_name() -> str:
+    """A file name for a session's lock that no other has; matches `SESSION_LOCK_NAME`."""
+    return f"tq-session-{secrets.token_hex(16)}.lock"
+
+
+def create_locked(path: Path) -> int:
+    """A new empty file at `path`, mode 0600, that appears there already locked; the descriptor that holds the lock.
+
+    The descriptor is close-on-exec. FileExistsError if the name is taken.
+    """
+    try:
+        return _create_nameless(path)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    return _create_aside(path)
+
+
+def _create_nameless(path: Path) -> int:
+    """By a file without a name: nothing is left if the process dies before it has one."""
+    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Only with a directory descriptor does os.link follow the link in /proc to the file itself.
+            os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
+        finally:
+            os.close(folder)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _create_aside(path: Path) -> int:
+    """By a hidden name beside it, for file systems that have no nameless files."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.link(aside, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    finally:
+        os.unlink(aside)
+    return fd
+
+
+def is_held(fd: int) -> bool:
+    """Whether someone holds the lock of the file behind `fd`, a description of its own (never the holder's)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def unlink_unheld(path: Path) -> bool:
+    """Remove the file at `path` if it is this user's own and nobody holds it; whether it was removed here."""
+    fd = open_own(path)
+    if fd is None:
+        return False
+    try:
+        if is_held(fd):
+            return False
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            path.unlink()
+            return True
+        return False
+    finally:
+        os.close(fd)
+
+
+def open_own(path: Path) -> int | None:
+    """A read-only, close-on-exec descriptor of the regular file at `path` that belongs to this process's user; None
+    where there is no such file (also a link, a directory, another user's file)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    return None
+
+
+def sweep(directory: str | Path) -> list[Path]:
+    """Remove the arenas and session locks in `directory` that no process holds; what was removed. Others' files, held
+    files and every other name are left alone. OSError if the directory cannot be listed."""
+    folder = Path(directory)
+    ours = [name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name) or SESSION_LOCK_NAME.fullmatch(name)]
+    return [folder / name for name in ours if unlink_unheld(folder / name)]
+
+
+def file_system(path: str | Path) -> str:
+    """Type of the file system that `path` is on, as the kernel names it; "" if it cannot be told."""
+    real = os.path.realpath(path)
+    best, found = -1, ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        left, _, right = line.partition(" - ")
+        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), left.split()[4])
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, found = len(mount), right.split()[0]
+    return found
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether `path` is on a file system of this host, where `flock` and shared mappings mean what they say."""
+    return file_system(path) in LOCAL_FILE_SYSTEMS

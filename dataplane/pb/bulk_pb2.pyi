@@ -1,0 +1,116 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class BulkRequest(_message.Message):
+    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    token: bytes
+    session: int
+    epoch: int
+    call: int
+    attach: Attach
+    proof: AttachProof
+    write: WriteRanges
+    read: ReadRanges
+    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ...) -> None: ...
+
+class BulkReply(_message.Message):
+    __slots__ = ("call", "error", "challenge", "attached", "written", "bytes")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    error: BulkError
+    challenge: Challenge
+    attached: Attached
+    written: Written
+    bytes: ReadBytes
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[BulkError, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., bytes: _Optional[_Union[ReadBytes, _Mapping]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("lock_path", "boot_id")
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    lock_path: str
+    boot_id: str
+    def __init__(self, lock_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("local", "arena_path", "cookie", "offset", "length", "why")
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    COOKIE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    local: bool
+    arena_path: str
+    cookie: bytes
+    offset: int
+    length: int
+    why: str
+    def __init__(self, local: bool = ..., arena_path: _Optional[str] = ..., cookie: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
+class AttachProof(_message.Message):
+    __slots__ = ("seen",)
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    seen: bytes
+    def __init__(self, seen: _Optional[bytes] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WriteRanges(_message.Message):
+    __slots__ = ("offsets", "sizes", "frame_ranges")
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_RANGES_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    frame_ranges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., frame_ranges: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("size",)
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class ReadRanges(_message.Message):
+    __slots__ = ("offsets", "sizes")
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadBytes(_message.Message):
+    __slots__ = ("size",)
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class BulkError(_message.Message):
+    __slots__ = ("name", "facts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    facts: bytes
+    def __init__(self, name: _Optional[str] = ..., facts: _Optional[bytes] = ...) -> None: ...
