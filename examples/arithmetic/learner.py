@@ -1,0 +1,114 @@
+"""The policy that learns: log-probabilities and optimizer steps of a (sharded) model on plain padded tensors.
+
+Nothing here knows of Ray or of the data plane; one process is a mesh of 1 x 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .loss import Metrics, token_logprobs
+from .model import ModelConfig, Transformer, build
+from .parallel import clip_gradients, copy_weights, gather_weights, shard, sum_gradients, sum_over
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[[Tensor, Batch, float], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up over the first `warmup_steps` steps."""
+
+    learning_rate: float = 3e-3
+    warmup_steps: int = 20
+    max_norm: float = 1.0
+
+
+class Learner:
+    """A policy and its frozen reference, both sharded over `mesh`; the same seed gives every rank the same weights."""
+
+    def __init__(self, config: ModelConfig, mesh: DeviceMesh, *, seed: int, optimizer: OptimizerConfig) -> None:
+        self.mesh = mesh
+        self.policy = shard(build(config, seed=seed), mesh)
+        self.reference = shard(build(config, seed=seed), mesh).requires_grad_(False)
+        self.set_optimizer(optimizer)
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Begin with a fresh optimizer."""
+        self._max_norm = config.max_norm
+        # Sharded and plain tensors cannot be stepped in one fused operation, so each kind is a group.
+        groups: dict[type, list[nn.Parameter]] = defaultdict(list)
+        for parameter in self.policy.parameters():
+            groups[type(parameter.data)].append(parameter)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups.values()],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
+        )
+
+    def freeze_reference(self) -> None:
+        """Make the policy as it is now the reference."""
+        copy_weights(self.policy, self.reference)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's whole weights; a collective over the tensor-parallel ranks."""
+        return gather_weights(self.policy)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, micro_batch_size: int, reference: bool = False) -> Tensor:
+        """[N, S] log-probabilities of `input_ids` under the policy or its reference."""
+        model = self.reference if reference else self.policy
+        return torch.cat([_logprobs(model, part) for part in parts(batch, micro_batch_size)])
+
+    def train(
+        self, batch: Batch, loss_fn: LossFunction, *, batch_size: int, micro_batch_size: int, learn: bool = True
+    ) -> list[Metrics]:
+        """One optimizer step (none unless `learn`) per `batch_size` rows of this data-parallel rank, in order.
+
+        Returns what `loss_fn` says of each step, the same on every rank, with `grad_norm` (before clipping; 0 unless
+        `learn`) and `tokens` (of responses).
+        """
+        return [self._step(rows, loss_fn, micro_batch_size, learn) for rows in parts(batch, batch_size)]
+
+    def _step(self, batch: Batch, loss_fn: LossFunction, micro_batch_size: int, learn: bool) -> Metrics:
+        tokens = float(sum_over(self.mesh, "dp", batch["token_mask"].sum(dtype=torch.float64)))
+        sums: Metrics = defaultdict(float)
+        self._optimizer.zero_grad()
+        for part in parts(batch, micro_batch_size):
+            with torch.set_grad_enabled(learn):
+                loss, metrics = loss_fn(_logprobs(self.policy, part), part, tokens)
+            if learn:
+                loss.backward()
+            for name, value in metrics.items():
+                sums[name] += value
+        totals = sum_over(self.mesh, "dp", torch.tensor(list(sums.values()), dtype=torch.float64))
+        grad_norm = self._update() if learn else 0.0
+        return dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": grad_norm, "tokens": tokens}
+
+    def _update(self) -> float:
+        sum_gradients(self.policy.parameters(), self.mesh)
+        norm = clip_gradients(self.policy.parameters(), self.mesh, max_norm=self._max_norm)
+        self._optimizer.step()
+        self._schedule.step()
+        return norm
+
+
+def parts(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
+    """`batch` cut into consecutive batches of `rows` (the last may be smaller)."""
+    total = len(batch["input_ids"])
+    for start in range(0, total, rows):
+        yield {name: values[start : start + rows] for name, values in batch.items()}
+
+
+def _logprobs(model: Transformer, batch: Batch) -> Tensor:
+    return token_logprobs(model(batch["input_ids"]), batch["input_ids"])

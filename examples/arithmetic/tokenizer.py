@@ -1,0 +1,40 @@
+"""A token per character, and two more: padding, and the end of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+PAD = 0
+END = 1
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """Token `2 + i` is `alphabet[i]`."""
+
+    alphabet: str
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> CharTokenizer:
+        """The tokenizer of every character in `texts`."""
+        return cls("".join(sorted(set().union(*texts))))
+
+    @property
+    def size(self) -> int:
+        """How many different tokens there are."""
+        return 2 + len(self.alphabet)
+
+    def encode(self, text: str) -> list[int]:
+        """ValueError for a character outside the alphabet."""
+        return [2 + self.alphabet.index(character) for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text up to the first END; padding is skipped."""
+        characters = []
+        for token in tokens:
+            if token == END:
+                break
+            if token != PAD:
+                characters.append(self.alphabet[token - 2])
+        return "".join(characters)
