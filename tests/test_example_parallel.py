@@ -36,6 +36,7 @@ def _batch() -> dict[str, torch.Tensor]:
         "token_mask": mask,
         "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, 10) * mask,
         "prev_logprobs": start + noise[0],
+        "generation_logprobs": start,
         "reference_policy_logprobs": start + noise[1],
     }
 

@@ -44,7 +44,9 @@ def split(problems: list[Problem], *, held_out: int, seed: int) -> tuple[list[Pr
     by_prompt = {problem.prompt: problem for problem in problems}
     unique = list(by_prompt.values())
     if len(unique) < 2 * held_out:
-        raise ValueError(f"{len(unique)} different prompts are too few to hold {held_out} out: give at least twice that")
+        raise ValueError(
+            f"{len(unique)} different prompts are too few to hold {held_out} out: give at least twice that"
+        )
     random.Random(seed).shuffle(unique)
     return unique[held_out:], unique[:held_out]
 

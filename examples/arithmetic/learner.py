@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .loss import Metrics, token_logprobs
 from .model import ModelConfig, Transformer, build
-from .parallel import clip_gradients, copy_weights, gather_weights, shard, sum_gradients, sum_over
+from .parallel import clip_gradients, copy_weights, gather_weights, local, shard, sum_gradients, sum_over
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch, float], tuple[Tensor, Metrics]]
@@ -42,15 +42,11 @@ class Learner:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Begin with a fresh optimizer."""
         self._max_norm = config.max_norm
-        # Sharded and plain tensors cannot be stepped in one fused operation, so each kind is a group.
-        groups: dict[type, list[nn.Parameter]] = defaultdict(list)
-        for parameter in self.policy.parameters():
-            groups[type(parameter.data)].append(parameter)
+        # The optimizer sees this rank's shards as plain tensors: its arithmetic is per element, so the result is the
+        # same as on the sharded ones, and quicker.
+        self._shards = [local(parameter).detach() for parameter in self.policy.parameters()]
         self._optimizer = torch.optim.AdamW(
-            [{"params": group} for group in groups.values()],
-            lr=config.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
+            self._shards, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
@@ -83,7 +79,7 @@ class Learner:
     def _step(self, batch: Batch, loss_fn: LossFunction, micro_batch_size: int, learn: bool) -> Metrics:
         tokens = float(sum_over(self.mesh, "dp", batch["token_mask"].sum(dtype=torch.float64)))
         sums: Metrics = defaultdict(float)
-        self._optimizer.zero_grad()
+        self.policy.zero_grad()
         for part in parts(batch, micro_batch_size):
             with torch.set_grad_enabled(learn):
                 loss, metrics = loss_fn(_logprobs(self.policy, part), part, tokens)
@@ -96,8 +92,11 @@ class Learner:
         return dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": grad_norm, "tokens": tokens}
 
     def _update(self) -> float:
-        sum_gradients(self.policy.parameters(), self.mesh)
-        norm = clip_gradients(self.policy.parameters(), self.mesh, max_norm=self._max_norm)
+        parameters = list(self.policy.parameters())
+        sum_gradients(parameters, self.mesh)
+        norm = clip_gradients(parameters, self.mesh, max_norm=self._max_norm)
+        for mine, parameter in zip(self._shards, parameters, strict=True):
+            mine.grad = local(parameter.grad)
         self._optimizer.step()
         self._schedule.step()
         return norm

@@ -13,7 +13,7 @@ Metrics = dict[str, float]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability [N, S] of each of `tokens` [N, S] under `logits` [N, S, V] of the token before it; the first is 0."""
+    """[N, S] log-probability of each of `tokens` [N, S] under `logits` [N, S, V] of the token before; the first is 0."""
     scores = -F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     return F.pad(scores, (1, 0))
 
@@ -53,7 +53,9 @@ class GRPOLoss:
         """The part of the loss that these rows contribute, and its metrics, all to be summed over parts.
 
         logprobs: [N, S], of the model that trains. batch: `token_mask`, `advantages`, `prev_logprobs`,
-        `reference_policy_logprobs`, each [N, S]. tokens: response tokens in all parts together.
+        `reference_policy_logprobs`, `generation_logprobs`, each [N, S]. tokens: response tokens in all parts together.
+        Metrics: loss; kl; clipped, the share of ratios beyond the clip; sampling_gap, how far the log-probabilities at
+        sampling were from those recomputed (it grows where rollouts and training disagree about the weights).
         """
         mask = batch["token_mask"]
         advantages = batch["advantages"]
@@ -63,6 +65,7 @@ class GRPOLoss:
         behind = (batch["reference_policy_logprobs"] - logprobs) * mask
         kl = torch.exp(behind) - behind - 1
         loss = ((self.kl_weight * kl - gain) * mask).sum() / tokens
-        shares = {"kl": kl.detach(), "clipped": (ratio != clipped).float()}
+        gap = (batch["prev_logprobs"] - batch["generation_logprobs"]).abs()
+        shares = {"kl": kl.detach(), "clipped": (ratio != clipped).float(), "sampling_gap": gap}
         means = {name: float((share * mask).sum() / tokens) for name, share in shares.items()}
         return loss, {"loss": float(loss.detach()), **means}

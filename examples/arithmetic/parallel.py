@@ -1,8 +1,8 @@
 """Data and tensor parallelism of the transformer on a device mesh of axes "dp" and "tp" (torch.distributed).
 
-Each block's attention and feed-forward layers are sharded over "tp" as DTensors: `qkv` and `up` by their outputs (heads,
-hidden units), `out` and `down` by their inputs, so that a block needs two all-reduces forward and two backward. All
-else (embeddings, norms, head) is small and replicated. Over "dp" weights are replicated and gradients summed.
+Each block's attention and feed-forward layers are sharded over "tp" as DTensors: `qkv` and `up` by their outputs
+(heads, hidden units), `out` and `down` by their inputs, so that a block needs two all-reduces forward and two backward.
+All else (embeddings, norms, head) is small and replicated. Over "dp" weights are replicated and gradients summed.
 """
 
 from __future__ import annotations

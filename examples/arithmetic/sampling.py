@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,38 +23,44 @@ class Generation:
     logprobs: Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
-    model: Transformer, prompts: list[list[int]], *, max_new_tokens: int, generator: torch.Generator | None
+    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, generator: torch.Generator | None
 ) -> Generation:
-    """Continue every prompt until END or `max_new_tokens`. Sampled at temperature 1, or greedily without a generator."""
+    """Continue every prompt until END or `max_new_tokens`. Sampled at temperature 1, or greedily without a generator.
+
+    ValueError where prompt and response could outgrow the model's context.
+    """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    rows, width = len(prompts), int(lengths.max()) + max_new_tokens
+    longest = int(lengths.max())
+    width = longest + max_new_tokens
     if width > model.config.context:
         raise ValueError(f"prompts and responses of {width} tokens do not fit the model's {model.config.context}")
-    tokens = torch.full((rows, width), PAD)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    logprobs = torch.zeros(rows, width)
-    caches = [KVCache.empty(rows, model.config) for _ in range(model.config.layers)]
+    tokens = torch.tensor([[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts])
+    logprobs = torch.zeros(tokens.shape)
     ends = lengths.clone()
-    active = torch.arange(rows)
-    seen = tokens[:, : int(lengths.max())]
-    positions = torch.arange(seen.shape[1]).expand_as(seen)
-    last = lengths - 1  # where in `seen` each row's last token is
-    for _ in range(max_new_tokens):
-        logits = model(seen, positions, caches)[torch.arange(len(active)), last]
-        scores = torch.log_softmax(logits, dim=-1)
-        chosen = scores.argmax(-1) if generator is None else torch.multinomial(scores.exp(), 1, generator=generator)[:, 0]
-        place = ends[active]
-        tokens[active, place] = chosen
-        logprobs[active, place] = scores.gather(1, chosen[:, None])[:, 0]
-        ends[active] += 1
+    caches = [KVCache.empty(len(prompts), model.config) for _ in range(model.config.layers)]
+    rows = torch.arange(len(prompts))  # those still going; the caches hold these only
+    seen, places = tokens[:, :longest], torch.arange(longest).expand(len(prompts), -1)
+    scores = model(seen, places, caches)[rows, lengths - 1].log_softmax(-1)
+    for left in reversed(range(max_new_tokens)):
+        chosen = _choose(scores, generator)
+        place = ends[rows]
+        tokens[rows, place] = chosen
+        logprobs[rows, place] = scores.gather(1, chosen[:, None])[:, 0]
+        ends[rows] += 1
         going = (chosen != END).nonzero()[:, 0]
-        if len(going) == 0:
+        if left == 0 or len(going) == 0:
             break
-        active = active[going]
+        rows = rows[going]
         for cache in caches:
             cache.keep(going)
-        seen, positions, last = chosen[going, None], place[going, None], torch.zeros(len(going), dtype=torch.long)
-    return Generation(tokens[:, : int(ends.max())], lengths, ends, logprobs[:, : int(ends.max())])
+        scores = model(chosen[going, None], place[going, None], caches)[:, 0].log_softmax(-1)
+    used = int(ends.max())
+    return Generation(tokens[:, :used], lengths, ends, logprobs[:, :used])
+
+
+def _choose(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return scores.argmax(-1)
+    return torch.multinomial(scores.exp(), 1, generator=generator)[:, 0]

@@ -30,11 +30,10 @@ class CharTokenizer:
         return [2 + self.alphabet.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text up to the first END; padding is skipped."""
+        """The text up to the first END. A PAD becomes the null character, which no right answer holds."""
         characters = []
         for token in tokens:
             if token == END:
                 break
-            if token != PAD:
-                characters.append(self.alphabet[token - 2])
+            characters.append("\0" if token == PAD else self.alphabet[token - 2])
         return "".join(characters)

@@ -1,0 +1,66 @@
+"""Everything about a run that can be chosen, with defaults that end within three minutes on two cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .data import PROBLEMS
+from .learner import OptimizerConfig
+from .loss import GRPOLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised training until the policy answers `accuracy` of some training problems right, or for `max_rounds`.
+
+    It stops early on purpose: reinforcement learning needs a policy that is sometimes right, and room to improve.
+    """
+
+    accuracy: float = 0.4
+    batch_size: int = 128
+    updates_per_round: int = 20
+    max_rounds: int = 30
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """data: problems as JSONL. out: directory for the curves. held_out: problems kept from training, for accuracy.
+
+    A step samples `group_size` responses to each of `prompts` problems and makes `updates` optimizer steps on them.
+    data_parallel x tensor_parallel policy workers train; `micro_batch_size` bounds the rows each passes at a time.
+    """
+
+    data: Path = PROBLEMS
+    out: Path = Path("out")
+    seed: int = 0
+    held_out: int = 500
+    steps: int = 40
+    prompts: int = 64
+    group_size: int = 8
+    updates: int = 2
+    data_parallel: int = 2
+    tensor_parallel: int = 2
+    micro_batch_size: int = 128
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=3e-4, warmup_steps=1))
+    loss: GRPOLoss = field(default_factory=GRPOLoss)
+
+    def __post_init__(self) -> None:
+        rows = self.prompts * self.group_size
+        if rows % (self.updates * self.data_parallel):
+            raise ValueError(
+                f"{self.prompts} prompts x {self.group_size} responses = {rows} samples per step cannot be cut into "
+                f"{self.updates} updates on {self.data_parallel} data-parallel ranks; choose sizes that divide"
+            )
+        if self.group_size < 2:
+            raise ValueError("a group needs at least 2 responses: advantages compare the responses of one prompt")
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.prompts * self.group_size // self.updates
