@@ -78,6 +78,7 @@ class Arena:
         self.backed_bytes = 0
         self.cookie = secrets.token_bytes(16)
         self._fd = fd
+        self._owner = os.getpid()
         self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
         os.ftruncate(fd, HEADER_BYTES + capacity_bytes)
         os.posix_fallocate(fd, 0, HEADER_BYTES)
@@ -155,12 +156,12 @@ class Arena:
 
     def close(self, *, unlink: bool = True) -> None:
         """Let the file go: unlock it and, unless told otherwise, remove it. Idempotent. The memory itself lives until
-        the last process that maps it is gone."""
+        the last process that maps it is gone. A forked child only lets go of its own hold."""
         if self._fd < 0:
             return
         self._data = None
         self._map = None
-        if unlink:
+        if unlink and os.getpid() == self._owner:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1

@@ -1,0 +1,340 @@
+"""A client's connection to one storage unit: the handshake that decides the road, and the remote road."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from dataplane.arena import MappedArena
+from dataplane.bulk.endpoints import candidates
+from dataplane.bulk.frames import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    Buffer,
+    Bytes,
+    Int32s,
+    Int64s,
+    ReadBuffer,
+    plan_read,
+    plan_write,
+)
+from dataplane.bulk.lock import SessionLock, boot_id
+from dataplane.bulk.wire import Wire, WireLostError, WireSilentError
+from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
+from dataplane.ledger.commands import UnitInfo
+from dataplane.pb import bulk_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+WINDOW = 4
+"""Requests of one call in flight: up to WINDOW * CHUNK_BYTES queued at either end for each calling thread."""
+IDLE_WIRES = 8
+"""Sockets kept for the next call."""
+CLOSE_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What a read brought: range i of the call begins at byte `offsets[i]` of `buffers[which[i]]` and is whole there.
+
+    Buffers may be read-only. A range is as aligned in its buffer as in the arena, up to 8 bytes.
+    """
+
+    buffers: list[Bytes]
+    which: Int32s
+    offsets: Int64s
+
+    def range(self, number: int, nbytes: int) -> Bytes:
+        """The first `nbytes` of range `number`, not copied."""
+        offset = int(self.offsets[number])
+        return self.buffers[int(self.which[number])][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
+
+
+class UnitConnection:
+    """Thread-safe. After the constructor returned, `local` says whether `arena` may be used; in any case `write` and
+    `read` go over sockets, one for each call under way.
+
+    lock: the session's lock, held before the session was opened; None, or force_remote, never proves to be local.
+    context: a ZMQ context to use, left open by `close`; by default the connection has its own.
+
+    The constructor takes at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
+    CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
+    SessionExpiredError (this session is fenced).
+    """
+
+    def __init__(
+        self,
+        info: UnitInfo,
+        *,
+        session: int,
+        lock: SessionLock | None = None,
+        token: str | None = None,
+        force_remote: bool = False,
+        timeout_s: float = 10.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.info = info
+        self.local = False
+        self.arena: MappedArena | None = None
+        self._session = session
+        self._token = (token or "").encode()
+        self._owner = os.getpid()
+        self._context = zmq.Context() if context is None else context
+        self._owns_context = context is None
+        self._idle: list[Wire] = []
+        self._state = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
+        try:
+            self._connect(None if force_remote else lock, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- handshake ----------------------------------------------------------------------------------------------
+
+    def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
+        here = boot_id()
+        same_host = here == self.info.host
+        endpoints = candidates(self.info.endpoints, same_host=same_host)
+        if not endpoints:
+            raise self._unreachable("it has no endpoint that this process could reach")
+        attach = pb.Attach(lock_path=str(lock.path) if lock and same_host else "", boot_id=here)
+        for number, endpoint in enumerate(endpoints, 1):
+            self._endpoint = endpoint
+            try:
+                self._shake_hands(attach, timeout_s)
+                return
+            except (StorageUnitError, CallTimeoutError):
+                if number == len(endpoints):
+                    raise
+                log.info("unit %d does not answer at %s; trying the next endpoint", self.info.unit, endpoint)
+
+    def _shake_hands(self, attach: pb.Attach, timeout_s: float) -> None:
+        with self._wire("attach", timeout_s) as wire:
+            header = self._header(wire)
+            header.attach.CopyFrom(attach)
+            wire.send(header, held=[])
+            challenge = wire.receive(header.call, time.monotonic() + timeout_s).challenge
+            if challenge.local:
+                self._prove(wire, challenge, timeout_s)
+            elif attach.lock_path:
+                log.info("session %d is remote to unit %d: %s", self._session, self.info.unit, challenge.why)
+
+    def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
+        """Local if the arena can be mapped and the unit believes it; else remote, which is no error."""
+        try:
+            arena = MappedArena.open(challenge.arena_path, cookie=challenge.cookie)
+        except (OSError, ValueError) as error:
+            log.info("session %d is remote to unit %d: %s", self._session, self.info.unit, error)
+            return
+        header = self._header(wire)
+        header.proof.seen = arena.header(challenge.offset, challenge.length)
+        wire.send(header, held=[])
+        try:
+            wire.receive(header.call, time.monotonic() + timeout_s)
+        except InvalidRequestError as error:
+            log.warning("session %d is remote to unit %d: %s", self._session, self.info.unit, error)
+            arena.close()
+            return
+        self.arena, self.local = arena, True
+
+    # --- the remote road ----------------------------------------------------------------------------------------
+
+    def write(self, offsets: Sequence[int], buffers: Sequence[Buffer | Sequence[Buffer]], *, timeout_s: float) -> None:
+        """Put `buffers[k]` (one C-contiguous buffer, or a list of them one after another) at `offsets[k]` of the arena.
+
+        Returns when the unit has it all. Large buffers are sent from where they are; whatever happens, ZMQ has let go
+        of them when this returns or raises. `timeout_s` is the longest silence of the unit. Raises CallTimeoutError,
+        StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError.
+        """
+        held: list[zmq.MessageTracker] = []
+        try:
+            with self._wire("write", timeout_s) as wire:
+                waiting: deque[int] = deque()
+                for chunk in plan_write(offsets, buffers):
+                    if len(waiting) == WINDOW:
+                        wire.receive(waiting.popleft(), time.monotonic() + timeout_s)
+                    header = self._header(wire)
+                    header.write.offsets.extend(chunk.offsets)
+                    header.write.sizes.extend(chunk.sizes)
+                    header.write.frame_ranges.extend(chunk.frame_ranges)
+                    wire.send(header, chunk.frames, held=held)
+                    waiting.append(header.call)
+                while waiting:
+                    wire.receive(waiting.popleft(), time.monotonic() + timeout_s)
+        finally:
+            _wait_until_let_go(held)
+
+    def read(
+        self, offsets: npt.ArrayLike | Sequence[int], sizes: npt.ArrayLike | Sequence[int], *, timeout_s: float
+    ) -> Received:
+        """The bytes of each range [offsets[i], offsets[i] + sizes[i]) of the arena, whole.
+
+        Ranges may touch, overlap or repeat; shared bytes travel once. `timeout_s` and errors as in `write`.
+        """
+        plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64))
+        buffers: list[Bytes] = [np.empty(0, np.uint8)] * max(1, len(plan.buffers))
+        with self._wire("read", timeout_s) as wire:
+            waiting: deque[_Fetch] = deque()
+            for fetch in _fetches(plan.buffers, buffers):
+                if len(waiting) == WINDOW:
+                    self._take(wire, waiting.popleft(), buffers, timeout_s)
+                header = self._header(wire)
+                header.read.offsets.extend(fetch.offsets)
+                header.read.sizes.extend(fetch.sizes)
+                wire.send(header, held=[])
+                fetch.call = header.call
+                waiting.append(fetch)
+            while waiting:
+                self._take(wire, waiting.popleft(), buffers, timeout_s)
+        return Received(buffers=buffers, which=plan.which, offsets=plan.offsets)
+
+    def _take(self, wire: Wire, fetch: _Fetch, buffers: list[Bytes], timeout_s: float) -> None:
+        wire.receive(fetch.call, time.monotonic() + timeout_s)
+        if fetch.target is not None:
+            wire.payload_into(memoryview(fetch.target))
+        else:
+            # One copy less; such frames are allocated by ZMQ one by one, so that they are aligned to 8 bytes.
+            buffers[fetch.buffer] = np.frombuffer(wire.payload(fetch.nbytes), np.uint8)
+
+    def _header(self, wire: Wire) -> pb.BulkRequest:
+        return wire.request(session=self._session, epoch=self.info.epoch, token=self._token)
+
+    # --- sockets ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _wire(self, what: str, timeout_s: float) -> Iterator[Wire]:
+        """A socket for one call; kept for the next one if the call went well, else closed."""
+        self._enter()
+        wire: Wire | None = None
+        try:
+            wire = self._borrow()
+            yield wire
+            self._give_back(wire)
+            wire = None
+        except WireLostError as error:
+            raise self._unreachable(f"{what}: {error}") from error
+        except WireSilentError as error:
+            peer = f"storage unit {self.info.unit} at {self._endpoint}"
+            raise CallTimeoutError(what=f"bulk {what}", waited_s=timeout_s, peer=peer) from error
+        finally:
+            if wire is not None:
+                wire.close()
+            with self._state:
+                self._under_way -= 1
+                self._state.notify_all()
+
+    def _enter(self) -> None:
+        if os.getpid() != self._owner:
+            raise ClientClosedError(why="it belongs to the process this one was forked from; open another here")
+        with self._state:
+            if self._closed:
+                raise ClientClosedError
+            self._under_way += 1
+
+    def _borrow(self) -> Wire:
+        while True:
+            with self._state:
+                wire = self._idle.pop() if self._idle else None
+            if wire is None:
+                return Wire(self._context, self._endpoint, wake=self._wake)
+            if wire.idle_and_sound:
+                return wire
+            wire.close()
+
+    def _give_back(self, wire: Wire) -> None:
+        with self._state:
+            if not self._closed and len(self._idle) < IDLE_WIRES:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def _unreachable(self, why: str) -> StorageUnitError:
+        return StorageUnitError(unit=self.info.unit, endpoint=self._endpoint, why=why)
+
+    def close(self) -> None:
+        """Refuse new calls, end those under way with ClientClosedError, hang up, forget the mappings (arrays handed out
+        keep theirs). Idempotent. A forked child only forgets."""
+        if os.getpid() != self._owner:
+            self._closed = True
+            return
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+            ended = self._state.wait_for(lambda: self._under_way == 0, timeout=CLOSE_WAIT_S)
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+        if self.arena is not None:
+            self.arena.close()
+        if not ended:
+            log.error("calls to unit %d are still under way; their sockets are left open", self.info.unit)
+            return
+        os.close(self._wake)
+        if self._owns_context:
+            self._context.term()
+
+    def __enter__(self) -> UnitConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(kw_only=True)
+class _Fetch:
+    """One read request; its payload is `buffers[buffer]` itself, or goes to `target`."""
+
+    buffer: int
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    nbytes: int
+    target: Bytes | None
+    call: int = 0
+
+
+def _fetches(planned: list[ReadBuffer], buffers: list[Bytes]) -> Iterator[_Fetch]:
+    """The requests that fill `buffers`; those that are received in place are allocated here."""
+    for number, plan in enumerate(planned):
+        if SMALL_BYTES <= plan.nbytes <= CHUNK_BYTES:
+            ranges = (plan.offsets.tolist(), plan.sizes.tolist())
+            yield _Fetch(buffer=number, offsets=ranges[0], sizes=ranges[1], nbytes=plan.nbytes, target=None)
+            continue
+        whole = buffers[number] = np.empty(plan.nbytes, np.uint8)
+        if plan.nbytes < SMALL_BYTES:
+            ranges = (plan.offsets.tolist(), plan.sizes.tolist())
+            yield _Fetch(buffer=number, offsets=ranges[0], sizes=ranges[1], nbytes=plan.nbytes, target=whole)
+            continue
+        start = int(plan.offsets[0])
+        for at in range(0, plan.nbytes, CHUNK_BYTES):
+            part = whole[at : at + CHUNK_BYTES]
+            yield _Fetch(buffer=number, offsets=[start + at], sizes=[len(part)], nbytes=len(part), target=part)
+
+
+def _wait_until_let_go(held: list[zmq.MessageTracker]) -> None:
+    """Wait until ZMQ refers to none of these buffers. It lets go once a frame is sent, or its socket is closed, so this
+    takes no longer than its threads need; an interrupt is raised only after."""
+    interrupt: BaseException | None = None
+    while held:
+        try:
+            held[-1].wait()
+            held.pop()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,82 @@
+"""Where bulk servers listen, and which of their endpoints a client should try."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+
+import zmq
+
+from dataplane.errors import ServiceUnavailableError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+
+
+def bind(
+    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, secured: bool
+) -> tuple[str, ...]:
+    """Bind to ipc, for this user only, and to a free tcp port of `tcp_host` if one is given; the endpoints to tell
+    clients, ipc first. `secured`: whether a token guards the socket; without one tcp is for loopback (ValueError)."""
+    router.set(zmq.BACKLOG, BACKLOG)
+    endpoints = _bind_ipc(router)
+    if tcp_host is not None:
+        endpoints += _bind_tcp(router, tcp_host, advertise_host, secured=secured)
+    if not endpoints:
+        raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
+    return endpoints
+
+
+def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
+    """In the abstract namespace, which leaves no file behind whatever happens; the kernel tells ZMQ the peer's user."""
+    try:
+        router.set(zmq.IPC_FILTER_UID, os.geteuid())
+    except zmq.ZMQError:
+        log.warning("this ZMQ cannot check the user of an ipc peer: the unit listens on tcp only")
+        return ()
+    endpoint = f"ipc://@tq-bulk-{secrets.token_hex(16)}"
+    router.bind(endpoint)
+    return (endpoint,)
+
+
+def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, *, secured: bool) -> tuple[str, ...]:
+    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    ip = str(address[0])
+    if not secured and not ipaddress.ip_address(ip).is_loopback:
+        raise ValueError(f"host {host!r} is not loopback: give the service a token, or host 127.0.0.1")
+    if family == socket.AF_INET6:
+        router.set(zmq.IPV6, 1)
+    try:
+        router.bind(f"tcp://{_bracketed(ip)}:*")
+    except zmq.ZMQError as error:
+        raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
+    port = router.last_endpoint.decode().rpartition(":")[2]
+    return (f"tcp://{_bracketed(advertise or ip)}:{port}",)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:
+    """The endpoints worth a try from here, best first. An ipc name that nobody in this network namespace listens on (a
+    container of its own) is left out."""
+    return [each for each in endpoints if not each.startswith("ipc://") or (same_host and _listens(each))]
+
+
+def _listens(endpoint: str) -> bool:
+    path = endpoint.removeprefix("ipc://")
+    name = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(name)
+        except BlockingIOError:
+            return True  # a full backlog: somebody listens
+        except OSError:
+            return False
+    return True

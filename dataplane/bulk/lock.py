@@ -1,0 +1,115 @@
+"""The session lock: how a storage unit knows, beyond doubt, that a process on its host is gone.
+
+The client creates and holds the file before it opens its session; the unit opens it while it is held and keeps that
+descriptor. When the unit later finds the lock free, every process that had the client's memory mapped through this
+session is gone. Children forked by the client share the lock, on purpose: they inherited its mappings, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.lockfile import SESSION_LOCK_NAME, create_locked, is_held, is_local, new_session_lock_name, open_own
+
+DEFAULT_LOCK_DIRECTORY = "/dev/shm"
+
+
+def boot_id() -> str:
+    """Names this boot of this machine's kernel: equal in two processes only if they run on one host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+class SessionLock:
+    """The client's side. Held from `create` until `close`, or until the last process that inherited it is gone."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        """Use `create`."""
+        self.path = path
+        self._fd = fd
+        self._owner = os.getpid()
+
+    @classmethod
+    def create(cls, directory: str | Path = DEFAULT_LOCK_DIRECTORY) -> SessionLock:
+        """A new lock file in `directory`, held. The directory must be one that the unit accepts: the arena's own, or
+        /dev/shm. Raises OSError."""
+        path = Path(directory).absolute() / new_session_lock_name()
+        return cls(path, create_locked(path))
+
+    @property
+    def held(self) -> bool:
+        """Whether this process still holds it."""
+        return self._fd >= 0
+
+    def unlink(self) -> None:
+        """Remove the name, keep the lock: for a session that will attach to no further unit but still has views of
+        shared memory. Units that are attached keep their descriptors. Idempotent; does nothing in a forked child."""
+        if os.getpid() == self._owner:
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Say that nothing of this session touches shared memory any more: remove the name and drop the lock (a
+        forked child drops its own share of it only). Call it when no copy is under way and no view is left. Idempotent.
+        """
+        if self._fd < 0:
+            return
+        self.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> SessionLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(eq=False)
+class PeerLock:
+    """The unit's side: its own descriptor of a client's lock file."""
+
+    path: Path
+    fd: int
+
+    @classmethod
+    def open(cls, path: str, *, directories: Iterable[Path]) -> PeerLock | str:
+        """The lock that a client says it holds, or why it cannot be taken as one, for a person.
+
+        `path` comes from the wire: nothing is opened unless it lies directly in one of `directories`, is named as a
+        session lock and is a regular file of this user on a local file system.
+        """
+        there = Path(path)
+        if not SESSION_LOCK_NAME.fullmatch(there.name) or there.parent not in set(directories):
+            return "its session lock is not in a directory this unit looks into"
+        if not is_local(there.parent):
+            return f"{there.parent} is not on a local file system"
+        fd = open_own(there)
+        if fd is None:
+            return "its session lock is not there (another container, or another user)"
+        lock = cls(there, fd)
+        if not lock.held():
+            lock.drop()
+            return "its session lock is not held"
+        return lock
+
+    def held(self) -> bool:
+        """Whether some process still holds the client's lock."""
+        return is_held(self.fd)
+
+    def same_file(self, other: PeerLock) -> bool:
+        return os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
+
+    def bury(self) -> None:
+        """The client is gone: remove what is left of its file."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,364 @@
+"""The storage unit's bulk server: one thread that moves bytes between sockets and the arena, and refuses who must be.
+
+It decides nothing else. Every copy ends before the next message or order is looked at, so that a fenced session has no
+copy under way: reads leave the arena before they are handed to ZMQ, writes are taken from ZMQ in one go.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from google.protobuf.message import DecodeError
+
+from dataplane.arena import Arena
+from dataplane.bulk.endpoints import bind
+from dataplane.bulk.frames import MAX_REQUEST_BYTES
+from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
+from dataplane.bulk.sessions import Sessions
+from dataplane.errors import (
+    ArenaSpaceError,
+    AuthenticationError,
+    DataPlaneError,
+    InternalError,
+    ProtocolVersionError,
+    ServiceRestartedError,
+    StorageUnitError,
+    to_wire,
+)
+from dataplane.ledger.commands import (
+    FenceSession,
+    GrowArena,
+    Grown,
+    Input,
+    SessionAlive,
+    SessionAttached,
+    SessionGone,
+)
+from dataplane.pb import bulk_pb2 as pb
+from dataplane.types import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 16
+"""After so many messages the thread looks at its orders."""
+PEER_QUEUE = 64
+"""Requests of one peer that may wait here, and replies that may wait for it. A peer beyond the first is slowed down by
+its socket; one beyond the second, which keeps no window, loses replies and times out. The thread never waits for it."""
+STOP_WAIT_S = 30.0
+
+Order = FenceSession | GrowArena
+
+
+class BulkServer:
+    """Serves one arena on ipc and, with `tcp_host`, on tcp (any free port).
+
+    report: called in the server's thread with what the unit has to tell the ledger; must hand it over and return.
+    advertise_host: the name that remote clients reach `tcp_host` by, where it is not that itself (0.0.0.0).
+    lock_directories: where clients' session locks may be; the arena's directory and /dev/shm by default.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        epoch: int,
+        token: str | None,
+        report: Callable[[Input], None],
+        tcp_host: str | None = None,
+        advertise_host: str | None = None,
+        lock_directories: Iterable[str | Path] | None = None,
+    ) -> None:
+        folders = (arena.path.parent, DEFAULT_LOCK_DIRECTORY) if lock_directories is None else lock_directories
+        self._arena = arena
+        self._epoch = epoch
+        self._token = (token or "").encode()
+        self._report = report
+        self._tcp = (tcp_host, advertise_host)
+        self._sessions = Sessions(arena, lock_directories=map(Path, folders))
+        self._unit = 0
+        self._early: list[tuple[bytes, pb.BulkRequest]] = []
+        self._orders: deque[Order] = deque()
+        self._growth: deque[tuple[GrowArena, Iterator[int]]] = deque()
+        self._owner = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._wake_lock = threading.Lock()
+        self._stopping = False
+        self.endpoints: tuple[str, ...] = ()
+
+    # --- from other threads -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind and serve. `endpoints` are set when it returns. Raises ServiceUnavailableError if nothing can be bound,
+        ValueError for a tcp_host beyond loopback without a token."""
+        assert self._thread is None, "started twice"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._router.linger = 0
+            self._router.set(zmq.SNDHWM, PEER_QUEUE)
+            self._router.set(zmq.RCVHWM, PEER_QUEUE)
+            self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            self.endpoints = bind(self._router, *self._tcp, secured=bool(self._token))
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._thread = threading.Thread(target=self._run, name="tq-bulk", daemon=True)
+        self._thread.start()
+
+    @property
+    def unit(self) -> int:
+        """The unit's number; 0 until it is set. Clients that attach before then wait."""
+        return self._unit
+
+    @unit.setter
+    def unit(self, number: int) -> None:
+        self._unit = number
+        self._kick()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread serves."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def order(self, order: Order) -> None:
+        """Do this soon, in order; the outcome goes to `report`. From any thread; after `stop` it is ignored."""
+        self._orders.append(order)
+        self._kick()
+
+    def stop(self) -> None:
+        """Answer nobody any more; the thread has ended when this returns, and touches the arena no more. Idempotent;
+        in a forked child it does nothing."""
+        if self._thread is None or os.getpid() != self._owner:
+            return
+        self._stopping = True
+        self._kick()
+        self._thread.join(STOP_WAIT_S)
+        if self._thread.is_alive():
+            raise InternalError(what=f"the bulk server did not stop within {STOP_WAIT_S:.0f} s")
+        self._thread = None
+        self._close_sockets()
+        self._sessions.close()
+
+    def _close_sockets(self) -> None:
+        self._router.close()
+        self._context.term()
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _kick(self) -> None:
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._router, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            while not self._stopping:
+                ready = dict(poller.poll(0 if self._growth else None))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                self._guarded("orders", self._obey)
+                if self._router in ready:
+                    self._serve_some()
+                if self._growth:
+                    self._guarded("GrowArena", self._grow_a_step)
+        except BaseException:
+            log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
+            raise
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("unit %d: %s failed; the server goes on", self._unit, what)
+
+    def _obey(self) -> None:
+        if self._unit and self._early:
+            early, self._early = self._early, []
+            for peer, request in early:
+                self._answer(peer, request)
+        while self._orders:
+            match self._orders.popleft():
+                case FenceSession(session=session):
+                    gone = self._sessions.fence(session)
+                    self._report((SessionGone if gone else SessionAlive)(unit=self._unit, session=session))
+                case GrowArena() as order:
+                    self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
+
+    def _grow_a_step(self) -> None:
+        order, steps = self._growth[0]
+        error = None
+        try:
+            if next(steps, None) is not None:
+                return
+        except ArenaSpaceError as caught:
+            error = str(caught)
+            log.warning("unit %d cannot grow to %d bytes: %s", self._unit, order.backed_bytes, error)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            log.exception("unit %d cannot grow to %d bytes", self._unit, order.backed_bytes)
+        self._growth.popleft()
+        self._report(Grown(unit=self._unit, backed_bytes=self._arena.backed_bytes, error=error))
+
+    def _serve_some(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                peer = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            request = self._header()
+            if request is not None:
+                self._answer(peer, request)
+            self._drain()
+
+    def _header(self) -> pb.BulkRequest | None:
+        if not self._router.rcvmore:
+            return None
+        try:
+            return pb.BulkRequest.FromString(self._router.recv())
+        except DecodeError:
+            log.warning("unit %d: dropped a message that is no BulkRequest", self._unit)
+            return None
+
+    def _drain(self) -> None:
+        while self._router.rcvmore:
+            self._router.recv(copy=False)
+
+    def _answer(self, peer: bytes, request: pb.BulkRequest) -> None:
+        verb = request.WhichOneof("verb")
+        payload: bytes | None = None
+        try:
+            self._admit(request)
+            if verb == "attach" and not self._unit:
+                self._early.append((peer, request))
+                return
+            reply, payload = self._perform(verb, request)
+        except DataPlaneError as error:
+            reply = _refusal(error)
+        except Exception:
+            log.exception("unit %d: %s of session %d failed", self._unit, verb, request.session)
+            reply = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}"))
+        self._drain()
+        reply.call = request.call
+        self._send(peer, reply, payload)
+
+    def _send(self, peer: bytes, reply: pb.BulkReply, payload: bytes | None) -> None:
+        """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""
+        self._router.send(peer, zmq.SNDMORE)
+        self._router.send(reply.SerializeToString(), 0 if payload is None else zmq.SNDMORE)
+        if payload is not None:
+            self._router.send(payload, copy=False)
+
+    def _admit(self, request: pb.BulkRequest) -> None:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(client_version=request.protocol_version, service_version=PROTOCOL_VERSION)
+        if not hmac.compare_digest(request.token, self._token):
+            why = "its token is wrong" if request.token else "it gave no token"
+            raise AuthenticationError(peer=f"storage unit {self._unit}", why=why)
+        if request.epoch != self._epoch:
+            raise ServiceRestartedError(
+                expected_epoch=request.epoch, got_epoch=self._epoch, what=f"storage unit {self._unit}"
+            )
+        self._sessions.admit(request.session)
+
+    def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, bytes | None]:
+        match verb:
+            case "attach":
+                self._bury_dead()
+                return pb.BulkReply(challenge=self._sessions.attach(request.session, request.attach)), None
+            case "proof":
+                self._sessions.prove(request.session, request.proof.seen)
+                self._report(SessionAttached(unit=self._unit, session=request.session))
+                return pb.BulkReply(attached=pb.Attached()), None
+            case "write":
+                return pb.BulkReply(written=pb.Written(size=self._write(request.write))), None
+            case "read":
+                payload = self._read(request.read)
+                return pb.BulkReply(bytes=pb.ReadBytes(size=len(payload))), payload
+            case _:
+                raise self._fault("the request has no verb that this unit knows")
+
+    def _bury_dead(self) -> None:
+        for session in self._sessions.bury_dead():
+            self._report(SessionGone(unit=self._unit, session=session))
+
+    # --- bytes --------------------------------------------------------------------------------------------------
+
+    def _write(self, request: pb.WriteRanges) -> int:
+        offsets, sizes = self._ranges(request.offsets, request.sizes)
+        arena = memoryview(self._arena.data)
+        at = 0
+        for count in request.frame_ranges:
+            if count < 1 or at + count > len(offsets):
+                raise self._fault("a payload frame fills ranges that were not named")
+            if not self._router.rcvmore:
+                raise self._fault("a payload frame is missing")
+            if count == 1:
+                self._receive_one(arena[offsets[at] : offsets[at] + sizes[at]])
+            else:
+                self._receive_many(arena, offsets[at : at + count], sizes[at : at + count])
+            at += count
+        if at != len(offsets) or self._router.rcvmore:
+            raise self._fault("there are more ranges or payload frames than frame_ranges tells")
+        return sum(sizes)
+
+    def _receive_one(self, target: memoryview) -> None:
+        """Straight into the arena. A longer frame is cut off by ZMQ at the end of the range."""
+        received = self._router.recv_into(target)
+        if received != len(target):
+            raise self._fault(f"a payload frame has {received} bytes for a range of {len(target)}")
+
+    def _receive_many(self, arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
+        frame = self._router.recv(copy=False).buffer
+        if len(frame) != sum(sizes):
+            raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)}")
+        at = 0
+        for offset, size in zip(offsets, sizes, strict=True):
+            arena[offset : offset + size] = frame[at : at + size]
+            at += size
+
+    def _read(self, request: pb.ReadRanges) -> bytes:
+        """A copy: nothing refers to the arena when this returns."""
+        offsets, sizes = self._ranges(request.offsets, request.sizes)
+        arena = memoryview(self._arena.data)
+        return b"".join([arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
+
+    def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The ranges, all of them within what is backed."""
+        starts, lengths = np.array(offsets, np.uint64), np.array(sizes, np.uint64)
+        if len(starts) != len(lengths):
+            raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
+        backed = np.uint64(self._arena.backed_bytes)
+        outside: npt.NDArray[np.bool_] = (starts > backed) | (lengths > backed - np.minimum(starts, backed))
+        if outside.any():
+            first = int(np.argmax(outside))
+            raise self._fault(
+                f"bytes {starts[first]} to {int(starts[first]) + int(lengths[first])} are outside the {backed} backed"
+            )
+        if int(lengths.sum()) > MAX_REQUEST_BYTES:
+            raise self._fault(f"a request of {int(lengths.sum()):,} bytes; at most {MAX_REQUEST_BYTES:,} are taken")
+        return starts.tolist(), lengths.tolist()
+
+    def _fault(self, why: str) -> StorageUnitError:
+        return StorageUnitError(unit=self._unit, endpoint=self.endpoints[0], why=why)
+
+
+def _refusal(error: DataPlaneError) -> pb.BulkReply:
+    name, facts = to_wire(error)
+    return pb.BulkReply(error=pb.BulkError(name=name, facts=facts))

@@ -1,0 +1,119 @@
+"""What a storage unit knows of sessions: who is local to it by proof, and who is fenced. Files, but no sockets."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.arena import Arena
+from dataplane.bulk.lock import PeerLock, boot_id
+from dataplane.errors import InvalidRequestError, SessionExpiredError
+from dataplane.pb import bulk_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An attach whose proof has not come yet."""
+
+    lock: PeerLock
+    secret: bytes
+
+
+class Sessions:
+    """One thread only: the unit's poll thread."""
+
+    def __init__(self, arena: Arena, *, lock_directories: Iterable[Path]) -> None:
+        self._arena = arena
+        self._directories = frozenset(lock_directories)
+        self._host = boot_id()
+        self._pending: dict[int, _Pending] = {}
+        self._attached: dict[int, PeerLock] = {}
+        self._fenced: set[int] = set()
+
+    def admit(self, session: int) -> None:
+        """Raises SessionExpiredError for a fenced session."""
+        if session in self._fenced:
+            raise SessionExpiredError(session=session, why="the storage unit was told that its process is gone")
+
+    def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
+        """A challenge for a client that may be local, or the reason why it stays remote."""
+        if not request.lock_path:
+            return pb.Challenge(local=False, why="the client asked for the remote road")
+        if request.boot_id != self._host:
+            return pb.Challenge(local=False, why="the client runs on another host")
+        lock = PeerLock.open(request.lock_path, directories=self._directories)
+        if isinstance(lock, str):
+            return pb.Challenge(local=False, why=lock)
+        self._refuse_second_lock(session, lock)
+        challenge = self._arena.challenge()
+        self._forget_pending(session)
+        self._pending[session] = _Pending(lock, challenge.secret)
+        return pb.Challenge(
+            local=True,
+            arena_path=str(self._arena.path),
+            cookie=self._arena.cookie,
+            offset=challenge.offset,
+            length=len(challenge.secret),
+        )
+
+    def _refuse_second_lock(self, session: int, lock: PeerLock) -> None:
+        """A session has one lock for its life: swapping it would give up the proof that its first process is gone."""
+        known = self._attached.get(session)
+        if known is not None and not known.same_file(lock):
+            lock.drop()
+            raise InvalidRequestError(f"session {session} is attached to this unit with another lock file")
+
+    def prove(self, session: int, seen: bytes) -> None:
+        """The session is attached from now on. Raises InvalidRequestError if `seen` is not what the challenge wrote."""
+        pending = self._pending.pop(session, None)
+        if pending is None:
+            raise InvalidRequestError(f"session {session} sent a proof that nobody asked for")
+        if not hmac.compare_digest(pending.secret, seen):
+            pending.lock.drop()
+            raise InvalidRequestError(f"session {session} does not map this unit's arena")
+        if session in self._attached:
+            pending.lock.drop()
+        else:
+            self._attached[session] = pending.lock
+
+    def fence(self, session: int) -> bool:
+        """Refuse everything of this session from now on, unless it is attached and its lock is still held. Whether it
+        is fenced: then nothing of it can touch the arena any more."""
+        lock = self._attached.get(session)
+        if lock is not None and lock.held():
+            return False
+        self._fenced.add(session)
+        self._forget_pending(session)
+        if lock is not None:
+            del self._attached[session]
+            lock.bury()
+        return True
+
+    def bury_dead(self) -> list[int]:
+        """Fence every attached session whose lock is free; which ones. Keeps the descriptors of sessions that ended in
+        peace from piling up."""
+        dead = [session for session, lock in self._attached.items() if not lock.held()]
+        for session in dead:
+            self.fence(session)
+        return dead
+
+    def _forget_pending(self, session: int) -> None:
+        pending = self._pending.pop(session, None)
+        if pending is not None:
+            pending.lock.drop()
+
+    def close(self) -> None:
+        """Close every descriptor; remove the lock files that nobody holds any more."""
+        for session in list(self._pending):
+            self._forget_pending(session)
+        for lock in self._attached.values():
+            if lock.held():
+                lock.drop()
+            else:
+                lock.bury()
+        self._attached.clear()

@@ -1,0 +1,131 @@
+"""One socket from a client to a storage unit, used by one call at a time. ZMQ's monitor tells of a lost peer at once."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from dataplane import failpoints
+from dataplane.errors import ClientClosedError, from_wire
+from dataplane.pb import bulk_pb2 as pb
+from dataplane.types import PROTOCOL_VERSION
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class WireLostError(Exception):
+    """The peer cannot be reached, or hung up. Never leaves this package."""
+
+
+class WireSilentError(Exception):
+    """The peer did not answer in time. Never leaves this package."""
+
+
+class Wire:
+    """After any exception out of its methods it is good for `close` only."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, wake: int) -> None:
+        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end."""
+        self._calls = itertools.count(1)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        if endpoint.startswith("tcp://["):
+            self._socket.set(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._monitor.linger = 0
+        self._wake = wake
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._monitor, wake):
+            self._poller.register(each, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def request(self, *, session: int, epoch: int, token: bytes) -> pb.BulkRequest:
+        """A header for the next call, without its verb."""
+        return pb.BulkRequest(
+            protocol_version=PROTOCOL_VERSION, token=token, session=session, epoch=epoch, call=next(self._calls)
+        )
+
+    def send(
+        self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
+    ) -> None:
+        """Queue a request. Frames are not copied: `held` gets, before ZMQ gets the frame, what tells when it let go."""
+        parts = [zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames]
+        held.extend(part.tracker for part in parts if part.tracker is not None)
+        self._socket.send(header.SerializeToString(), zmq.SNDMORE if parts else 0)
+        for number, part in enumerate(parts, 1):
+            failpoints.hit("bulk.write.between_frames")
+            self._socket.send(part, 0 if number == len(parts) else zmq.SNDMORE, copy=False)
+
+    def receive(self, call: int, deadline: float) -> pb.BulkReply:
+        """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.
+
+        Raises the error that the unit answered, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
+        ClientClosedError when woken.
+        """
+        reply = pb.BulkReply.FromString(self._next_frame(deadline))
+        if reply.call != call:
+            raise WireLostError(f"it answered call {reply.call} where call {call} was due")
+        if reply.WhichOneof("outcome") == "error":
+            raise from_wire(reply.error.name, reply.error.facts)
+        return reply
+
+    def _next_frame(self, deadline: float) -> bytes:
+        while True:
+            try:
+                return self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        ready = dict(self._poller.poll(max(0, int(left_s * 1000) + 1))) if left_s > 0 else {}
+        if self._socket in ready:
+            return
+        if self._wake in ready:
+            raise ClientClosedError
+        if self._monitor in ready:
+            raise WireLostError("it cannot be reached")
+        if left_s <= 0:
+            raise WireSilentError
+
+    def payload(self, nbytes: int) -> zmq.Frame:
+        """The payload frame of the reply just received, as ZMQ has it."""
+        failpoints.hit("bulk.read.between_frames")
+        self._expect_more()
+        frame = self._socket.recv(copy=False)
+        self._check_length(len(frame), nbytes)
+        return frame
+
+    def payload_into(self, target: memoryview) -> None:
+        """The same, received in place; it must be exactly as long as `target`."""
+        failpoints.hit("bulk.read.between_frames")
+        self._expect_more()
+        self._check_length(self._socket.recv_into(target), len(target))
+
+    def _expect_more(self) -> None:
+        if not self._socket.rcvmore:
+            raise WireLostError("its reply lacks the payload frame")
+
+    def _check_length(self, got: int, expected: int) -> None:
+        if got != expected or self._socket.rcvmore:
+            raise WireLostError(f"its payload has {got} bytes where {expected} were asked for")
+
+    @property
+    def idle_and_sound(self) -> bool:
+        """Between calls: whether the peer has been there all the time and owes nothing."""
+        return not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+
+    def close(self) -> None:
+        """Drop what is queued and hang up. Idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=0)
