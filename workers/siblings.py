@@ -1,0 +1,161 @@
+"""Collectives of one replica group with a deadline, and errors that travel between its ranks."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
+
+from dataplane import errors
+
+
+class ReplicaGroupError(RuntimeError):
+    """The ranks of a replica group disagree, or one of them failed in a way that has no type on the others."""
+
+
+class ReplicaLostError(ReplicaGroupError, ConnectionError):
+    """A rank of the replica group died or closed its connections. The group is of no more use; make a new one."""
+
+
+class Deadline:
+    """A moment by which all of one fetch is to be over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    @property
+    def left(self) -> timedelta:
+        """What is left, never less than a millisecond (zero would mean no limit)."""
+        return timedelta(seconds=max(self.left_s, 0.001))
+
+
+class Siblings:
+    """One process group's all-gather and broadcast of bytes, each bounded by a deadline and counted.
+
+    group: a torch.distributed process group. Ranks here are ranks within it. counts: `collectives` and `bytes` say how
+    many collectives this rank took part in and how many bytes their buffers had, by purpose ("control", "payload").
+
+    A rank that died or a deadline that passed ends the group: with Gloo every later collective on it fails at once.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.collectives: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend wants its buffers: this process's CUDA device for NCCL, else the CPU."""
+        if "nccl" in str(dist.get_backend_config(self.group)).lower():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def all_gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
+        """Every rank's `mine`, in rank order; all must be equally long."""
+        device = self.device
+        source = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(source) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = deadline.left
+        self._run(lambda: self.group.allgather([gathered], [source], options), deadline)
+        self._count("control", len(mine) * self.size)
+        return [bytes(record.cpu().numpy()) for record in gathered]
+
+    def broadcast(self, buffer: Tensor, root: int, deadline: Deadline, *, purpose: str = "control") -> None:
+        """Fill `buffer` (uint8, on `device`) on every rank with the root's."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = deadline.left
+        self._run(lambda: self.group.broadcast([buffer], options), deadline)
+        self._count(purpose, buffer.numel())
+
+    def broadcast_bytes(self, mine: bytes, size: int, root: int, deadline: Deadline) -> bytes:
+        """The root's `mine` on every rank; all know its `size`. What the others pass is ignored."""
+        if self.rank == root:
+            buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.broadcast(buffer, root, deadline)
+        return bytes(buffer.cpu().numpy())
+
+    def name(self, rank: int) -> str:
+        """A rank of the group for a message, with its global number."""
+        return f"rank {rank} (global rank {dist.get_global_rank(self.group, rank)})"
+
+    def _count(self, purpose: str, size: int) -> None:
+        self.collectives[purpose] += 1
+        self.bytes[purpose] += size
+
+    def _run(self, start: Callable[[], Any], deadline: Deadline) -> None:
+        try:
+            start().wait(deadline.left)
+        except RuntimeError as error:
+            if deadline.left_s <= 0:
+                raise errors.CallTimeoutError(
+                    what="fetch through a replica group (a sibling did not take part; is it running the same method?)",
+                    waited_s=deadline.timeout_s,
+                    peer=f"its {self.size} ranks",
+                ) from error
+            raise ReplicaLostError(
+                f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Look for the rank that "
+                "died or gave up first; the process group has to be made again."
+            ) from error
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An exception on its way to the siblings of the rank that raised it. `facts` only for errors of the data plane."""
+
+    rank: int
+    name: str
+    text: str
+    facts: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Fault:
+        text = str(error.args[0]) if len(error.args) == 1 else str(error)
+        facts = None
+        if errors.ERROR_TYPES.get(type(error).__name__) is type(error):
+            assert isinstance(error, errors.DataPlaneError)
+            facts = errors.to_wire(error)[1]
+        return cls(rank, type(error).__name__, text, facts)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Fault:
+        return msgspec.msgpack.decode(data, type=cls)
+
+    def error(self, who: str) -> Exception:
+        """The same error: ours with its facts, a builtin with its text, any other as `ReplicaGroupError`."""
+        builtin = getattr(builtins, self.name, None)
+        error: Exception
+        if self.facts is not None:
+            error = errors.from_wire(self.name, self.facts)
+        elif isinstance(builtin, type) and issubclass(builtin, Exception) and _takes_text(builtin):
+            error = builtin(self.text)
+        else:
+            error = ReplicaGroupError(f"{who} raised {self.name}: {self.text}")
+        error.add_note(f"raised by {who} of this replica group, whose fetch all its ranks share")
+        return error
+
+
+def _takes_text(kind: type[Exception]) -> bool:
+    return not issubclass(kind, UnicodeError | ExceptionGroup)
