@@ -1,0 +1,212 @@
+"""The parts of messages whose shape on the wire differs from the ledger's value: arrays, specs, samples, tags.
+
+Each kind of part has a pair of functions, `..._to_pb` and `..._from_pb`. What comes from the wire is checked for form
+only (`InvalidRequestError`); whether it makes sense is the ledger's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagColumn
+from dataplane.pb import control_pb2 as pb
+from dataplane.types import FieldKind, FieldSpec, Scalar
+
+_WIRE64 = np.dtype("<i8")
+_WIRE32 = np.dtype("<i4")
+_WIRE_REAL = np.dtype("<f8")
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+_KINDS: tuple[FieldKind | None, ...] = (
+    None,
+    FieldKind.DENSE,
+    FieldKind.JAGGED,
+    FieldKind.RAGGED,
+    FieldKind.OBJECT,
+)
+"""By their number in the enum `FieldKind` of the protocol."""
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------
+
+
+def int64s_to_pb(values: Int64s) -> bytes:
+    return values.astype(_WIRE64, copy=False).tobytes()
+
+
+def int64s_from_pb(wire: bytes) -> Int64s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE64).astype(np.int64, copy=False)
+
+
+def int32s_to_pb(values: Int32s) -> bytes:
+    return values.astype(_WIRE32, copy=False).tobytes()
+
+
+def int32s_from_pb(wire: bytes) -> Int32s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE32).astype(np.int32, copy=False)
+
+
+def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
+    if len(wire) % dtype.itemsize:
+        raise InvalidRequestError(f"a column of {dtype.itemsize}-byte integers has {len(wire)} bytes")
+    return np.frombuffer(wire, dtype)
+
+
+# --- scalars ----------------------------------------------------------------------------------------------------
+
+
+def scalar_to_pb(value: Scalar) -> pb.Scalar:
+    match value:
+        case None:
+            return pb.Scalar()
+        case bool():
+            return pb.Scalar(boolean=value)
+        case str():
+            return pb.Scalar(text=value)
+        case int():
+            if _INT64_MIN <= value <= _INT64_MAX:
+                return pb.Scalar(integer=value)
+            return pb.Scalar(big_integer=str(value))
+        case float():
+            return pb.Scalar(real=value)
+    raise InvalidRequestError(f"a tag is a str, bool, int, float or None, got {value!r} ({type(value).__name__})")
+
+
+def scalar_from_pb(wire: pb.Scalar) -> Scalar:
+    kind = wire.WhichOneof("kind")
+    if kind is None:
+        return None
+    if kind == "big_integer":
+        return _big_integer(wire.big_integer)
+    value: Scalar = getattr(wire, kind)
+    return value
+
+
+def _big_integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        raise InvalidRequestError(f"a big integer is written as {digits[:40]!r}") from error
+
+
+# --- specs ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
+    """Shared between calls: not to be changed."""
+    inner = None if spec.inner is None else pb.Shape(sizes=spec.inner)
+    return pb.FieldSpec(kind=pb.FieldKind.ValueType(_KINDS.index(spec.kind)), dtype=spec.dtype, inner=inner)
+
+
+def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
+    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
+    return _spec(wire.kind, wire.dtype if wire.HasField("dtype") else None, inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(kind: int, dtype: str | None, inner: tuple[int, ...] | None) -> FieldSpec:
+    if not 0 <= kind < len(_KINDS):
+        raise InvalidRequestError(f"unknown field kind {kind}; is the client newer than the service?")
+    if inner is not None and min(inner, default=0) < 0:
+        raise InvalidRequestError(f"a field's inner shape {list(inner)} has a negative size")
+    try:
+        return FieldSpec(_KINDS[kind], dtype, inner)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+# --- samples ----------------------------------------------------------------------------------------------------
+
+
+def samples_to_pb(samples: Samples) -> pb.Samples:
+    if samples.ids is not None:
+        return pb.Samples(ids=pb.TextList(values=samples.ids))
+    assert samples.rows is not None
+    assert samples.births is not None
+    return pb.Samples(handles=pb.Handles(rows=int64s_to_pb(samples.rows), births=int64s_to_pb(samples.births)))
+
+
+def samples_from_pb(wire: pb.Samples) -> Samples:
+    match wire.WhichOneof("naming"):
+        case "ids":
+            return Samples(ids=tuple(wire.ids.values))
+        case "handles":
+            rows, births = int64s_from_pb(wire.handles.rows), int64s_from_pb(wire.handles.births)
+            if len(rows) != len(births):
+                raise InvalidRequestError(f"row handles with {len(rows)} rows and {len(births)} births")
+            return Samples(rows=rows, births=births)
+    raise InvalidRequestError("samples named neither by ids nor by handles")
+
+
+# --- tags -------------------------------------------------------------------------------------------------------
+
+
+def tag_to_pb(tag: TagColumn) -> pb.TagColumn:
+    """Values of one type travel as one column; subclasses of the scalar types and mixtures one by one."""
+    positions = None if tag.positions is None else int64s_to_pb(tag.positions)
+    kinds = set(map(type, tag.values))
+    wire = pb.TagColumn(name=tag.name, positions=positions)
+    if kinds == {str}:
+        wire.texts.values.extend(tag.values)  # type: ignore[arg-type]
+    elif kinds == {float}:
+        wire.reals = np.array(tag.values, _WIRE_REAL).tobytes()
+    elif kinds == {bool}:
+        wire.booleans = bytes(tag.values)  # type: ignore[arg-type]
+    elif kinds == {int} and (integers := _integers(tag.values)) is not None:
+        wire.integers = integers
+    else:
+        wire.mixed.values.extend([scalar_to_pb(value) for value in tag.values])
+        wire.mixed.SetInParent()
+    return wire
+
+
+def _integers(values: Sequence[Any]) -> bytes | None:
+    try:
+        return np.array(values, _WIRE64).tobytes()
+    except OverflowError:
+        return None
+
+
+def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
+    values: Sequence[Scalar]
+    match wire.WhichOneof("values"):
+        case "texts":
+            values = tuple(wire.texts.values)
+        case "reals":
+            values = tuple(_array(wire.reals, _WIRE_REAL).tolist())
+        case "booleans":
+            values = tuple(map(bool, wire.booleans))
+        case "integers":
+            values = tuple(_array(wire.integers, _WIRE64).tolist())
+        case "mixed":
+            values = tuple(map(scalar_from_pb, wire.mixed.values))
+        case _:
+            raise InvalidRequestError(f"tag {wire.name!r} without values")
+    positions = int64s_from_pb(wire.positions) if wire.HasField("positions") else None
+    if positions is not None and len(positions) != len(values):
+        raise InvalidRequestError(f"tag {wire.name!r} with {len(values)} values at {len(positions)} positions")
+    return TagColumn(name=wire.name, values=values, positions=positions)
+
+
+def predicate_to_pb(predicate: Predicate) -> pb.Predicate:
+    if isinstance(predicate.value, tuple):
+        several = pb.ScalarList(values=[scalar_to_pb(value) for value in predicate.value])
+        return pb.Predicate(tag=predicate.tag, op=predicate.op, several=several)
+    return pb.Predicate(tag=predicate.tag, op=predicate.op, one=scalar_to_pb(predicate.value))
+
+
+def predicate_from_pb(wire: pb.Predicate) -> Predicate:
+    match wire.WhichOneof("operand"):
+        case "one":
+            return Predicate(tag=wire.tag, op=wire.op, value=scalar_from_pb(wire.one))
+        case "several":
+            return Predicate(tag=wire.tag, op=wire.op, value=tuple(map(scalar_from_pb, wire.several.values)))
+    raise InvalidRequestError(f"predicate on tag {wire.tag!r} without a value to compare with")

@@ -1,0 +1,865 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FieldKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FIELD_KIND_UNSPECIFIED: _ClassVar[FieldKind]
+    FIELD_KIND_DENSE: _ClassVar[FieldKind]
+    FIELD_KIND_JAGGED: _ClassVar[FieldKind]
+    FIELD_KIND_RAGGED: _ClassVar[FieldKind]
+    FIELD_KIND_OBJECT: _ClassVar[FieldKind]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    MODE_UPSERT: _ClassVar[Mode]
+    MODE_CREATE: _ClassVar[Mode]
+    MODE_UPDATE: _ClassVar[Mode]
+
+class OnFull(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ON_FULL_UNSPECIFIED: _ClassVar[OnFull]
+    ON_FULL_WAIT: _ClassVar[OnFull]
+    ON_FULL_REJECT: _ClassVar[OnFull]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ORDER_UNSPECIFIED: _ClassVar[Order]
+    ORDER_OLDEST: _ClassVar[Order]
+    ORDER_FRESHEST: _ClassVar[Order]
+FIELD_KIND_UNSPECIFIED: FieldKind
+FIELD_KIND_DENSE: FieldKind
+FIELD_KIND_JAGGED: FieldKind
+FIELD_KIND_RAGGED: FieldKind
+FIELD_KIND_OBJECT: FieldKind
+MODE_UNSPECIFIED: Mode
+MODE_UPSERT: Mode
+MODE_CREATE: Mode
+MODE_UPDATE: Mode
+ON_FULL_UNSPECIFIED: OnFull
+ON_FULL_WAIT: OnFull
+ON_FULL_REJECT: OnFull
+ORDER_UNSPECIFIED: Order
+ORDER_OLDEST: Order
+ORDER_FRESHEST: Order
+
+class Header(_message.Message):
+    __slots__ = ("session", "number", "watermark")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    number: int
+    watermark: int
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("name", "facts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    facts: bytes
+    def __init__(self, name: _Optional[str] = ..., facts: _Optional[bytes] = ...) -> None: ...
+
+class Shape(_message.Message):
+    __slots__ = ("sizes",)
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FieldSpec(_message.Message):
+    __slots__ = ("kind", "dtype", "inner")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    INNER_FIELD_NUMBER: _ClassVar[int]
+    kind: FieldKind
+    dtype: str
+    inner: Shape
+    def __init__(self, kind: _Optional[_Union[FieldKind, str]] = ..., dtype: _Optional[str] = ..., inner: _Optional[_Union[Shape, _Mapping]] = ...) -> None: ...
+
+class NamedSpec(_message.Message):
+    __slots__ = ("name", "spec")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ...) -> None: ...
+
+class Scalar(_message.Message):
+    __slots__ = ("text", "boolean", "integer", "real", "big_integer")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    BOOLEAN_FIELD_NUMBER: _ClassVar[int]
+    INTEGER_FIELD_NUMBER: _ClassVar[int]
+    REAL_FIELD_NUMBER: _ClassVar[int]
+    BIG_INTEGER_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    boolean: bool
+    integer: int
+    real: float
+    big_integer: str
+    def __init__(self, text: _Optional[str] = ..., boolean: bool = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., big_integer: _Optional[str] = ...) -> None: ...
+
+class ScalarList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedCompositeFieldContainer[Scalar]
+    def __init__(self, values: _Optional[_Iterable[_Union[Scalar, _Mapping]]] = ...) -> None: ...
+
+class TextList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TagColumn(_message.Message):
+    __slots__ = ("name", "positions", "mixed", "integers", "reals", "booleans", "texts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FIELD_NUMBER: _ClassVar[int]
+    INTEGERS_FIELD_NUMBER: _ClassVar[int]
+    REALS_FIELD_NUMBER: _ClassVar[int]
+    BOOLEANS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    positions: bytes
+    mixed: ScalarList
+    integers: bytes
+    reals: bytes
+    booleans: bytes
+    texts: TextList
+    def __init__(self, name: _Optional[str] = ..., positions: _Optional[bytes] = ..., mixed: _Optional[_Union[ScalarList, _Mapping]] = ..., integers: _Optional[bytes] = ..., reals: _Optional[bytes] = ..., booleans: _Optional[bytes] = ..., texts: _Optional[_Union[TextList, _Mapping]] = ...) -> None: ...
+
+class Predicate(_message.Message):
+    __slots__ = ("tag", "op", "one", "several")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ONE_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    tag: str
+    op: str
+    one: Scalar
+    several: ScalarList
+    def __init__(self, tag: _Optional[str] = ..., op: _Optional[str] = ..., one: _Optional[_Union[Scalar, _Mapping]] = ..., several: _Optional[_Union[ScalarList, _Mapping]] = ...) -> None: ...
+
+class Samples(_message.Message):
+    __slots__ = ("ids", "handles")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    ids: TextList
+    handles: Handles
+    def __init__(self, ids: _Optional[_Union[TextList, _Mapping]] = ..., handles: _Optional[_Union[Handles, _Mapping]] = ...) -> None: ...
+
+class Handles(_message.Message):
+    __slots__ = ("rows", "births")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    births: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
+
+class ColumnSizes(_message.Message):
+    __slots__ = ("name", "sizes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sizes: bytes
+    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("column", "first", "last", "unit", "offset")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    column: int
+    first: int
+    last: int
+    unit: int
+    offset: int
+    def __init__(self, column: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class CommitColumn(_message.Message):
+    __slots__ = ("name", "spec", "lengths", "index")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    lengths: bytes
+    index: bytes
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ...) -> None: ...
+
+class FieldLocations(_message.Message):
+    __slots__ = ("name", "spec", "units", "offsets", "lengths")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    units: bytes
+    offsets: bytes
+    lengths: bytes
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+
+class UnitInfo(_message.Message):
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    host: str
+    epoch: int
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    arena_path: str
+    capacity_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+
+class NamedTexts(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Enums(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[NamedTexts]
+    def __init__(self, entries: _Optional[_Iterable[_Union[NamedTexts, _Mapping]]] = ...) -> None: ...
+
+class NamedCount(_message.Message):
+    __slots__ = ("name", "count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    count: int
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("nonce", "host", "name", "protocol_version")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    host: str
+    name: str
+    protocol_version: int
+    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    DOORS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    session: int
+    epoch: int
+    units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
+    doors: _containers.RepeatedScalarFieldContainer[str]
+    host: str
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class ByeRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class UnitReport(_message.Message):
+    __slots__ = ("add", "attached", "gone", "alive", "grown")
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    GROWN_FIELD_NUMBER: _ClassVar[int]
+    add: AddUnit
+    attached: SessionAttached
+    gone: SessionGone
+    alive: SessionAlive
+    grown: Grown
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ...) -> None: ...
+
+class UnitOrder(_message.Message):
+    __slots__ = ("added", "fence", "grow")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    added: UnitAdded
+    fence: FenceSession
+    grow: GrowArena
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
+
+class AddUnit(_message.Message):
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COOKIE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    host: str
+    epoch: int
+    cookie: str
+    capacity_bytes: int
+    backed_bytes: int
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    arena_path: str
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ...) -> None: ...
+
+class UnitAdded(_message.Message):
+    __slots__ = ("cookie", "unit")
+    COOKIE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    cookie: str
+    unit: int
+    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
+
+class UnitLost(_message.Message):
+    __slots__ = ("unit",)
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    def __init__(self, unit: _Optional[int] = ...) -> None: ...
+
+class DropUnitRequest(_message.Message):
+    __slots__ = ("unit", "force")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    force: bool
+    def __init__(self, unit: _Optional[int] = ..., force: bool = ...) -> None: ...
+
+class UnitDropped(_message.Message):
+    __slots__ = ("unit",)
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    def __init__(self, unit: _Optional[int] = ...) -> None: ...
+
+class SessionAttached(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class SessionGone(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class SessionAlive(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class SessionSilent(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class Grown(_message.Message):
+    __slots__ = ("unit", "backed_bytes", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    backed_bytes: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class FenceSession(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class GrowArena(_message.Message):
+    __slots__ = ("unit", "backed_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    backed_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
+
+class Tick(_message.Message):
+    __slots__ = ("now",)
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    def __init__(self, now: _Optional[float] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnitsRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class UnitList(_message.Message):
+    __slots__ = ("units",)
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
+    def __init__(self, units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENUMS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
+    num_samples: int
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    group_size: int
+    enums: Enums
+    strict: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class Described(_message.Message):
+    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
+    strict: bool
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    num_samples: int
+    group_size: int
+    sealed: bool
+    live: int
+    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_WISH_FIELD_NUMBER: _ClassVar[int]
+    ON_FULL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    columns: _containers.RepeatedCompositeFieldContainer[ColumnSizes]
+    update: bool
+    unit_wish: int
+    on_full: OnFull
+    timeout_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Allocated(_message.Message):
+    __slots__ = ("placements",)
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    placements: _containers.RepeatedCompositeFieldContainer[Placement]
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("header", "reservation")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    reservation: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    mode: Mode
+    reservation: int
+    columns: _containers.RepeatedCompositeFieldContainer[CommitColumn]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("rows", "births")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    births: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "fields")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Located(_message.Message):
+    __slots__ = ("fields", "rows", "births")
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    fields: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    rows: bytes
+    births: bytes
+    def __init__(self, fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("header", "located")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    located: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., located: _Optional[int] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    batch_size: int
+    min_batch_size: int
+    blocking: bool
+    timeout_s: float
+    where: _containers.RepeatedCompositeFieldContainer[Predicate]
+    group_by: str
+    group_size: int
+    order: Order
+    lease_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Claimed(_message.Message):
+    __slots__ = ("ids", "rows", "births", "fields", "tags")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    rows: bytes
+    births: bytes
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class UnclaimRequest(_message.Message):
+    __slots__ = ("header", "claimed")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    claimed: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., claimed: _Optional[int] = ...) -> None: ...
+
+class AckRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class NackRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class ExtendRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples", "lease_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    lease_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class CheckConsumptionRequest(_message.Message):
+    __slots__ = ("header", "partition", "tasks")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Consumption(_message.Message):
+    __slots__ = ("consumed",)
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    consumed: bool
+    def __init__(self, consumed: bool = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class Cleared(_message.Message):
+    __slots__ = ("count",)
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    def __init__(self, count: _Optional[int] = ...) -> None: ...
+
+class SetTagsRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "tags")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class Listed(_message.Message):
+    __slots__ = ("ids", "rows", "births", "fields", "tags")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    rows: bytes
+    births: bytes
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class UnitStats(_message.Message):
+    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNBACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    host: str
+    connected: bool
+    capacity_bytes: int
+    unbacked_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    live_bytes: int
+    retired_bytes: int
+    pinned_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
+
+class PartitionStats(_message.Message):
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCED_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    born: int
+    num_samples: int
+    sealed: bool
+    live_bytes: int
+    produced: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    claimed: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    waiting_claims: int
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    name: str
+    host: str
+    state: str
+    silent_s: float
+    parked: int
+    reservations: int
+    pins: int
+    def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., silent_s: _Optional[float] = ..., parked: _Optional[int] = ..., reservations: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
+
+class StatsReport(_message.Message):
+    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    now: float
+    units: _containers.RepeatedCompositeFieldContainer[UnitStats]
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionStats]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    waiting_allocations: int
+    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ...) -> None: ...
+
+class WhyBlockedRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "fields")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Blocked(_message.Message):
+    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why")
+    UNCLAIMED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    unclaimed: int
+    ready: int
+    leased: int
+    lacking: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    why: str
+    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
