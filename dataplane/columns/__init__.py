@@ -1,0 +1,31 @@
+"""Columns: what a put's fields become on their way into memory, and what memory becomes on its way out."""
+
+from dataplane.columns.decode import (
+    Column,
+    RowSource,
+    SharedOffsets,
+    assemble,
+    decode,
+    decode_batch,
+    decode_columns,
+    decode_padded,
+    decode_views,
+)
+from dataplane.columns.encode import EncodedColumn, Shared, encode_fields
+from dataplane.columns.specs import declared_specs
+
+__all__ = [
+    "Column",
+    "EncodedColumn",
+    "RowSource",
+    "Shared",
+    "SharedOffsets",
+    "assemble",
+    "declared_specs",
+    "decode",
+    "decode_batch",
+    "decode_columns",
+    "decode_padded",
+    "decode_views",
+    "encode_fields",
+]

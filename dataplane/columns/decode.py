@@ -1,0 +1,232 @@
+"""From rows in memory to tensors and objects: gathered with one copy, or as views."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from dataplane.columns.values import ragged_header_bytes
+from dataplane.errors import InternalError, InvalidRequestError
+from dataplane.jagged import TORCH_DTYPES, byte_view, jagged_from_values, pad_element, padded_width, writable_alias
+from dataplane.objects import decode_object
+from dataplane.rowcopy import Int32s, Int64s, UInt8s, address, check_bounds, gather, gather_padded, merge_runs
+from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
+
+Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
+"""What `decode` makes of a column: a dense or jagged tensor, the list of a ragged one, or an object array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """Where the N rows of one column are in memory.
+
+    spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`.
+    offsets: `[N]` int64 bytes into the buffer. lengths: `[N]` int64 in units of `spec.unit_bytes`. A row without bytes
+    may have any offset.
+    """
+
+    spec: FieldSpec
+    buffers: Sequence[UInt8s]
+    which: Int32s
+    offsets: Int64s
+    lengths: Int64s
+
+    @property
+    def sizes(self) -> Int64s:
+        """`[N]` int64 bytes."""
+        return self.lengths * self.spec.unit_bytes
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self) -> list[UInt8s]:
+        """The bytes of each row, not copied."""
+        check_bounds(self.buffers, self.which, self.offsets, self.sizes)
+        places = zip(self.which.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
+
+
+class SharedOffsets:
+    """Offsets tensors of one read: columns with equal lengths get the same one, so that they can be combined."""
+
+    def __init__(self) -> None:
+        self._made: dict[bytes, Tensor] = {}
+
+    def of(self, lengths: Int64s) -> Tensor:
+        """`[N + 1]` int64."""
+        key = lengths.tobytes()
+        if key not in self._made:
+            offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+            np.cumsum(lengths, out=offsets[1:])
+            self._made[key] = torch.from_numpy(offsets)
+        return self._made[key]
+
+
+def decode(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column:
+    """The column in memory of its own: dense `[N, *inner]`, a jagged tensor (whatever the lengths), a list of ragged
+    tensors, or a `[N]` object array. InternalError if ragged or object rows are damaged."""
+    match source.spec.kind:
+        case FieldKind.DENSE | FieldKind.JAGGED:
+            values = _empty_values(source)
+            gather(source.buffers, source.which, source.offsets, source.sizes, byte_view(values))
+            return _shaped(source, values, offsets)
+        case FieldKind.RAGGED:
+            return [_ragged_row(source.spec, row).clone() for row in source.rows()]
+    return _object_array([decode_object(row.data) for row in source.rows()])
+
+
+def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
+    """A jagged column right-padded, gathered straight to its place: `[N, S, *inner]`, S the longest row, or `width` if
+    that is more than 0. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
+    spec = source.spec
+    if spec.kind is not FieldKind.JAGGED or spec.inner is None:
+        raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
+    dtype = TORCH_DTYPES[spec.dtype or ""]
+    size = padded_width(source.lengths, width)
+    out = torch.empty((len(source), size, *spec.inner), dtype=dtype)
+    target = byte_view(out).reshape(len(source), size * spec.unit_bytes)
+    pad = pad_element(pad_value, dtype)
+    gather_padded(source.buffers, source.which, source.offsets, source.sizes, target, pad)
+    return out
+
+
+def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column | None:
+    """The column as views of the buffer, where its rows lie one after another in one buffer, aligned to their element;
+    None where they do not, and for objects.
+
+    The views' storage keeps the very array object of `buffers` alive, so that a finalizer on it tells when the last
+    view is gone. If that memory is read-only, so are the views, though torch cannot say so: writing to one crashes.
+    """
+    if source.spec.kind is FieldKind.RAGGED:
+        return _ragged_views(source)
+    if source.spec.kind is FieldKind.OBJECT:
+        return None
+    check_bounds(source.buffers, source.which, source.offsets, source.sizes)
+    holders, starts, stops = merge_runs(source.which, source.offsets, source.sizes)
+    if not holders:
+        return _shaped(source, _empty_values(source), offsets)
+    flat = _window(source, holders[0], starts[0], stops[0]) if len(holders) == 1 else None
+    return None if flat is None else _shaped(source, flat, offsets)
+
+
+def assemble(sources: Mapping[str, RowSource], *, copy: bool = True) -> TensorDict:
+    """The columns as a TensorDict of batch size `[N]`; objects and ragged rows as a NonTensorStack. Jagged columns of
+    equal lengths share one offsets tensor. `copy=False` takes views where `decode_views` can."""
+    columns = decode_columns(sources, copy=copy)
+    rows = {len(source) for source in sources.values()}
+    assert len(rows) <= 1, f"columns of different row counts: {rows}"
+    stacked = {
+        name: column if isinstance(column, Tensor) else _non_tensor_stack(list(column))
+        for name, column in columns.items()
+    }
+    return TensorDict(stacked, batch_size=[rows.pop() if rows else 0])
+
+
+def decode_columns(sources: Mapping[str, RowSource], *, copy: bool = True) -> dict[str, Column]:
+    """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
+    columns of equal lengths share one offsets tensor."""
+    offsets = SharedOffsets()
+    columns: dict[str, Column] = {}
+    for name, source in sources.items():
+        views = None if copy else decode_views(source, offsets=offsets)
+        columns[name] = decode(source, offsets=offsets) if views is None else views
+    return columns
+
+
+def decode_batch(
+    sources: Mapping[str, RowSource],
+    *,
+    layout: str = "padded",
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+) -> dict[str, Column]:
+    """What `materialize` makes of the same columns, gathered straight into the padded tensors."""
+    if layout == "jagged":
+        return decode_columns(sources)
+    if layout != "padded":
+        raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
+    pads = pad_value_dict or {}
+    columns: dict[str, Column] = {}
+    for name, source in sources.items():
+        if source.spec.kind is not FieldKind.JAGGED:
+            columns[name] = decode(source)
+            continue
+        try:
+            columns[name] = decode_padded(source, pad_value=pads.get(name, 0), width=pad_to_seqlen)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"field {name!r}: {error}") from error
+    return columns
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _empty_values(source: RowSource) -> Tensor:
+    spec = source.spec
+    return torch.empty((int(source.lengths.sum()), *(spec.inner or ())), dtype=TORCH_DTYPES[spec.dtype or ""])
+
+
+def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:
+    if source.spec.kind is FieldKind.DENSE:
+        return values
+    lengths = source.lengths
+    span = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    return jagged_from_values(values, (offsets or SharedOffsets()).of(lengths), span=span)
+
+
+def _window(source: RowSource, holder: int, start: int, stop: int) -> Tensor | None:
+    """The bytes [start, stop) of a buffer as `[M, *inner]`, over its memory; None if they are not aligned."""
+    spec = source.spec
+    buffer = source.buffers[holder]
+    if (address(buffer) + start) % DTYPE_BYTES[spec.dtype or ""]:
+        return None
+    flat = torch.from_numpy(writable_alias(buffer[start:stop], buffer))
+    return flat.view(TORCH_DTYPES[spec.dtype or ""]).view(-1, *(spec.inner or ()))
+
+
+def _ragged_views(source: RowSource) -> list[Tensor] | None:
+    item = DTYPE_BYTES[source.spec.dtype or ""]
+    rows = source.rows()
+    if any(address(row) % item for row in rows):
+        return None
+    owners = [source.buffers[holder] for holder in source.which.tolist()]
+    return [_ragged_row(source.spec, writable_alias(row, owner)) for row, owner in zip(rows, owners, strict=True)]
+
+
+def _ragged_row(spec: FieldSpec, row: UInt8s) -> Tensor:
+    """The tensor over a ragged row's bytes."""
+    dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
+    if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
+        raise InternalError(what=f"a ragged row of {row.nbytes} bytes is damaged: its header names {dims} dimensions")
+    shape = struct.unpack_from(f"<{dims}q", row.data, 8)
+    nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype or ""]
+    start = ragged_header_bytes(dims)
+    if any(size < 0 for size in shape) or start + nbytes > row.nbytes:
+        raise InternalError(
+            what=f"a ragged row of {row.nbytes} bytes is damaged (its header names shape {list(shape)})"
+        )
+    dtype = TORCH_DTYPES[spec.dtype or ""]
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    data = row[start : start + nbytes]
+    flat = torch.from_numpy(data if data.flags.writeable else writable_alias(data))
+    return flat.view(dtype).view(shape)
+
+
+def _object_array(rows: list[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(rows), dtype=object)
+    for i, row in enumerate(rows):
+        array[i] = row
+    return array
+
+
+def _non_tensor_stack(rows: list[Any]) -> Any:
+    return NonTensorStack(*rows)

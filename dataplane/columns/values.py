@@ -1,0 +1,161 @@
+"""The values of one column while they still lie in the caller's memory, and how they get from there to a target.
+
+Each class holds K values, `sizes` their bytes `[K]`, and
+- `write(first, last, target)` copies values first..last, one after another, into `target`, which has exactly their
+  bytes: one copy, from whatever device or strides the caller's tensors have;
+- `buffers(first, last)` gives the same bytes as a list of arrays, not copied where the values lie in CPU memory;
+- `take(which)` is the values `which`, not copied.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataplane.jagged import byte_view
+from dataplane.rowcopy import Int64s, UInt8s, gather, merge_runs
+
+RAGGED_ALIGN_BYTES = 16
+"""Ragged rows are padded to multiples of this, and their data begins at one."""
+
+
+class Values(Protocol):
+    """What the module's docstring says."""
+
+    sizes: Int64s
+
+    def write(self, first: int, last: int, target: UInt8s) -> None: ...
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]: ...
+
+    def take(self, which: Int64s) -> Values: ...
+
+
+class FlatValues:
+    """Values that are each contiguous in one stretch of CPU memory: value k is `memory[starts[k]:][:sizes[k]]`."""
+
+    def __init__(self, memory: UInt8s, starts: Int64s, sizes: Int64s) -> None:
+        self.memory = memory
+        self.starts = starts
+        self.sizes = sizes
+
+    def write(self, first: int, last: int, target: UInt8s) -> None:
+        gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target)
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        _, starts, stops = merge_runs(None, self.starts[first:last], self.sizes[first:last])
+        return [self.memory[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+    def take(self, which: Int64s) -> FlatValues:
+        return FlatValues(self.memory, self.starts[which], self.sizes[which])
+
+
+class TensorValues:
+    """Values that torch must copy (on an accelerator, or strided): value k is `counts[k]` steps along dimension 0 of
+    `tensor`, from `starts[k]`."""
+
+    def __init__(self, tensor: Tensor, starts: Int64s, counts: Int64s) -> None:
+        self.tensor = tensor
+        self.starts = starts
+        self.counts = counts
+        self.step_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+        self.sizes: Int64s = counts * self.step_bytes
+
+    def _pieces(self, first: int, last: int) -> Iterator[Tensor]:
+        _, starts, stops = merge_runs(None, self.starts[first:last], self.counts[first:last])
+        return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
+
+    def write(self, first: int, last: int, target: UInt8s) -> None:
+        position = 0
+        for piece in self._pieces(first, last):
+            end = position + len(piece) * self.step_bytes
+            copy_tensor(piece, target[position:end])
+            position = end
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        return [byte_view(piece.cpu().contiguous()) for piece in self._pieces(first, last)]
+
+    def take(self, which: Int64s) -> TensorValues:
+        return TensorValues(self.tensor, self.starts[which], self.counts[which])
+
+
+class ListValues:
+    """Values that are a tensor each, anywhere."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+
+    def write(self, first: int, last: int, target: UInt8s) -> None:
+        position = 0
+        for tensor in self.tensors[first:last]:
+            end = position + tensor.nbytes
+            copy_tensor(tensor, target[position:end])
+            position = end
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        return [byte_view(tensor.cpu().contiguous()) for tensor in self.tensors[first:last] if tensor.nbytes]
+
+    def take(self, which: Int64s) -> ListValues:
+        return ListValues([self.tensors[k] for k in which.tolist()])
+
+
+class RaggedValues:
+    """Values that are a tensor of its own shape each: a header with the shape, the data, zeros up to the alignment."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.sizes: Int64s = np.array(
+            [_aligned(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
+        )
+
+    def write(self, first: int, last: int, target: UInt8s) -> None:
+        position = 0
+        for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
+            header = ragged_header(tensor)
+            data = position + len(header)
+            target[position:data] = header
+            copy_tensor(tensor, target[data : data + tensor.nbytes])
+            position += size
+            target[data + tensor.nbytes : position] = 0
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        parts: list[UInt8s] = []
+        for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
+            header = ragged_header(tensor)
+            rest = size - len(header) - tensor.nbytes
+            parts += [header, byte_view(tensor.cpu().contiguous()), np.zeros(rest, dtype=np.uint8)]
+        return [part for part in parts if part.nbytes]
+
+    def take(self, which: Int64s) -> RaggedValues:
+        return RaggedValues([self.tensors[k] for k in which.tolist()])
+
+
+def copy_tensor(tensor: Tensor, target: UInt8s) -> None:
+    """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device."""
+    if not target.nbytes:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        target[...] = byte_view(tensor)
+        return
+    torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def ragged_header_bytes(dims: int) -> int:
+    return _aligned(8 * (1 + dims))
+
+
+def ragged_header(tensor: Tensor) -> UInt8s:
+    """Number of dimensions and sizes, little-endian int64, zeros up to the alignment."""
+    packed = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
+    return np.frombuffer(packed.ljust(ragged_header_bytes(tensor.dim()), b"\0"), dtype=np.uint8)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // RAGGED_ALIGN_BYTES) * RAGGED_ALIGN_BYTES

@@ -1,0 +1,234 @@
+"""The codec of object rows: Python values as msgpack, without pickle, each coming back with exactly its own type.
+
+Carried: None, bool, int (of any size), float, str, bytes, list, tuple, dict with str or int keys, numpy arrays of any
+dtype without objects, numpy number scalars, torch tensors of every dtype of `types.DTYPE_BYTES` (they come back on the
+CPU, without grad), nested in one another up to `MAX_DEPTH`. Anything else, subclasses of these types included (named
+tuples, enums, ordered dicts, masked arrays), is refused before a byte is written: it would come back as something
+else.
+
+A row is one msgpack value. Extension types: 1 tuple (msgpack array), 2 integer beyond 64 bits (two's complement,
+little-endian), 3 numpy array, 4 numpy scalar, 5 torch tensor. The last three hold a msgpack array `[dtype, shape, raw
+bytes]`; a dtype is torch's name, or numpy's description of it as a list of fields or a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.lib.format as npy
+import torch
+from msgspec.msgpack import Ext
+from torch import Tensor
+
+from dataplane.errors import InternalError, UnsupportedValueError
+from dataplane.jagged import DTYPE_NAMES, TORCH_DTYPES, byte_view
+
+MAX_DEPTH = 64
+MAX_ROW_BYTES = 1 << 30
+
+_TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
+_ATOMS = frozenset({type(None), bool, float})
+_SCALAR_KINDS = "biufcMm"
+_HINT = (
+    "Object columns carry None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, numpy arrays and "
+    "torch tensors, exactly these types; convert the value first."
+)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _RefusedValue(Exception):
+    """`got` says what cannot be carried, `hint` what to do; the caller adds field and row."""
+
+    def __init__(self, got: str, hint: str = _HINT) -> None:
+        super().__init__(got)
+        self.got = got
+        self.hint = hint
+
+
+def encode_rows(values: Iterable[object], *, field: str) -> tuple[bytearray, list[int]]:
+    """The rows' bytes one after another, and the bytes of each. UnsupportedValueError names field, row and type."""
+    buffer = bytearray()
+    sizes: list[int] = []
+    for row, value in enumerate(values):
+        start = len(buffer)
+        try:
+            _encoder.encode_into(_checked(value, MAX_DEPTH), buffer, start)
+        except _RefusedValue as refused:
+            raise UnsupportedValueError(field=field, row=row, got=refused.got, hint=refused.hint) from None
+        except (UnicodeEncodeError, OverflowError, ValueError) as error:
+            raise UnsupportedValueError(field=field, row=row, got=f"this value ({error})", hint=_HINT) from error
+        sizes.append(len(buffer) - start)
+        if sizes[-1] > MAX_ROW_BYTES:
+            raise UnsupportedValueError(
+                field=field,
+                row=row,
+                got=f"an object of {sizes[-1]:,} bytes",
+                hint=f"A row of an object column has at most {MAX_ROW_BYTES:,}; put tensors in a field of their own.",
+            )
+    return buffer, sizes
+
+
+def encode_object(value: object, *, field: str = "value") -> bytes:
+    """One row's bytes; raises as `encode_rows`."""
+    return bytes(encode_rows([value], field=field)[0])
+
+
+def decode_object(data: bytes | bytearray | memoryview) -> Any:
+    """The value that `encode_object` was given. InternalError if the bytes are no such row, whatever they are."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise InternalError(what=f"the bytes of an object row are damaged ({error})") from error
+
+
+# --- encoding -----------------------------------------------------------------------------------------------------
+
+
+def _checked(value: Any, depth: int) -> Any:
+    """`value` itself, or with its parts that msgpack has no type for replaced by extensions."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is str or kind is bytes:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else _big_int(value)
+    if depth == 0:
+        raise _RefusedValue(f"a value nested deeper than {MAX_DEPTH} levels (or one that contains itself)")
+    if kind is list:
+        return [_checked(item, depth - 1) for item in value]
+    if kind is dict:
+        return {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}
+    if kind is tuple:
+        return Ext(_TUPLE, _encoder.encode([_checked(item, depth - 1) for item in value]))
+    if kind is np.ndarray:
+        return _array(value)
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS and np.dtype(value.dtype.str).type is kind:
+        return Ext(_SCALAR, _encoder.encode((value.dtype.str, (), value.tobytes())))
+    raise _RefusedValue(f"a value of type {type_name(value)}")
+
+
+def type_name(value: object) -> str:
+    """The type's name, with its module unless it is a builtin."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _checked_key(key: Any) -> Any:
+    if type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64):
+        return key
+    what = f"the key {key}" if type(key) is int else f"a key of type {type_name(key)}"
+    raise _RefusedValue(f"a dict with {what}", "Keys are str, or int of 64 bits; convert them first.")
+
+
+def _big_int(value: int) -> Ext:
+    return Ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _array(array: np.ndarray[Any, Any]) -> Ext:
+    if array.dtype.hasobject:
+        raise _RefusedValue(
+            f"a numpy array of dtype {array.dtype} inside an object", "Turn it into a list, or give it a number dtype."
+        )
+    description = npy.dtype_to_descr(array.dtype)
+    if _described_dtype(description) != array.dtype:
+        raise _RefusedValue(
+            f"a numpy array of dtype {array.dtype}", "Convert it to a dtype of numpy's own, or a tensor."
+        )
+    return Ext(_ARRAY, _encoder.encode((description, array.shape, array.tobytes())))
+
+
+def _tensor(tensor: Tensor) -> Ext:
+    plain = plain_tensor(tensor)
+    if plain is None:
+        raise _RefusedValue(
+            f"{describe_tensor(tensor)} inside an object",
+            "Only dense tensors of the usual dtypes can be; put nested ones in a field of their own.",
+        )
+    data = byte_view(plain.cpu().contiguous())
+    return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), data.data)))
+
+
+def plain_tensor(tensor: Tensor) -> Tensor | None:
+    """`tensor` detached and with conjugation and negation done; None if it is not an ordinary strided tensor with
+    memory of its own and a dtype that columns carry (sparse, quantized, meta, DTensor and other wrappers are not)."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    if tensor.dtype not in DTYPE_NAMES or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return None
+    if type(tensor) is not Tensor:
+        tensor = tensor.as_subclass(Tensor)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """The tensor for an error message: what sets it apart from an ordinary one."""
+    name = "torch.Tensor" if type(tensor) is Tensor else type_name(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = "" if tensor.layout == torch.strided else f", layout {str(tensor.layout).removeprefix('torch.')}"
+    return f"a {name} ({dtype}{layout}, on {tensor.device.type})"
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(_parts(data))
+    if code == _BIG_INT:
+        return int.from_bytes(data, "little", signed=True)
+    if code not in (_ARRAY, _SCALAR, _TENSOR):
+        raise ValueError(f"unknown extension {code}")
+    description, shape, raw = _parts(data)
+    if code == _TENSOR:
+        return _decoded_tensor(description, _shape(shape), raw)
+    array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=_described_dtype(description), buffer=raw)
+    if array.nbytes != len(raw):
+        raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
+    return array[()] if code == _SCALAR else array.copy()
+
+
+def _decoded_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
+    if not isinstance(name, str) or name not in TORCH_DTYPES:
+        raise ValueError(f"unknown dtype {name!r}")
+    if not raw:
+        return torch.empty(0, dtype=TORCH_DTYPES[name]).reshape(shape)
+    return torch.frombuffer(bytearray(raw), dtype=TORCH_DTYPES[name]).reshape(shape)
+
+
+def _parts(data: memoryview) -> list[Any]:
+    parts = _decoder.decode(data)
+    if type(parts) is not list:
+        raise ValueError("an extension without its parts")
+    return parts
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"not a shape: {shape!r}")
+    return tuple(shape)
+
+
+def _described_dtype(description: Any) -> np.dtype[Any]:
+    """The dtype of numpy's description of it, in which tuples may have become lists (msgpack has no tuples)."""
+    dtype = npy.descr_to_dtype(_with_tuples(description))
+    if dtype.hasobject:
+        raise ValueError(f"not a dtype for numbers: {description!r}")
+    return dtype
+
+
+def _with_tuples(description: Any) -> Any:
+    if isinstance(description, str):
+        return description
+    return [
+        (tuple(name) if isinstance(name, list) else name, _with_tuples(kind), *map(tuple, shape))
+        for name, kind, *shape in description
+    ]
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=_extension)
