@@ -1,0 +1,222 @@
+"""The client for asyncio code, such as rollout engines: the same operations, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self
+
+import torch
+from tensordict import TensorDict
+
+from dataplane import operations as ops
+from dataplane.aconnection import AsyncConnection
+from dataplane.batch import BatchedDataDict
+from dataplane.config import DataPlaneConfig
+from dataplane.desk import Desk
+from dataplane.errors import ClientClosedError
+from dataplane.ledger import commands as c
+from dataplane.meta import KVBatchMeta
+from dataplane.samples import Names
+from dataplane.schema import Layout
+from dataplane.steps import Operation, T
+
+P = ParamSpec("P")
+
+
+class AsyncDataPlaneClient:
+    """`DataPlaneClient` with every method awaited; contracts and errors are the same. For one event loop.
+
+    Thousands of claims may wait at once without a thread each; copies run in the loop's executor. Cancelling a call
+    detaches from its copy, which ends in the background before the room it used is given back.
+    """
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._config = config
+        self._opening: asyncio.Task[AsyncConnection] | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The settings this client was made with."""
+        return self._config
+
+    async def connect(self) -> Self:
+        """Open the session now rather than at the first call."""
+        await self._connection()
+        return self
+
+    async def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str] | Mapping[str, Any],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """See `DataPlaneClient.register_partition`."""
+        await self._run(ops.register, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, strict)
+
+    async def put_samples(
+        self,
+        sample_ids: Names,
+        partition_id: str,
+        fields: TensorDict | Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        mode: str = "upsert",
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.put_samples`."""
+        return await self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
+
+    async def get_samples(
+        self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
+    ) -> TensorDict:
+        """See `DataPlaneClient.get_samples`."""
+        return await self._run(ops.get, sample_ids, partition_id, select_fields, copy)
+
+    async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """See `DataPlaneClient.get_data`."""
+        return await self._run(ops.get, meta, meta.partition_id, ops.chosen_fields(meta, select_fields), True)
+
+    async def get_batch(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        layout: Layout = "padded",
+        pad_value_dict: Mapping[str, Any] | None = None,
+        pad_to_seqlen: int = 0,
+        device: torch.device | str | None = None,
+    ) -> BatchedDataDict[Any]:
+        """See `DataPlaneClient.get_batch`."""
+        batch = await self._run(
+            ops.get_batch,
+            meta,
+            ops.chosen_fields(meta, select_fields),
+            layout=layout,
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=pad_to_seqlen,
+        )
+        return batch if device is None else batch.to(device)
+
+    async def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        min_batch_size: int | None = None,
+        where: Sequence[tuple[str, str, Any]] = (),
+        group_by: str = "group",
+        group_size: int | None = None,
+        order: str = "oldest",
+        lease_s: float | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.claim_meta`."""
+        command = ops.claim_command(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            min_batch_size=min_batch_size,
+            blocking=blocking,
+            timeout_s=timeout_s,
+            where=where,
+            group_by=group_by,
+            group_size=group_size,
+            order=order,
+            lease_s=lease_s,
+        )
+        return await self._run(ops.claim, command, dp_rank)
+
+    async def ack(self, meta: KVBatchMeta) -> None:
+        """See `DataPlaneClient.ack`."""
+        await self._run(ops.about_claimed, c.Ack, meta)
+
+    async def nack(self, meta: KVBatchMeta) -> None:
+        """See `DataPlaneClient.nack`."""
+        await self._run(ops.about_claimed, c.Nack, meta)
+
+    async def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """See `DataPlaneClient.extend`."""
+        await self._run(ops.about_claimed, c.Extend, meta, lease_s=lease_s)
+
+    async def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """See `DataPlaneClient.check_consumption_status`."""
+        return await self._run(ops.consumed, partition_id, task_names)
+
+    async def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
+        """See `DataPlaneClient.clear_samples`."""
+        await self._run(ops.clear, sample_ids, partition_id)
+
+    async def seal(self, partition_id: str) -> None:
+        """See `DataPlaneClient.seal`."""
+        await self._run(ops.ask, c.Seal(partition=partition_id))
+
+    async def list_samples(self, partition_id: str) -> KVBatchMeta:
+        """See `DataPlaneClient.list_samples`."""
+        return await self._run(ops.list_samples, partition_id)
+
+    async def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
+        """See `DataPlaneClient.set_tags`."""
+        await self._run(ops.set_tags, sample_ids, partition_id, tags)
+
+    async def why_blocked(self, partition_id: str, task_name: str, required_fields: Sequence[str] = ()) -> c.Blocked:
+        """See `DataPlaneClient.why_blocked`."""
+        return await self._run(ops.why_blocked, partition_id, task_name, required_fields)
+
+    async def stats(self) -> c.StatsReport:
+        """See `DataPlaneClient.stats`."""
+        return await self._run(ops.stats)
+
+    async def close(self) -> None:
+        """See `DataPlaneClient.close`."""
+        self._closed = True
+        opening, self._opening = self._opening, None
+        if opening is not None and self._pid == os.getpid():
+            await (await opening).close()
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AsyncDataPlaneClient, (self._config,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._config.address!r})"
+
+    async def _connection(self) -> AsyncConnection:
+        """The open session; concurrent first calls share one opening, and a failed one is tried again by the next
+        call."""
+        if self._closed:
+            raise ClientClosedError()
+        if self._opening is None or self._pid != os.getpid() or _failed(self._opening):
+            self._pid = os.getpid()
+            self._opening = asyncio.get_running_loop().create_task(AsyncConnection.open(self._config))
+        return await asyncio.shield(self._opening)
+
+    async def _run(
+        self, operation: Callable[Concatenate[Desk, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        connection = await self._connection()
+        return await connection.run(operation(connection.desk, *args, **kwargs))
+
+
+def _failed(opening: asyncio.Task[AsyncConnection]) -> bool:
+    return opening.done() and (opening.cancelled() or opening.exception() is not None)

@@ -1,0 +1,53 @@
+"""Ways to get a client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dataplane.aclient import AsyncDataPlaneClient
+from dataplane.client import DataPlaneClient
+from dataplane.config import DataPlaneConfig
+from dataplane.server import serve
+
+
+def connect(address: str | None = None, **settings: Any) -> DataPlaneClient:
+    """A client of the service at `address` ("host:port" or "actor:NAME[@NAMESPACE]"; default: TQ_ADDRESS), connected.
+
+    settings: those of `DataPlaneConfig`; the token defaults to TQ_TOKEN. Raises `ServiceUnavailableError` within
+    `connect_timeout_s` where nothing answers, `AuthenticationError` where the token is not the service's.
+    """
+    return DataPlaneClient(_attached(address, settings)).connect()
+
+
+def connect_async(address: str | None = None, **settings: Any) -> AsyncDataPlaneClient:
+    """The same for asyncio code; it connects at the first awaited call."""
+    return AsyncDataPlaneClient(_attached(address, settings))
+
+
+def _attached(address: str | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
+    config = DataPlaneConfig.of({**settings, "address": address}).with_environment()
+    if config.address is None:
+        raise ValueError("no address to connect to: pass one or set TQ_ADDRESS")
+    return config
+
+
+def build_data_plane_client(
+    cfg: DataPlaneConfig | Mapping[str, Any] | None = None, *, bootstrap: bool
+) -> DataPlaneClient:
+    """The client that `cfg` describes. With `bootstrap=True` starts a service in this process first, which ends when
+    the client is closed; with False attaches to the one at `cfg`'s address, and is a ValueError without an
+    address."""
+    config = DataPlaneConfig.of(cfg)
+    if not bootstrap:
+        config = config.with_environment()
+        if config.address is None:
+            raise ValueError("bootstrap=False attaches to a running service: set `address` in the data plane config")
+        return DataPlaneClient(config).connect()
+    server = serve(config)
+    try:
+        return DataPlaneClient(replace(config, address=server.address), owns=server).connect()
+    except BaseException:
+        server.close()
+        raise

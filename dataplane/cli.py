@@ -1,0 +1,222 @@
+"""`tq`: run the service from a shell, and look into a running one.
+
+Exit codes: 0 done, 1 the service refused or is not there (the message says why), 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dataplane.config import ENV_ADDRESS, ENV_TOKEN, GIB, MIB, DataPlaneConfig
+from dataplane.control.channel import Channel
+from dataplane.control.controller import Controller
+from dataplane.errors import DataPlaneError
+from dataplane.ledger import commands as c
+from dataplane.unit import StorageUnit
+
+UNIT_READY_S = 60.0
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
+
+
+def size(text: str) -> int:
+    """Bytes from "512m", "4g", "4GiB" or a plain number."""
+    plain = text.strip().lower().removesuffix("ib").removesuffix("b")
+    suffix = plain[-1:] if plain[-1:] in _SUFFIXES else ""
+    try:
+        return int(float(plain.removesuffix(suffix)) * _SUFFIXES[suffix])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512m, 4g or a number of bytes") from None
+
+
+def readable(count: int) -> str:
+    """Bytes for a person: 1.5 GiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+class Stop:
+    """Set by SIGTERM and SIGINT."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._event.set())
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        """Blocks until a signal asks to stop: that is what a server does."""
+        self._event.wait()
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """A controller in this process and each storage unit in a process of its own."""
+    stop = Stop()
+    config = _service_config(arguments)
+    controller = Controller(config)
+    units: list[subprocess.Popen[str]] = []
+    controller.start()
+    try:
+        for number in range(arguments.units):
+            units.append(_start_unit(controller.address, config, f"unit-{number}"))
+        for unit in units:
+            _await_unit(unit)
+            threading.Thread(target=_end_with, args=(unit, stop), daemon=True).start()
+        print(f"data plane service at {controller.address}", flush=True)
+        stop.wait()
+    finally:
+        for unit in units:
+            if unit.stdin is not None:
+                unit.stdin.close()
+        for unit in units:
+            unit.wait(timeout=UNIT_READY_S)
+        controller.stop()
+    return 0
+
+
+def _end_with(unit: subprocess.Popen[str], stop: Stop) -> None:
+    """A service without its memory is no service: a unit that ends takes the rest with it."""
+    unit.wait()
+    stop.set()
+
+
+def _start_unit(address: str, config: DataPlaneConfig, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dataplane", "unit", address, "--name", name, "--host", config.host]
+    command += ["--arena-dir", config.arena_dir, "--until-stdin-closes"]
+    if config.capacity_bytes is not None:
+        command += ["--capacity", str(config.capacity_bytes)]
+    token = config.secret()
+    environment = {**os.environ, **({ENV_TOKEN: token} if token else {})}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _await_unit(unit: subprocess.Popen[str]) -> None:
+    assert unit.stdout is not None
+    if not unit.stdout.readline():
+        raise SystemExit(unit.wait(timeout=UNIT_READY_S) or 1)
+
+
+def unit(arguments: argparse.Namespace) -> int:
+    """A storage unit for a running controller, until a signal (or, started by `tq serve`, until that ends)."""
+    stop = Stop()
+    if arguments.until_stdin_closes:
+
+        def watch() -> None:
+            sys.stdin.read()
+            stop.set()
+
+        threading.Thread(target=watch, daemon=True).start()
+    with StorageUnit(_service_config(arguments), arguments.address, name=arguments.name) as running:
+        print(f"storage unit {running.name} ready", flush=True)
+        stop.wait()
+    return 0
+
+
+def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
+    return DataPlaneConfig(
+        host=arguments.host,
+        port=getattr(arguments, "port", 0),
+        capacity_bytes=arguments.capacity,
+        arena_dir=arguments.arena_dir,
+        token_file=arguments.token_file,
+    ).with_environment()
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Print what the service holds."""
+    config = DataPlaneConfig(
+        address=arguments.address, token_file=arguments.token_file, client_name="tq status"
+    ).with_environment()
+    channel = Channel.open(config)
+    try:
+        _, report = channel.call(c.Stats())
+    finally:
+        channel.close()
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(describe(config.address or "", report))
+    return 0
+
+
+def describe(address: str, report: c.StatsReport) -> str:
+    """The report as text."""
+    lines = [f"data plane service at {address}, epoch {report.epoch}"]
+    for unit in report.units:
+        used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
+        lines.append(
+            f"  unit {unit.unit} {unit.name}: {readable(used)} of {readable(unit.capacity_bytes)} used"
+            f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
+            f" {readable(unit.pinned_bytes)} pinned){'' if unit.connected else ', NOT CONNECTED'}"
+        )
+    for part in report.partitions:
+        size = "" if part.num_samples is None else f" of {part.num_samples}"
+        state = ", sealed" if part.sealed else ""
+        lines.append(
+            f"  partition {part.partition}: {part.live} live ({readable(part.live_bytes)}), {part.born}{size} born{state}"
+        )
+        lines += [f"    field {name}: {count} produced" for name, count in part.produced.items()]
+        lines += [f"    task {name}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
+        if part.waiting_claims:
+            lines.append(f"    {part.waiting_claims} claims waiting")
+    lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for room")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of every command."""
+    top = argparse.ArgumentParser(prog="tq", description="The data plane for RL post-training.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        made.add_argument("--token-file", help=f"file with the service's token (default: {ENV_TOKEN})")
+        return made
+
+    def memory(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--host", default="127.0.0.1", help="address to listen on; another than loopback needs a token"
+        )
+        made.add_argument(
+            "--capacity", type=size, help="bytes per unit, as 512m or 4g (default: a share of the arena dir)"
+        )
+        made.add_argument("--arena-dir", default="/dev/shm", help="local directory for arenas")
+
+    made = command("serve", serve, "Run a controller and its storage units until SIGTERM or SIGINT.")
+    memory(made)
+    made.add_argument("--port", type=int, default=0, help="port of the controller (default: any free one, printed)")
+    made.add_argument("--units", type=int, default=1, help="storage units to start (default: 1)")
+    made = command("unit", unit, "Run one more storage unit for a running controller.")
+    memory(made)
+    made.add_argument("address", help="host:port of the controller")
+    made.add_argument("--name", help="name of the unit in reports")
+    made.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+    made = command("status", status, "Print what a service holds.")
+    made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script."""
+    parsed = parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except (DataPlaneError, ValueError, OSError) as error:
+        print(f"tq: {error}", file=sys.stderr)
+        return 1
+    return code

@@ -1,0 +1,263 @@
+"""The client: what rollout engines, reward models, policy workers and the driver call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, Self
+
+import torch
+from tensordict import TensorDict
+
+from dataplane import operations as ops
+from dataplane.batch import BatchedDataDict
+from dataplane.config import DataPlaneConfig
+from dataplane.connection import Connection, PerProcess
+from dataplane.desk import Desk
+from dataplane.ledger import commands as c
+from dataplane.meta import KVBatchMeta
+from dataplane.samples import Names
+from dataplane.schema import Layout
+from dataplane.steps import Operation, T
+
+P = ParamSpec("P")
+
+
+class Owned(Protocol):
+    """What a client closes with itself: the service that it was bootstrapped with."""
+
+    def close(self) -> None: ...
+
+
+class DataPlaneClient:
+    """A client of one service. Thread-safe; a forked child that uses it opens a session of its own; pickling it ships
+    the address and settings (token included), and the copy connects where it lands, when first used.
+
+    Every call has a deadline: commands `config.call_timeout_s`; puts also wait up to `config.put_timeout_s` for room,
+    claims up to their `timeout_s`. Errors are those of `dataplane.errors`; besides those named below any call may raise
+    `ServiceUnavailableError`, `SessionExpiredError`, `CallTimeoutError` or `ClientClosedError`.
+
+    Samples are named by ids, or by a `KVBatchMeta` that the service minted, which also says *which* sample of that id
+    was
+    meant: after a clear, a read or write through the older meta is a `StaleSampleError`, never another sample's data.
+    """
+
+    def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None) -> None:
+        self._config = config
+        self._owns = owns
+        self._connections = PerProcess(lambda: Connection(config))
+
+    def connect(self) -> Self:
+        """Open the session now rather than at the first call. `ServiceUnavailableError` or `AuthenticationError` if it
+        cannot be, within `config.connect_timeout_s`."""
+        self._connections.get()
+        return self
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The settings this client was made with."""
+        return self._config
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str] | Mapping[str, Any],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """Declare a partition, or replace schema, expected size and tasks of a live one: its rows, tags and the
+        cursors of tasks that stay are kept, a seal is lifted and a new count begins.
+
+        fields: names, or name -> FieldSpec; the standard per-token RL columns are jagged by name. num_samples: how many
+        samples will be born until the partition counts as complete (None: until `seal`). consumer_tasks: the only tasks
+        that may claim. grpo_group_size: default group size of group-atomic claims. enums: the allowed values of tags.
+        strict: a put of an undeclared field is a ValueError instead of extending the schema.
+        """
+        self._run(ops.register, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, strict)
+
+    def put_samples(
+        self,
+        sample_ids: Names,
+        partition_id: str,
+        fields: TensorDict | Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        mode: str = "upsert",
+    ) -> KVBatchMeta:
+        """Store fields and tags of N samples, all or nothing; producing a field is the signal that its stage is done.
+
+        sample_ids: N distinct ids, or a meta (then always an update of exactly those samples). fields: per name N
+        rows, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list or array
+        of objects.
+        tags: one mapping of small scalars per sample, merged into what is there. mode: "upsert", "create" (ids must be
+        new, else ValueError) or "update" (ids must live, else KeyError).
+
+        Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
+        bytes are in the arena and visible; the caller's tensors may change. Waits for room up to
+        `config.put_timeout_s`, then `CapacityTimeoutError`. Raises KeyError for an unknown partition, ValueError for
+        duplicates, wrong counts or a field whose kind, dtype or inner shape differs from its live rows, TypeError for
+        values no column can hold.
+        """
+        return self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
+
+    def get_samples(
+        self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
+    ) -> TensorDict:
+        """The fields of exactly these samples, in this order, `batch_size [N]`; no cursor moves.
+
+        Dense fields come as `[N, *inner]`, jagged ones as nested tensors, ragged ones as lists, objects as
+        `NonTensorStack`. With `copy=False` rows that lie together on this host come as read-only views of shared memory
+        (do not write to them); their room is not reused while any view lives. Raises KeyError naming what is missing:
+        partition, sample, field, or a field not produced for a sample.
+        """
+        return self._run(ops.get, sample_ids, partition_id, select_fields, copy)
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """`get_samples` of the meta's samples; `select_fields` defaults to `meta.fields` (ValueError if both are
+        empty)."""
+        return self._run(ops.get, meta, meta.partition_id, ops.chosen_fields(meta, select_fields), True)
+
+    def get_batch(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        layout: Layout = "padded",
+        pad_value_dict: Mapping[str, Any] | None = None,
+        pad_to_seqlen: int = 0,
+        device: torch.device | str | None = None,
+    ) -> BatchedDataDict[Any]:
+        """`get_data` then `materialize`, in one copy: rows go from the arena straight into the padded tensors.
+
+        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or `pad_to_seqlen` if that is more
+        (ValueError if it is less), filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
+        device: where the tensors end.
+        """
+        batch = self._run(
+            ops.get_batch,
+            meta,
+            ops.chosen_fields(meta, select_fields),
+            layout=layout,
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=pad_to_seqlen,
+        )
+        return batch if device is None else batch.to(device)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        min_batch_size: int | None = None,
+        where: Sequence[tuple[str, str, Any]] = (),
+        group_by: str = "group",
+        group_size: int | None = None,
+        order: str = "oldest",
+        lease_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Move the task's cursor over `batch_size` samples whose `required_fields` are all produced and which the
+        task has not claimed, oldest first; each sample goes to one claim of a task only.
+
+        Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
+        are left, waits for all of those and returns them; with none left returns an empty meta at once. At
+        `timeout_s` raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
+        is ready, possibly none.
+
+        dp_rank: recorded in `extra_info`. where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
+        groups only, samples with equal tag `group_by`. order: "oldest" or "freshest". lease_s: samples not acknowledged
+        with `ack` in time may be claimed again. Unknown partition or task: KeyError at once.
+        """
+        command = ops.claim_command(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            min_batch_size=min_batch_size,
+            blocking=blocking,
+            timeout_s=timeout_s,
+            where=where,
+            group_by=group_by,
+            group_size=group_size,
+            order=order,
+            lease_s=lease_s,
+        )
+        return self._run(ops.claim, command, dp_rank)
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """The leased samples of `meta` are done with. StaleSampleError if a lease is no longer this session's."""
+        self._run(ops.about_claimed, c.Ack, meta)
+
+    def nack(self, meta: KVBatchMeta) -> None:
+        """Give claimed samples back; the task may claim them again."""
+        self._run(ops.about_claimed, c.Nack, meta)
+
+    def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """Let the leases of `meta` end `lease_s` seconds from now."""
+        self._run(ops.about_claimed, c.Extend, meta, lease_s=lease_s)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether the partition is complete and each task has claimed every live sample. KeyError for an unknown
+        task."""
+        return self._run(ops.consumed, partition_id, task_names)
+
+    def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
+        """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
+        room is reused when nobody reads them any more. Idempotent."""
+        self._run(ops.clear, sample_ids, partition_id)
+
+    def seal(self, partition_id: str) -> None:
+        """No new ids from now on: the partition is complete. KeyError if unknown."""
+        self._run(ops.ask, c.Seal(partition=partition_id))
+
+    def list_samples(self, partition_id: str) -> KVBatchMeta:
+        """All live samples, oldest first, with tags; `fields` are those produced for every one of them."""
+        return self._run(ops.list_samples, partition_id)
+
+    def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
+        """Merge one mapping of tags per sample into live samples, all or none. KeyError for samples that are not
+        there."""
+        self._run(ops.set_tags, sample_ids, partition_id, tags)
+
+    def why_blocked(self, partition_id: str, task_name: str, required_fields: Sequence[str] = ()) -> c.Blocked:
+        """Why a claim of these fields would wait now: counts of unclaimed, ready and leased samples, and lacking
+        fields."""
+        return self._run(ops.why_blocked, partition_id, task_name, required_fields)
+
+    def stats(self) -> c.StatsReport:
+        """What the service holds: units with their bytes, partitions with their counts, sessions."""
+        return self._run(ops.stats)
+
+    def close(self) -> None:
+        """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this
+        client was bootstrapped with ends too. Idempotent; calls waiting in other threads get `ClientClosedError`.
+        Views from `copy=False` stay valid."""
+        self._connections.close()
+        if self._owns is not None:
+            self._owns.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DataPlaneClient, (self._config,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._config.address!r})"
+
+    def _run(self, operation: Callable[Concatenate[Desk, P], Operation[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        connection = self._connections.get()
+        return connection.run(operation(connection.desk, *args, **kwargs))

@@ -1,0 +1,175 @@
+"""One session of a sync client, and the thread-safe, fork-safe holder that makes it when first needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from dataplane.bulk.lock import SessionLock
+from dataplane.config import DataPlaneConfig
+from dataplane.control.channel import Channel
+from dataplane.desk import Desk
+from dataplane.errors import CallTimeoutError, ClientClosedError
+from dataplane.ledger import commands as c
+from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
+
+
+class Closable(Protocol):
+    """What `PerProcess` holds."""
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class PerProcess(Generic[C]):
+    """Makes one `C` per process, when first asked. A forked child makes its own and never touches its parent's."""
+
+    def __init__(self, make: Callable[[], C]) -> None:
+        self._make = make
+        self._made: C | None = None
+        self._inherited: list[C] = []
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._closed = False
+
+    def get(self) -> C:
+        """This process's `C`. Raises `ClientClosedError` after `close()`."""
+        made = self._made
+        if made is not None and self._pid == os.getpid() and not self._closed:
+            return made
+        if self._pid != os.getpid():
+            self._forked()
+        with self._guard:
+            if self._closed:
+                raise ClientClosedError()
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _forked(self) -> None:
+        """Set the parent's aside, alive: dropping it here would run clean-up that is the parent's to run."""
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        if self._made is not None:
+            self._inherited.append(self._made)
+            self._made = None
+
+    def close(self) -> None:
+        """Close this process's `C`, if any; later `get()`s fail."""
+        if self._pid != os.getpid():
+            self._forked()
+        with self._guard:
+            self._closed = True
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+
+class CopiesInFlight:
+    """Counts `Work` under way, so that closing can wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self._closing = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closing:
+                raise ClientClosedError()
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def refuse_more(self) -> None:
+        """From now on nothing starts."""
+        with self._changed:
+            self._closing = True
+
+    def wait(self, timeout_s: float) -> None:
+        """Until none is under way. Raises `CallTimeoutError` after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._count == 0, timeout_s):
+                raise CallTimeoutError(
+                    what=f"close(): {self._count} copies in flight", waited_s=timeout_s, peer="this process"
+                )
+
+
+@functools.cache
+def desks() -> weakref.WeakSet[Desk]:
+    """The desks of this process's open sessions. A forked child lets go of their locks (see `Desk.forked`)."""
+    opened: weakref.WeakSet[Desk] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for desk in opened:
+            desk.forked()
+        opened.clear()
+
+    os.register_at_fork(after_in_child=in_child)
+    return opened
+
+
+class Connection:
+    """An open session with its desk; runs operations in the calling thread. Thread-safe."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        lock = None if config.force_remote else SessionLock.create()
+        try:
+            self._channel = Channel.open(config)
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+        self._copies = CopiesInFlight()
+        self._timeout_s = config.call_timeout_s
+        self.desk = Desk(config, session=self._channel.session, lock=lock)
+        self.desk.roads.learn(self._channel.units)
+        desks().add(self.desk)
+
+    def run(self, operation: Operation[T]) -> T:
+        """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
+        self._release_dropped()
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    outcome = self._perform(step)
+                except BaseException as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _perform(self, step: Step) -> Any:
+        match step:
+            case Send(command):
+                number, result = self._channel.call(command)
+                return Sent(number, result)
+            case Post(command):
+                self._channel.post(command)
+            case Work(work):
+                with self._copies:
+                    return work()
+        return None
+
+    def _release_dropped(self) -> None:
+        for number in self.desk.pins.dropped():
+            self._channel.post(c.Release(located=number))
+
+    def close(self) -> None:
+        """See `DataPlaneClient.close`."""
+        self._copies.refuse_more()
+        self._copies.wait(self._timeout_s)
+        self._release_dropped()
+        self._channel.close()
+        self.desk.close()

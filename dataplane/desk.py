@@ -1,0 +1,77 @@
+"""What one session of a client keeps between operations: roads, remembered schemas, and the pins of views handed
+out."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+
+from dataplane.bulk.lock import SessionLock
+from dataplane.config import DataPlaneConfig
+from dataplane.roads import Roads
+from dataplane.types import FieldSpec
+
+
+class Hold:
+    """Keeps the session's lock held for as long as anything refers to this; the lock goes with the last reference.
+
+    The desk refers to it while the session is open, and every living view does: so the bytes under a view outlive a
+    closed client, and in a forked child that inherited views they outlive the parent.
+    """
+
+    def __init__(self, lock: SessionLock) -> None:
+        weakref.finalize(self, lock.close).atexit = False
+
+
+class Pin:
+    """Stands for the pins of one `Locate` while views of its bytes live."""
+
+    __slots__ = ("__weakref__", "_hold")
+
+    def __init__(self, hold: Hold | None) -> None:
+        self._hold = hold
+
+
+class Pins:
+    """The `Locate` numbers whose last view is gone. Finalizers enqueue here and do nothing else."""
+
+    def __init__(self) -> None:
+        self._dropped: collections.deque[int] = collections.deque()
+
+    def take(self, number: int, hold: Hold | None) -> Pin:
+        """A pin for the bytes of call `number`, which is among `dropped()` once nothing refers to the pin."""
+        pin = Pin(hold)
+        weakref.finalize(pin, self._dropped.append, number).atexit = False
+        return pin
+
+    def dropped(self) -> list[int]:
+        """Numbers of the pins that died since the last call."""
+        numbers = []
+        while self._dropped:
+            numbers.append(self._dropped.popleft())
+        return numbers
+
+
+class Desk:
+    """The client-side state of a session."""
+
+    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None) -> None:
+        self.config = config
+        self.session = session
+        self.roads = Roads(config, session=session, lock=lock)
+        self.schemas: dict[str, dict[str, FieldSpec]] = {}
+        self.pins = Pins()
+        self._hold = None if lock is None else Hold(lock)
+
+    def pin(self, number: int) -> Pin:
+        """A pin that views of the bytes located by call `number` share."""
+        return self.pins.take(number, self._hold)
+
+    def forked(self) -> None:
+        """In a forked child: keep the parent's lock only as far as living views need it."""
+        self._hold = None
+
+    def close(self) -> None:
+        """Close the roads and let go of the lock; living views go on holding it."""
+        self.roads.close()
+        self._hold = None

@@ -1,0 +1,171 @@
+"""The roads from one session to the storage units: which unit by shared memory, which by ZMQ, and the bytes over them.
+
+Everything here blocks and runs inside a `Work` step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane import failpoints
+from dataplane.arena import MappedArena
+from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.lock import SessionLock
+from dataplane.columns import EncodedColumn, RowSource
+from dataplane.config import DataPlaneConfig
+from dataplane.errors import StorageUnitError
+from dataplane.ledger import commands as c
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Read-only arena bytes that a user may hold on to. Views of it keep it alive, and it keeps the pin alive."""
+
+    guard: object | None = None
+
+
+class Roads:
+    """Connections of one session to storage units, made when first needed. Thread-safe.
+
+    session: the session's number; lock: the file lock that proves its life to units on this host (None: never local).
+    """
+
+    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None) -> None:
+        self._config = config
+        self._session = session
+        self._lock = lock
+        self._infos: dict[int, c.UnitInfo] = {}
+        self._connections: dict[int, UnitConnection] = {}
+        self._guard = threading.Lock()
+
+    def learn(self, units: Iterable[c.UnitInfo]) -> None:
+        """Take in the service's list of units; a connection to an earlier life of one is dropped."""
+        with self._guard:
+            for info in units:
+                known = self._infos.get(info.unit)
+                if known is not None and known.epoch != info.epoch:
+                    stale = self._connections.pop(info.unit, None)
+                    if stale is not None:
+                        stale.close()
+                self._infos[info.unit] = info
+
+    def unknown(self, units: Iterable[int]) -> bool:
+        """Whether one of `units` has not been learned yet."""
+        return any(unit not in self._infos for unit in units)
+
+    def connection(self, unit: int) -> UnitConnection:
+        """The connection to `unit`; the first call shakes hands. Blocks up to the connect timeout."""
+        with self._guard:
+            found = self._connections.get(unit)
+            if found is None:
+                info = self._infos.get(unit)
+                if info is None:
+                    raise StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
+                found = UnitConnection(
+                    info,
+                    session=self._session,
+                    lock=self._lock,
+                    token=self._config.secret(),
+                    force_remote=self._config.force_remote,
+                    timeout_s=self._config.connect_timeout_s,
+                )
+                self._connections[unit] = found
+            return found
+
+    def write(self, placements: Sequence[c.Placement], columns: Sequence[EncodedColumn]) -> None:
+        """Copy the columns' values to where they were placed: one copy each by shared memory, frames otherwise.
+
+        Returns when every byte is in its arena. Raises `StorageUnitError`, `SessionExpiredError`, `CallTimeoutError`.
+        """
+        remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
+        for placement in placements:
+            column = columns[placement.column]
+            arena = self._arena(placement.unit)
+            if arena is not None:
+                size = int(column.sizes[placement.first : placement.last].sum())
+                failpoints.hit("put.mid_copy")
+                column.write(placement.first, placement.last, arena.writable(placement.offset, size))
+            else:
+                offsets, buffers = remote.setdefault(placement.unit, ([], []))
+                offsets.append(placement.offset)
+                buffers.append(column.buffers(placement.first, placement.last))
+        for unit, (offsets, buffers) in remote.items():
+            self.connection(unit).write(offsets, buffers, timeout_s=self._config.call_timeout_s)
+
+    def gather(self, located: Sequence[c.FieldLocations], *, guard: object | None = None) -> dict[str, RowSource]:
+        """Where each field's rows are in this process's memory: the mapped arenas themselves, or received buffers.
+
+        With `guard`, local buffers keep it alive for as long as anything views them.
+        """
+        units = np.unique(np.concatenate([field.units for field in located])) if located else np.empty(0, np.int32)
+        buffers: list[Bytes] = []
+        which = [np.zeros(len(field.units), np.int32) for field in located]
+        offsets = [field.offsets for field in located]
+        if len(units) != 1 or self._arena(int(units[0])) is None:
+            offsets = [field.offsets.copy() for field in located]
+        for unit in units.tolist():
+            arena = self._arena(unit)
+            if arena is not None:
+                for field, places in zip(located, which, strict=True):
+                    places[field.units == unit] = len(buffers)
+                buffers.append(_readable(arena, guard))
+            else:
+                self._fetch(unit, located, buffers, which, offsets)
+        return {
+            field.name: RowSource(field.spec, buffers, places, starts, field.lengths)
+            for field, places, starts in zip(located, which, offsets, strict=True)
+        }
+
+    def _arena(self, unit: int) -> MappedArena | None:
+        """The mapped arena of a unit on this host; None where the road is remote."""
+        connection = self.connection(unit)
+        return connection.arena if connection.local else None
+
+    def _fetch(
+        self,
+        unit: int,
+        located: Sequence[c.FieldLocations],
+        buffers: list[Bytes],
+        which: list[npt.NDArray[np.int32]],
+        offsets: list[c.Int64s],
+    ) -> None:
+        """Receive all rows that `unit` holds in one read; enter its buffers and where in them each row is."""
+        rows = [np.flatnonzero(field.units == unit) for field in located]
+        wanted = [
+            (field.offsets[r], field.lengths[r] * field.spec.unit_bytes) for field, r in zip(located, rows, strict=True)
+        ]
+        received = self.connection(unit).read(
+            np.concatenate([starts for starts, _ in wanted]),
+            np.concatenate([sizes for _, sizes in wanted]),
+            timeout_s=self._config.call_timeout_s,
+        )
+        first = 0
+        for column, chosen in enumerate(rows):
+            last = first + len(chosen)
+            which[column][chosen] = received.which[first:last] + len(buffers)
+            offsets[column][chosen] = received.offsets[first:last]
+            first = last
+        buffers.extend(received.buffers)
+
+    def close(self) -> None:
+        """Close every connection; mappings that living views need stay until those are gone."""
+        with self._guard:
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close()
+
+
+def _readable(arena: MappedArena, guard: object | None) -> Bytes:
+    """The whole arena, read-only; with `guard`, an array that keeps it alive."""
+    whole = arena.readonly(0, arena.capacity_bytes)
+    if guard is None:
+        return whole
+    pinned = whole.view(Pinned)
+    pinned.guard = guard
+    return pinned

@@ -1,0 +1,125 @@
+"""How callers name samples and their tags, as ledger values and back."""
+
+from __future__ import annotations
+
+import numbers
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
+from dataplane.ledger import commands as c
+from dataplane.meta import KVBatchMeta
+from dataplane.schema import INPUT_LENGTHS
+from dataplane.types import Scalar
+
+Names = Sequence[str] | KVBatchMeta
+
+
+def ids_of(names: Names) -> list[str]:
+    """The sample ids that `names` names, checked: a list of distinct, non-empty strings.
+
+    Raises: `UnsupportedValueError` (a TypeError) for anything but strings, `InvalidRequestError` (a ValueError) for
+    duplicates, naming them.
+    """
+    if isinstance(names, KVBatchMeta):
+        return list(names.sample_ids)
+    if isinstance(names, str | bytes) or not isinstance(names, Sequence):
+        raise UnsupportedValueError(
+            field="sample_ids", row=None, got=type(names).__name__, hint="Pass a list of strings or a KVBatchMeta."
+        )
+    ids = list(names)
+    for row, name in enumerate(ids):
+        if not isinstance(name, str):
+            raise UnsupportedValueError(
+                field="sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
+            )
+    if len(set(ids)) != len(ids):
+        twice = [name for name, count in Counter(ids).items() if count > 1]
+        raise InvalidRequestError(f"sample ids must be distinct; {first_few(twice)} came more than once in one call")
+    return ids
+
+
+def samples_of(names: Names) -> c.Samples:
+    """`names` for the ledger: by row handles where a meta carries them, else by ids."""
+    if isinstance(names, KVBatchMeta):
+        handles = names.handles
+        if handles is not None:
+            return c.Samples(rows=handles[0], births=handles[1])
+    return c.Samples(ids=tuple(ids_of(names)))
+
+
+def scalar(tag: str, row: int, value: Any) -> Scalar:
+    """`value` as a tag: str, bool, int, float or None; numpy and torch scalars become the Python scalar they equal."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", 0) == 0:
+        plain = item()
+        if isinstance(plain, bool | int | float | str):
+            return plain
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise UnsupportedValueError(
+        field=f"tag {tag}",
+        row=row,
+        got=type(value).__name__,
+        hint="Tags are small scalars (str, bool, int, float, None); put anything larger as a field.",
+    )
+
+
+def tag_columns(tags: Sequence[Mapping[str, Any]] | None, count: int) -> tuple[c.TagColumn, ...]:
+    """One mapping per sample, as columns. Raises `InvalidRequestError` when their number is not `count`."""
+    if tags is None:
+        return ()
+    if isinstance(tags, Mapping) or not isinstance(tags, Sequence):
+        raise UnsupportedValueError(
+            field="tags", row=None, got=type(tags).__name__, hint="Pass one mapping of tags per sample, in a list."
+        )
+    if len(tags) != count:
+        raise InvalidRequestError(f"tags: got {len(tags)} mappings for {count} samples; pass one per sample")
+    values: dict[str, list[Scalar]] = {}
+    positions: dict[str, list[int]] = {}
+    for row, mapping in enumerate(tags):
+        for name, value in mapping.items():
+            values.setdefault(name, []).append(scalar(name, row, value))
+            positions.setdefault(name, []).append(row)
+    return tuple(
+        c.TagColumn(
+            name=name,
+            values=tuple(values[name]),
+            positions=None if len(values[name]) == count else np.array(positions[name], dtype=np.int64),
+        )
+        for name in values
+    )
+
+
+def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar]]:
+    """Columns as one dict per sample; a sample without a tag lacks the key."""
+    tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
+    for column in columns:
+        where = range(count) if column.positions is None else column.positions.tolist()
+        for row, value in zip(where, column.values, strict=True):
+            tags[row][column.name] = value
+    return tags
+
+
+def meta_of(
+    listed: c.Claimed | c.Listed, partition: str, *, task: str | None = None, fields: Sequence[str] | None = None
+) -> KVBatchMeta:
+    """The meta of samples that the service named, with tags, handles and the tag `input_lengths` as sequence
+    lengths."""
+    tags = tags_of(listed.tags, len(listed.ids))
+    lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
+    known = [int(length) for length in lengths if isinstance(length, int | float)]
+    meta = KVBatchMeta(
+        partition_id=partition,
+        task_name=task,
+        sample_ids=list(listed.ids),
+        fields=list(fields) if fields else list(listed.fields) or None,
+        sequence_lengths=known if len(known) == len(lengths) and known else None,
+        tags=tags,
+    )
+    return meta.with_handles(listed.rows, listed.births)

@@ -1,0 +1,64 @@
+"""The service in one process: a controller and its storage units. Also how to start or attach to one by
+configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.controller import Controller
+from dataplane.unit import StorageUnit
+
+if TYPE_CHECKING:
+    pass
+
+
+class Server:
+    """A running service. `address` is what `connect` takes. Close it, or use it as a context manager; when the process
+    ends any other way, the next storage unit on the host sweeps what is left of its arena."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self.config = config
+        self._controller = Controller(config)
+        self._units: list[StorageUnit] = []
+
+    def start(self) -> Self:
+        """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
+        try:
+            self._controller.start()
+            for number in range(self.config.units):
+                self._units.append(StorageUnit(self.config, self.address, name=f"unit-{number}").start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def address(self) -> str:
+        """ "host:port" of the controller."""
+        return self._controller.address
+
+    def close(self) -> None:
+        """End units and controller. Idempotent; takes a few seconds at most; clients then get
+        `ServiceUnavailableError`."""
+        while self._units:
+            self._units.pop().stop()
+        self._controller.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(config: DataPlaneConfig | Mapping[str, Any] | None = None) -> Server:
+    """Start the service in this process: threads of its own, an arena of its own, loopback unless a token is set.
+
+    Raises `ArenaSpaceError` where there is too little shared memory, ValueError for a public host without a token.
+    """
+    return Server(DataPlaneConfig.of(config)).start()

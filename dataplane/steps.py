@@ -1,0 +1,50 @@
+"""What an operation asks of whoever runs it. Operations are generators, written once; the sync client performs each
+step in the calling thread, the async client awaits it.
+
+An operation yields a step and is sent its outcome, or has the step's error thrown in. It cleans up in `except` and
+`finally` like any function, with `Post` and `Work` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dataplane.ledger.commands import Command
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command and wait for its answer, up to the channel's deadline for it. Outcome: `Sent`."""
+
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The number a command went under, and its result."""
+
+    number: int
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Send a command whose answer nobody waits for; it is repeated until answered. Outcome: None."""
+
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Run `run` to its end, whatever happens to the caller: it copies bytes that nobody may take back meanwhile.
+    Outcome: what it returns."""
+
+    run: Callable[[], Any]
+
+
+Step = Send | Post | Work
+Operation = Generator[Step, Any, T]

@@ -1,0 +1,86 @@
+"""A storage unit: an arena, the server of its bulk door, and the link to the controller that registers it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from types import TracebackType
+from typing import Self
+
+from dataplane.arena import Arena, default_capacity
+from dataplane.bulk.lock import boot_id
+from dataplane.bulk.server import BulkServer
+from dataplane.config import MIB, DataPlaneConfig
+from dataplane.control.unit_link import UnitLink
+from dataplane.ledger import commands as c
+from dataplane.lockfile import sweep
+
+FIRST_BACKING_BYTES = 64 * MIB
+
+
+class StorageUnit:
+    """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
+
+    config: `capacity_bytes`, `arena_dir`, `host` (where its tcp door binds) and the token. Raises `ArenaSpaceError`
+    where the directory or the container has too little room, `ServiceUnavailableError` where no controller answers.
+    """
+
+    def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
+        self._config = config
+        self._controller = controller_address
+        self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self._arena: Arena | None = None
+        self._bulk: BulkServer | None = None
+        self._link: UnitLink | None = None
+
+    def start(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
+        config = self._config
+        sweep(config.arena_dir)
+        capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+        epoch = time.time_ns()
+        self._arena = Arena.create(config.arena_dir, capacity, epoch=epoch)
+        backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
+        self._link = UnitLink(self._controller, config.secret())
+        self._bulk = BulkServer(
+            self._arena, epoch=epoch, token=config.secret(), tcp_host=config.host, report=self._link.report
+        )
+        self._bulk.start()
+        self._bulk.unit = self._link.open(
+            c.AddUnit(
+                name=self.name,
+                host=boot_id(),
+                epoch=epoch,
+                cookie=self._arena.cookie.hex(),
+                capacity_bytes=self._arena.capacity_bytes,
+                backed_bytes=backed,
+                endpoints=tuple(self._bulk.endpoints),
+                arena_path=str(self._arena.path),
+            ),
+            on_order=self._bulk.order,
+        )
+
+    def stop(self) -> None:
+        """Leave the controller, end the door, unlink the arena. Idempotent."""
+        for part in (self._link, self._bulk):
+            if part is not None:
+                part.close() if isinstance(part, UnitLink) else part.stop()
+        if self._arena is not None:
+            self._arena.close()
+        self._link = self._bulk = self._arena = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

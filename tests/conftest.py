@@ -1,0 +1,43 @@
+"""Around every test: nothing may stay in shared memory, no child process may outlive the suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataplane import failpoints
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def our_files() -> set[str]:
+    """Arenas and session locks that are in shared memory now."""
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("tq-", ".tq-"))}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    files = our_files()
+    yield
+    left = our_files() - files
+    assert not left, f"left in /dev/shm: {sorted(left)}"
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    ours = [child for child in children if "multiprocessing" not in " ".join(_command_line(child))]
+    assert not ours, f"left running: {[(child.pid, _command_line(child)) for child in ours]}"
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture(autouse=True)
+def _failpoints_disarmed() -> Iterator[None]:
+    yield
+    failpoints.disarm()

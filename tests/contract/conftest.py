@@ -1,0 +1,110 @@
+"""One service for the suite, and one client per road and style: every test of the contract runs on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane import Server, connect, connect_async, serve
+from dataplane.client import DataPlaneClient
+from dataplane.roads import Roads
+
+MIB = 1 << 20
+
+
+class Blocking:
+    """An async client driven from a test thread, so that one suite covers both: each method blocks for its
+    coroutine."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(method(*args, **kwargs), self._loop).result(120)
+
+        return call
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(60)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve({"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "session_timeout_s": 5.0}) as running:
+        yield running
+
+
+@pytest.fixture(params=["local", "remote", "local-async", "remote-async"])
+def road(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def open_client(server: Server, road: str) -> Iterator[Callable[[], DataPlaneClient]]:
+    """Makes clients of the road under test; they are closed afterwards."""
+    opened: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        settings = {"force_remote": road.startswith("remote"), "heartbeat_s": 0.5, **settings}
+        client: Any
+        if road.endswith("async"):
+            client = Blocking(connect_async(server.address, **settings))
+        else:
+            client = connect(server.address, **settings)
+        opened.append(client)
+        return client
+
+    yield make
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def client(open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
+    return open_client()
+
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def partition(client: DataPlaneClient) -> Iterator[str]:
+    """A name nobody has used; dropped afterwards."""
+    name = f"p{next(_names)}"
+    yield name
+    client.clear_samples(None, name)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room handed out for a put is overwritten before the put's own bytes come: whoever still reads there sees it."""
+    honest = Roads.write
+
+    def write(self: Roads, placements: Any, columns: Any) -> None:
+        for placement in placements:
+            sizes = columns[placement.column].sizes[placement.first : placement.last]
+            garbage = np.full(int(sizes.sum()), 0xA5, np.uint8)
+            connection = self.connection(placement.unit)
+            if connection.local:
+                connection.arena.writable(placement.offset, garbage.size)[:] = garbage
+            else:
+                connection.write([placement.offset], [[garbage]], timeout_s=30)
+        honest(self, placements, columns)
+
+    monkeypatch.setattr(Roads, "write", write)

@@ -1,0 +1,230 @@
+"""Cursors: each sample once per task, tails come out, waits end with reasons."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient
+from dataplane.errors import ClaimTimeoutError, PartitionNotFoundError, TaskNotFoundError
+
+
+def put(client: DataPlaneClient, partition: str, first: int, last: int, field: str = "x") -> None:
+    names = [f"s{n}" for n in range(first, last)]
+    client.put_samples(names, partition, {field: torch.arange(first, last)}, tags=[{"input_lengths": 5}] * len(names))
+
+
+def register(client: DataPlaneClient, partition: str, size: int | None = 8) -> None:
+    client.register_partition(partition, ["x", "y"], size, ["train", "ref"])
+
+
+def test_oldest_first_once_each(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition)
+    put(client, partition, 0, 6)
+    first = client.claim_meta(partition, "train", ["x"], 4)
+    assert first.sample_ids == ["s0", "s1", "s2", "s3"]
+    assert first.sequence_lengths == [5] * 4
+    assert first.tags == [{"input_lengths": 5}] * 4
+    assert client.get_data(first)["x"].tolist() == [0, 1, 2, 3]
+    assert client.claim_meta(partition, "ref", ["x"], 2).sample_ids == ["s0", "s1"]
+    assert client.claim_meta(partition, "train", ["x"], 4, blocking=False).sample_ids == ["s4", "s5"]
+    assert client.claim_meta(partition, "train", ["x"], 4, blocking=False).size == 0
+
+
+def test_the_tail_comes_out_then_nothing(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, 6)
+    put(client, partition, 0, 6)
+    assert client.claim_meta(partition, "train", [], 4).size == 4
+    assert client.claim_meta(partition, "train", ["x"], 4).sample_ids == ["s4", "s5"]
+    assert client.claim_meta(partition, "train", ["x"], 4).size == 0
+
+
+def test_a_tail_waits_until_all_of_it_is_ready(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, 3)
+    put(client, partition, 0, 3)
+    put(client, partition, 0, 2, field="y")
+    other = open_client()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.claim_meta, partition, "train", ["y"], 8, timeout_s=60.0)
+        put(client, partition, 2, 3, field="y")
+        assert waiting.result(60).sample_ids == ["s0", "s1", "s2"]
+
+
+def test_a_waiting_claim_is_woken_by_the_put(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, None)
+    other = open_client()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.claim_meta, partition, "train", ["x"], 4, timeout_s=60.0)
+        put(client, partition, 0, 2)
+        put(client, partition, 2, 4)
+        assert waiting.result(60).sample_ids == ["s0", "s1", "s2", "s3"]
+
+
+def test_seal_lets_the_tail_out(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 3)
+    with pytest.raises(TimeoutError):
+        client.claim_meta(partition, "train", ["x"], 8, timeout_s=0.2)
+    client.seal(partition)
+    assert client.claim_meta(partition, "train", ["x"], 8).size == 3
+    with pytest.raises(ValueError, match="sealed"):
+        put(client, partition, 3, 4)
+    put(client, partition, 0, 3, field="y")
+
+
+def test_min_batch_size(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 3)
+    assert client.claim_meta(partition, "train", ["x"], 8, min_batch_size=2).size == 3
+
+
+def test_a_timeout_says_what_is_missing_and_claims_nothing(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 3)
+    with pytest.raises(ClaimTimeoutError, match="ghost") as caught:
+        client.claim_meta(partition, "train", ["x", "ghost"], 2, timeout_s=0.2)
+    assert caught.value.ready == 0
+    assert client.claim_meta(partition, "train", ["x"], 3).size == 3
+
+
+def test_unknown_names_are_errors_at_once(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition)
+    with pytest.raises(PartitionNotFoundError):
+        client.claim_meta("nowhere", "train", ["x"], 1)
+    with pytest.raises(TaskNotFoundError, match="eval"):
+        client.claim_meta(partition, "eval", ["x"], 1)
+    with pytest.raises(KeyError):
+        client.check_consumption_status(partition, ["train", "eval"])
+    with pytest.raises(KeyError):
+        client.put_samples(["a"], "nowhere", {"x": torch.arange(1)})
+    with pytest.raises(KeyError):
+        client.seal("nowhere")
+
+
+def test_consumption(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, 4)
+    put(client, partition, 0, 2)
+    client.claim_meta(partition, "train", ["x"], 2)
+    assert not client.check_consumption_status(partition, ["train"])
+    put(client, partition, 2, 4)
+    assert not client.check_consumption_status(partition, ["train"])
+    client.claim_meta(partition, "train", ["x"], 2)
+    assert client.check_consumption_status(partition, ["train"])
+    assert not client.check_consumption_status(partition, ["train", "ref"])
+    client.clear_samples([f"s{n}" for n in range(4)], partition)
+    assert client.check_consumption_status(partition, ["train", "ref"])
+
+
+def test_predicates_groups_and_order(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    tags = [{"group": n // 2, "std": float(n % 3)} for n in range(8)]
+    client.put_samples([f"s{n}" for n in range(8)], partition, {"x": torch.arange(8)}, tags=tags)
+    ready = client.claim_meta(partition, "train", ["x"], 8, blocking=False, where=[("std", ">", 0.0)])
+    assert ready.sample_ids == ["s1", "s2", "s4", "s5", "s7"]
+    assert client.claim_meta(partition, "ref", ["x"], 2, order="freshest").sample_ids == ["s7", "s6"]
+    groups = client.claim_meta(partition, "ref", ["x"], 5, blocking=False, group_size=2)
+    assert groups.sample_ids == ["s0", "s1", "s2", "s3"]
+    with pytest.raises(ValueError, match="where"):
+        client.claim_meta(partition, "ref", ["x"], 1, where=[("std", "~", 0.0)])
+
+
+def test_leases_end_are_acknowledged_or_given_back(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 4)
+    lost = client.claim_meta(partition, "train", ["x"], 2, lease_s=0.2)
+    kept = client.claim_meta(partition, "train", ["x"], 2, lease_s=60.0)
+    client.ack(kept)
+    again = client.claim_meta(partition, "train", ["x"], 2, timeout_s=30.0)
+    assert again.sample_ids == lost.sample_ids
+    with pytest.raises(KeyError):
+        client.ack(lost)
+    client.nack(again)
+    assert client.claim_meta(partition, "train", ["x"], 2).sample_ids == lost.sample_ids
+
+
+def test_registering_again_keeps_rows_and_cursors(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, 4)
+    put(client, partition, 0, 4)
+    client.claim_meta(partition, "train", ["x"], 2)
+    client.register_partition(partition, ["x"], 6, ["train", "new"])
+    assert client.list_samples(partition).size == 4
+    assert client.claim_meta(partition, "train", ["x"], 2).sample_ids == ["s2", "s3"]
+    assert client.claim_meta(partition, "new", ["x"], 4).size == 4
+    with pytest.raises(TaskNotFoundError):
+        client.claim_meta(partition, "ref", ["x"], 1)
+    put(client, partition, 4, 6)
+    assert client.claim_meta(partition, "train", ["x"], 8).sample_ids == ["s4", "s5"]
+
+
+def test_strict_partitions_refuse_undeclared_fields(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"], strict=True)
+    with pytest.raises(ValueError, match="'y'"):
+        put(client, partition, 0, 2, field="y")
+    assert client.list_samples(partition).size == 0
+    put(client, partition, 0, 2)
+
+
+def test_clear(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 4)
+    client.clear_samples(["s1", "nobody"], partition)
+    client.clear_samples(["s1"], partition)
+    assert client.list_samples(partition).sample_ids == ["s0", "s2", "s3"]
+    client.clear_samples(None, partition)
+    client.clear_samples(None, partition)
+    with pytest.raises(PartitionNotFoundError):
+        client.list_samples(partition)
+
+
+def test_many_claimers_share_without_overlap(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, 64)
+    taken: list[str] = []
+    guard = threading.Lock()
+
+    def drain() -> None:
+        mine = open_client()
+        while (meta := mine.claim_meta(partition, "train", ["x"], 4, timeout_s=60.0)).size:
+            assert mine.get_data(meta)["x"].tolist() == [int(name[1:]) for name in meta.sample_ids]
+            with guard:
+                taken.extend(meta.sample_ids)
+
+    threads = [threading.Thread(target=drain) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for first in range(0, 64, 8):
+        put(client, partition, first, first + 8)
+    for thread in threads:
+        thread.join(120)
+    assert sorted(taken) == sorted(f"s{n}" for n in range(64))
+
+
+def test_dropping_the_partition_ends_waiting_claims(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, None)
+    other = open_client()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.claim_meta, partition, "train", ["x"], 4, timeout_s=60.0)
+        while not any(part.waiting_claims for part in client.stats().partitions if part.partition == partition):
+            assert not waiting.done()
+        client.clear_samples(None, partition)
+        with pytest.raises(ValueError, match="dropped"):
+            waiting.result(60)
+
+
+def test_why_blocked(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 4)
+    put(client, partition, 0, 1, field="y")
+    blocked = client.why_blocked(partition, "train", ["x", "y"])
+    assert (blocked.unclaimed, blocked.ready, blocked.lacking) == (4, 1, {"y": 3})

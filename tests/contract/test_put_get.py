@@ -1,0 +1,244 @@
+"""What is put comes back, bit for bit, or the call says why not and nothing is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from dataplane import DataPlaneClient, FieldSpec, Shared
+from dataplane.errors import (
+    FieldNotFoundError,
+    FieldNotProducedError,
+    PartitionNotFoundError,
+    SampleExistsError,
+    SampleNotFoundError,
+)
+
+from .values import DTYPES, random_tensor, same, same_rows
+
+
+def ids(count: int, prefix: str = "s") -> list[str]:
+    return [f"{prefix}{n}" for n in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _registered(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["input_ids"], None, ["train"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_dense_and_jagged(client: DataPlaneClient, partition: str, dtype: torch.dtype) -> None:
+    dense = random_tensor((4, 3), dtype)
+    strided = random_tensor((4, 6), dtype, seed=1)[:, ::2]
+    jagged = [random_tensor((length, 2), dtype, seed=length) for length in (3, 0, 5, 1)]
+    client.put_samples(ids(4), partition, {"dense": dense, "strided": strided, "rows": jagged})
+    back = client.get_samples(ids(4), partition, ["dense", "strided", "rows"])
+    assert same(back["dense"], dense)
+    assert same(back["strided"], strided)
+    assert back["rows"].is_nested
+    assert same_rows(back["rows"], jagged)
+
+
+def test_jagged_stays_nested_for_one_row_and_equal_and_empty_rows(client: DataPlaneClient, partition: str) -> None:
+    equal = [torch.arange(4) + n for n in range(3)]
+    client.put_samples(ids(3), partition, {"input_ids": equal, "empty": [torch.zeros(0)] * 3})
+    whole = client.get_samples(ids(3), partition, ["input_ids", "empty"])
+    one = client.get_samples(["s1"], partition, ["input_ids", "empty"])
+    for td in (whole, one):
+        assert td["input_ids"].is_nested
+        assert td["empty"].is_nested
+    assert same_rows(one["input_ids"], equal[1:2])
+    assert whole["empty"].offsets().tolist() == [0, 0, 0, 0]
+
+
+def test_columns_of_equal_lengths_combine(client: DataPlaneClient, partition: str) -> None:
+    rows = [torch.ones(2), torch.ones(5)]
+    client.put_samples(ids(2), partition, {"a": rows, "b": [2 * row for row in rows]})
+    td = client.get_samples(ids(2), partition, ["a", "b"])
+    assert same_rows(td["a"] + td["b"], [3 * row for row in rows])
+
+
+def test_a_subset_in_another_order(client: DataPlaneClient, partition: str) -> None:
+    rows = [torch.full((n + 1,), n) for n in range(10)]
+    client.put_samples(ids(10), partition, {"input_ids": rows, "x": torch.arange(10)})
+    chosen = [7, 1, 9, 0]
+    td = client.get_samples([f"s{n}" for n in chosen], partition, ["input_ids", "x"])
+    assert td["x"].tolist() == chosen
+    assert same_rows(td["input_ids"], [rows[n] for n in chosen])
+
+
+def test_objects_and_ragged(client: DataPlaneClient, partition: str) -> None:
+    values: list[Any] = [{"a": [1, 2.5, None]}, ("x", b"y"), "text", 10**30]
+    images = [torch.rand(2, 3), torch.rand(4, 1), torch.rand(0, 7), torch.rand(1, 1)]
+    fields = {"notes": np.array(values, dtype=object), "images": images}
+    client.put_samples(ids(4), partition, fields)
+    td = client.get_samples(ids(4), partition, ["notes", "images"])
+    assert list(td["notes"]) == values
+    assert same_rows(td["images"], images)
+
+
+def test_tensordict_with_non_tensor_stack(client: DataPlaneClient, partition: str) -> None:
+    td = TensorDict({"x": torch.arange(3), "names": NonTensorStack("a", "b", "c")}, batch_size=[3])
+    client.put_samples(ids(3), partition, td)
+    back = client.get_samples(ids(3), partition, ["names", "x"])
+    assert list(back["names"]) == ["a", "b", "c"]
+    assert same(back["x"], torch.arange(3))
+
+
+def test_a_bare_non_tensor_leaf_is_refused(client: DataPlaneClient, partition: str) -> None:
+    td = TensorDict({"x": torch.arange(3), "name": NonTensorData("a", batch_size=[3])}, batch_size=[3])
+    with pytest.raises(TypeError, match="non-tensor"):
+        client.put_samples(ids(3), partition, td)
+    assert client.list_samples(partition).size == 0
+
+
+def test_shared_values_are_stored_once(client: DataPlaneClient, partition: str) -> None:
+    prompt = [torch.arange(100_000), torch.arange(50_000)]
+    index = [0, 0, 1, 0, 1, 1, 0, 0]
+    client.put_samples(ids(8), partition, {"prompt": Shared(prompt, index), "x": torch.arange(8)})
+    td = client.get_samples(ids(8), partition, ["prompt", "x"])
+    assert same_rows(td["prompt"], [prompt[n] for n in index])
+    (stats,) = [part for part in client.stats().partitions if part.partition == partition]
+    assert stats.live_bytes < 1.1 * sum(row.nbytes for row in prompt)
+
+
+def test_gradients_do_not_matter(client: DataPlaneClient, partition: str) -> None:
+    value = torch.rand(3, 2, requires_grad=True)
+    client.put_samples(ids(3), partition, {"value": value})
+    back = client.get_samples(ids(3), partition, ["value"])["value"]
+    assert same(back, value)
+    assert not back.requires_grad
+
+
+def test_dense_into_a_jagged_field_is_rows_of_one_length(client: DataPlaneClient, partition: str) -> None:
+    value = torch.arange(12).reshape(3, 4)
+    client.put_samples(ids(3), partition, {"input_ids": value})
+    assert same_rows(client.get_samples(ids(3), partition, ["input_ids"])["input_ids"], list(value))
+
+
+def test_views_without_copying(client: DataPlaneClient, partition: str) -> None:
+    value = torch.rand(16, 8)
+    rows = [torch.arange(n) for n in range(16)]
+    meta = client.put_samples(ids(16), partition, {"value": value, "input_ids": rows})
+    td = client.get_samples(meta, partition, ["value", "input_ids"], copy=False)
+    client.clear_samples(meta, partition)
+    client.put_samples(ids(16), partition, {"value": torch.zeros(16, 8), "input_ids": rows})
+    assert same(td["value"], value)
+    assert same_rows(td["input_ids"], rows)
+
+
+# --- what is missing ------------------------------------------------------------------------------------------
+
+
+def test_missing_things_are_named(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(ids(2), partition, {"x": torch.arange(2)})
+    client.put_samples(["s1"], partition, {"y": torch.arange(1)})
+    with pytest.raises(PartitionNotFoundError, match="nowhere"):
+        client.get_samples(ids(2), "nowhere", ["x"])
+    with pytest.raises(SampleNotFoundError, match="s7"):
+        client.get_samples(["s0", "s7"], partition, ["x"])
+    with pytest.raises(FieldNotFoundError, match="zzz"):
+        client.get_samples(["s0"], partition, ["zzz"])
+    with pytest.raises(FieldNotProducedError, match=r"'y'.*'s0'"):
+        client.get_samples(ids(2), partition, ["x", "y"])
+    with pytest.raises(KeyError):
+        client.get_samples(["s7"], partition, ["x"])
+
+
+def test_get_data_needs_fields(client: DataPlaneClient, partition: str) -> None:
+    meta = client.put_samples(ids(2), partition, {"x": torch.arange(2)})
+    assert client.get_data(meta)["x"].tolist() == [0, 1]
+    tagged = client.put_samples(ids(2), partition, tags=[{"a": 1}] * 2)
+    with pytest.raises(ValueError, match="select_fields"):
+        client.get_data(tagged)
+
+
+# --- modes, tags, refusals ------------------------------------------------------------------------------------
+
+
+def test_modes(client: DataPlaneClient, partition: str) -> None:
+    with pytest.raises(SampleNotFoundError, match="s0"):
+        client.put_samples(ids(2), partition, {"x": torch.arange(2)}, mode="update")
+    client.put_samples(ids(2), partition, {"x": torch.arange(2)}, mode="create")
+    with pytest.raises(SampleExistsError, match="s1"):
+        client.put_samples(["s1", "s2"], partition, {"x": torch.arange(2)}, mode="create")
+    with pytest.raises(ValueError, match="mode"):
+        client.put_samples(ids(2), partition, {"x": torch.arange(2)}, mode="replace")
+    client.put_samples(["s1", "s2"], partition, {"x": torch.tensor([10, 20])})
+    assert client.get_samples(ids(3), partition, ["x"])["x"].tolist() == [0, 10, 20]
+
+
+def test_refused_puts_leave_nothing(client: DataPlaneClient, partition: str) -> None:
+    x = torch.arange(4, dtype=torch.float32)
+    client.put_samples(ids(4), partition, {"x": x})
+    before = client.stats().units[0].live_bytes
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"sample_ids": ["a", "a"], "fields": {"x": x[:2]}}, ValueError),
+        ({"sample_ids": ["a", "b", "c"], "fields": {"x": x[:2]}}, ValueError),
+        ({"sample_ids": ["a", "b"], "fields": {"x": x[:2]}, "tags": [{}]}, ValueError),
+        ({"sample_ids": ["a", "b"], "fields": {"x": x[:2].double()}}, ValueError),
+        ({"sample_ids": ["a", "b"], "fields": {"x": x.reshape(2, 2)}}, ValueError),
+        ({"sample_ids": ["a", "b"], "fields": {"x": [x[:1], x[:2]]}}, ValueError),
+        ({"sample_ids": ["a", "b"], "fields": {"y": [object(), object()]}}, TypeError),
+        ({"sample_ids": ["a", 7], "fields": {"x": x[:2]}}, TypeError),
+        ({"sample_ids": ["a", "b"], "fields": {"x": x[:2]}, "tags": [{"t": object()}, {}]}, TypeError),
+    ]
+    for arguments, kind in refused:
+        with pytest.raises(kind):
+            client.put_samples(partition_id=partition, **arguments)
+    assert client.list_samples(partition).sample_ids == ids(4)
+    stats = client.stats().units[0]
+    assert stats.live_bytes == before
+    assert stats.reserved_bytes == 0
+
+
+def test_a_field_that_differs_says_both(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(ids(2), partition, {"x": torch.zeros(2, 3)})
+    with pytest.raises(ValueError, match=r"'x'.*float64.*float32"):
+        client.put_samples(["t0"], partition, {"x": torch.zeros(1, 3, dtype=torch.float64)})
+    with pytest.raises(ValueError, match=r"'x'.*\[4\].*\[3\]"):
+        client.put_samples(["t0"], partition, {"x": torch.zeros(1, 4)})
+    client.clear_samples(ids(2), partition)
+    client.put_samples(["t0"], partition, {"x": torch.zeros(1, 4, dtype=torch.float64)})
+
+
+def test_tags_merge(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(ids(2), partition, {"x": torch.arange(2)}, tags=[{"a": 1, "b": "x"}, {"a": 2.5}])
+    client.put_samples(ids(2), partition, tags=[{"b": None}, {"c": True}])
+    client.put_samples(ids(2), partition, {"x": torch.arange(2)})
+    client.set_tags(["s0"], partition, [{"a": 7}])
+    assert client.list_samples(partition).tags == [{"a": 7, "b": None}, {"a": 2.5, "c": True}]
+    with pytest.raises(KeyError, match="s9"):
+        client.set_tags(["s0", "s9"], partition, [{"a": 1}, {"a": 1}])
+    assert client.list_samples(partition).tags[0]["a"] == 7
+
+
+def test_lengths_ride_on_the_meta(client: DataPlaneClient, partition: str) -> None:
+    rows = [torch.arange(n) for n in (3, 1, 2)]
+    assert client.put_samples(ids(3), partition, {"input_ids": rows}).sequence_lengths == [3, 1, 2]
+    two = client.put_samples(ids(3), partition, {"input_ids": rows, "other": [torch.arange(2)] * 3})
+    assert two.sequence_lengths is None
+
+
+def test_get_batch_pads_jagged_fields_only(client: DataPlaneClient, partition: str) -> None:
+    rows = [torch.arange(1, n + 1) for n in (3, 0, 2)]
+    meta = client.put_samples(ids(3), partition, {"input_ids": rows, "x": torch.rand(3, 2), "o": ["a", "b", "c"]})
+    batch = client.get_batch(meta, pad_value_dict={"input_ids": 9}, pad_to_seqlen=4)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [1, 2, 9, 9]]
+    assert batch["x"].shape == (3, 2)
+    assert list(batch["o"]) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="pad_to_seqlen"):
+        client.get_batch(meta, ["input_ids"], pad_to_seqlen=2)
+    assert client.get_batch(meta, ["input_ids"], layout="jagged")["input_ids"].is_nested
+
+
+def test_a_declared_spec_decides(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, {"tokens": FieldSpec("jagged", torch.int64, ())}, None, [])
+    client.put_samples(ids(2), partition, {"tokens": torch.zeros(2, 3, dtype=torch.int64)})
+    assert client.get_samples(ids(2), partition, ["tokens"])["tokens"].is_nested
+    with pytest.raises(ValueError, match=r"int32.*int64"):
+        client.put_samples(["t0"], partition, {"tokens": torch.zeros(1, 3, dtype=torch.int32)})

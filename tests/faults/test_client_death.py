@@ -1,0 +1,171 @@
+"""`kill -9` of a client anywhere leaves nobody else stuck and no byte leaked.
+
+The proofs wait on events of the service itself: a put that needs the dead client's room, a claim that needs its
+samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient, Server, connect, serve
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+Victim = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    settings = {"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2, "session_timeout_s": 1.0}
+    with serve(settings) as running:
+        yield running
+
+
+@pytest.fixture
+def survivor(server: Server) -> Iterator[DataPlaneClient]:
+    with connect(server.address, heartbeat_s=0.2, put_timeout_s=60.0) as client:
+        client.register_partition("p", {"x": None}, None, ["train"])
+        client.register_partition("elsewhere", ["x"], None, ["train"])
+        yield client
+
+
+@pytest.fixture
+def victim(server: Server) -> Iterator[Victim]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(**settings: Any) -> subprocess.Popen[str]:
+        text = json.dumps({"how": "kill", "partition": "p", "at": "", **settings})
+        command = [sys.executable, "-m", "tests.faults.victim", server.address, text]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line the victim prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def rows(count: int, value: int = 1) -> torch.Tensor:
+    return torch.full((count, MIB), value, dtype=torch.uint8)
+
+
+def names(count: int, prefix: str = "s") -> list[str]:
+    return [f"{prefix}{n}" for n in range(count)]
+
+
+def nothing_held(client: DataPlaneClient) -> bool:
+    (unit,) = client.stats().units
+    return unit.reserved_bytes == unit.retired_bytes == unit.pinned_bytes == 0
+
+
+LOCAL_PUT = ["put.mid_copy", "put.before_commit", "call.Allocate.before", "call.Allocate.after", "call.Commit.before"]
+REMOTE_PUT = ["bulk.write.between_frames", "put.before_commit", "call.Allocate.after"]
+
+
+@pytest.mark.parametrize(
+    ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids="-".join
+)
+def test_killed_in_a_put(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
+    dying = victim(road=road, job="put", at=at)
+    assert line(dying) == "there"
+    assert dying.wait(60) == -signal.SIGKILL
+    survivor.put_samples(names(7), "p", {"x": rows(7)})
+    assert survivor.list_samples("p").sample_ids == names(7)
+    assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
+    assert nothing_held(survivor)
+
+
+def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: Victim) -> None:
+    dying = victim(road="local", job="put", at="call.Commit.after")
+    assert dying.wait(60) == -signal.SIGKILL
+    back = survivor.get_samples(names(5, "v"), "p", ["x"])
+    assert torch.equal(back["x"], rows(5, 0))
+
+
+@pytest.mark.parametrize(
+    ("road", "at"),
+    [
+        ("local", "get.mid_copy"),
+        ("local", "get.before_release"),
+        ("local", "call.Locate.after"),
+        ("remote", "bulk.read.between_frames"),
+        ("remote", "get.before_release"),
+    ],
+    ids="-".join,
+)
+def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
+    survivor.put_samples(names(5), "p", {"x": rows(5)})
+    dying = victim(road=road, job="get", at=at)
+    assert line(dying) == "there"
+    dying.wait(60)
+    survivor.clear_samples(names(5), "p")
+    survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
+    assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7, 2))
+    assert nothing_held(survivor)
+
+
+def test_killed_with_an_answered_claim(survivor: DataPlaneClient, victim: Victim) -> None:
+    survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
+    dying = victim(road="local", job="claim", at="call.Claim.after")
+    assert line(dying) == "claiming"
+    assert dying.wait(60) == -signal.SIGKILL
+    assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
+
+
+def test_killed_while_a_claim_waits(survivor: DataPlaneClient, victim: Victim) -> None:
+    dying = victim(road="local", job="claim")
+    assert line(dying) == "claiming"
+    while not any(part.waiting_claims for part in survivor.stats().partitions):
+        assert dying.poll() is None
+    dying.kill()
+    dying.wait(60)
+    survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
+    assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
+
+
+def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClient, victim: Victim) -> None:
+    """SIGSTOP for longer than every time-out: the bytes under its views are not reused, and come back at its death."""
+    survivor.put_samples(names(5), "p", {"x": rows(5)})
+    stopped = victim(road="local", job="views", how="stop")
+    assert line(stopped) == "there"
+    survivor.clear_samples(names(5), "p")
+    with (
+        connect(survivor.config.address, heartbeat_s=0.2, put_timeout_s=4.0) as hurried,
+        pytest.raises(TimeoutError, match="victim"),
+    ):
+        hurried.put_samples(names(7), "p", {"x": rows(7, 2)})
+    os.kill(stopped.pid, signal.SIGKILL)
+    stopped.wait(60)
+    survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
+    assert nothing_held(survivor)
+
+
+def test_a_stopped_remote_writer_is_fenced(survivor: DataPlaneClient, victim: Victim) -> None:
+    """It is given up after its silence; when it wakes, its frames and its commit are refused."""
+    stopped = victim(road="remote", job="put", at="bulk.write.between_frames", how="stop")
+    assert line(stopped) == "there"
+    survivor.put_samples(names(7), "p", {"x": rows(7)})
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.wait(60) == 1
+    assert survivor.list_samples("p").sample_ids == names(7)
+    assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
