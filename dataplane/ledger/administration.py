@@ -1,0 +1,200 @@
+"""Commands that change a partition as a whole, and what units report of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionDroppedError, SchemaError
+from dataplane.ledger import commands as c
+from dataplane.ledger.commits import check_tags
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.rooms import Rooms
+from dataplane.ledger.sessions import ParkedClaim, Session
+from dataplane.ledger.state import State
+from dataplane.ledger.units import Unit
+
+
+class Partitions:
+    """`task_gone` makes the error for a parked claim whose task a Register left out."""
+
+    def __init__(self, state: State, task_gone: Callable[[ParkedClaim], DataPlaneError]) -> None:
+        self.state = state
+        self.task_gone = task_gone
+
+    def register(self, session: Session, number: int, command: c.Register) -> c.Done:
+        state = self.state
+        self._check(command)
+        partition = state.partitions.get(command.partition)
+        if partition is None:
+            if len(state.partitions) >= state.limits.partitions:
+                raise InvalidRequestError(f"{len(state.partitions)} partitions exist, the most this service holds")
+            partition = state.partitions[command.partition] = Partition(command.partition, state.extents)
+        _check_live_fields(partition, command)
+        partition.register(command)
+        for parked in list(partition.waiters.values()):
+            if parked.command.task not in partition.tasks:
+                state.unpark(parked, self.task_gone(parked))
+        state.touch(partition)
+        return c.Done()
+
+    def _check(self, command: c.Register) -> None:
+        state = self.state
+        state.check_name("partition", command.partition)
+        for name in command.fields:
+            state.check_name("field", name)
+        for name in command.tasks:
+            state.check_name("task", name)
+        if len(set(command.tasks)) != len(command.tasks):
+            raise InvalidRequestError(f"a task is named twice: {command.tasks}")
+        if max(len(command.fields), len(command.tasks)) > state.limits.columns:
+            raise InvalidRequestError(f"more than {state.limits.columns} fields or tasks in one partition")
+        if command.num_samples is not None and command.num_samples < 0:
+            raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
+        if command.group_size is not None and command.group_size < 1:
+            raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+
+    def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
+        partition = self.state.partition(command.partition)
+        partition.sealed = True
+        self.state.touch(partition)
+        return c.Done()
+
+    def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
+        state = self.state
+        partition = state.partitions.get(command.partition)
+        if command.samples is not None:
+            partition = state.partition(command.partition)
+            state.check_samples(command.samples)
+            rows = partition.resolve_living(command.samples)
+            partition.clear(rows)
+            state.touch(partition)
+            return c.Cleared(count=len(rows))
+        if partition is None:
+            return c.Cleared(count=0)
+        count = partition.rows.live
+        del state.partitions[partition.name]
+        partition.drop()
+        for claim in list(partition.waiters.values()):
+            waiting = f"a claim of task {claim.command.task!r}"
+            state.unpark(claim, PartitionDroppedError(partition=partition.name, waiting=waiting))
+        for waiters in state.room_waiters.values():
+            for put in [parked for parked in waiters.values() if parked.partition is partition]:
+                state.unpark(put, PartitionDroppedError(partition=partition.name, waiting="a put"))
+        return c.Cleared(count=count)
+
+    def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
+        state = self.state
+        partition = state.partition(command.partition)
+        state.check_samples(command.samples)
+        rows = partition.resolve(command.samples)
+        check_tags(state, partition, command.tags, len(rows))
+        partition.tags.merge(rows, command.tags)
+        state.touch(partition)
+        return c.Done()
+
+
+class UnitReports:
+    def __init__(self, state: State, rooms: Rooms, liveness: Liveness) -> None:
+        self.state = state
+        self.rooms = rooms
+        self.liveness = liveness
+        self.cookies: dict[str, int] = {}
+        self.added = 0
+
+    def add(self, item: c.AddUnit) -> None:
+        known = self.state.units.get(self.cookies.get(item.cookie, 0))
+        if known is not None:
+            self._add_again(known, item)
+            return
+        self.added += 1
+        unit = Unit(self.added, item, self.state.reserve_fraction)
+        self.state.units[unit.number] = unit
+        self.cookies[item.cookie] = unit.number
+        self._added(unit)
+
+    def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
+        """The unit comes back, with the arena it had."""
+        refused = None
+        if item.epoch < unit.epoch or (unit.connected and item.epoch == unit.epoch):
+            refused = f"storage unit {unit.number} offered this arena already, in epoch {unit.epoch}"
+        elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
+            refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"
+        if refused:
+            error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
+        new_epoch = item.epoch > unit.epoch
+        unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
+        unit.back(item.backed_bytes, failed=False)
+        self._added(unit)
+        self.liveness.unit_back(unit.number, new_epoch=new_epoch)
+
+    def _added(self, unit: Unit) -> None:
+        self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
+        self.rooms.grow_ahead(unit)
+        self.state.extents.freed = True
+
+    def lost(self, item: c.UnitLost) -> None:
+        unit = self.state.units.get(item.unit)
+        if unit is not None:
+            unit.connected = False
+            unit.asked = 0
+
+    def grown(self, item: c.Grown) -> None:
+        unit = self.state.units.get(item.unit)
+        if unit is not None:
+            unit.back(item.backed_bytes, failed=item.error is not None)
+            self.rooms.grow_ahead(unit)
+            self.state.extents.freed = True
+
+    def drop(self, item: c.DropUnit) -> None:
+        state = self.state
+        unit = state.units.get(item.unit)
+        error = None
+        if unit is None:
+            error = InvalidRequestError(f"there is no storage unit {item.unit}")
+        else:
+            found = [(partition, self._rows_on(partition, item.unit)) for partition in state.partitions.values()]
+            count = sum(len(rows) for _, rows in found)
+            if count and not item.force:
+                error = InvalidRequestError(
+                    f"storage unit {item.unit} holds cells of {count} live samples; clear them or drop it with force"
+                )
+            else:
+                self._drop(unit, found)
+        state.out.append(c.UnitDropped(unit=item.unit, error=error))
+
+    def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
+        state = self.state
+        for partition, rows in found:
+            partition.clear(rows)
+            state.touch(partition)
+        self.liveness.unit_dropped(unit.number)
+        state.extents.drop_unit(unit.number)
+        del state.units[unit.number]
+        del self.cookies[unit.offer.cookie]
+
+    def _rows_on(self, partition: Partition, unit: int) -> c.Int64s:
+        rows = partition.rows.in_order()
+        here = np.zeros(len(rows), np.bool_)
+        for field in partition.fields.values():
+            cells = field.extents[rows]
+            here |= (cells > 0) & (self.state.extents.units[cells] == unit)
+        return rows[here]
+
+
+def _check_live_fields(partition: Partition, command: c.Register) -> None:
+    """SchemaError if a new spec would not hold for live rows."""
+    for name, spec in command.fields.items():
+        field = partition.fields.get(name)
+        if field is not None and field.live and not spec.accepts(field.spec):
+            raise SchemaError(
+                partition=partition.name,
+                field=name,
+                got=f"a declaration of {spec}",
+                expected=f"{field.spec}, as its live rows are",
+                hint="Clear the field's live rows first.",
+            )

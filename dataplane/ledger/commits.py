@@ -1,0 +1,318 @@
+"""Commit: everything is checked, then everything changes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dataplane.errors import (
+    InvalidRequestError,
+    PartitionDroppedError,
+    PartitionSealedError,
+    RequestTooLargeError,
+    SampleExistsError,
+    SchemaError,
+    ServiceRestartedError,
+    StorageUnitError,
+)
+from dataplane.ledger.arrays import first_true
+from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn
+from dataplane.ledger.extents import Several
+from dataplane.ledger.fields import Field
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.sessions import Reservation, Session
+from dataplane.ledger.state import State
+from dataplane.types import FieldKind, FieldSpec, Scalar
+
+MAX_BYTES = 1 << 62
+TAG_TYPES = frozenset({str, bool, int, float, type(None)})
+
+
+class Named(NamedTuple):
+    """The samples of a commit: `rows` where they live (-1: to be born), `unborn` their places in the command."""
+
+    rows: Int64s
+    unborn: Int64s
+
+
+class Commits:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def commit(self, session: Session, number: int, command: Commit) -> Committed:
+        """A fault changes nothing but that the reservation is freed."""
+        held = command.reservation is not None and command.reservation in session.reservations
+        try:
+            partition = self.state.partition(command.partition)
+            reservation = self._reservation(session, command, partition)
+            named = self._names(partition, command, reservation)
+            self._check_columns(partition, command, reservation)
+            check_tags(self.state, partition, command.tags, len(command.samples))
+        except Exception:
+            if held and command.reservation is not None:
+                self.state.free_reservation(session, command.reservation)
+            raise
+        rows = self._bear(partition, command, named)
+        if command.reservation is not None:
+            del session.reservations[command.reservation]
+        written = self._switch(partition, command, reservation, rows)
+        partition.tags.merge(rows, command.tags)
+        if written or len(named.unborn):
+            partition.produced(rows, written, newborn=bool(len(named.unborn)))
+        self.state.touch(partition)
+        return Committed(rows=rows, births=partition.births_of(rows))
+
+    # --- checks
+
+    def _reservation(self, session: Session, command: Commit, partition: Partition) -> Reservation | None:
+        if command.reservation is None:
+            if command.columns:
+                raise InvalidRequestError(f"a commit of {len(command.columns)} columns names no reservation")
+            return None
+        reservation = session.reservations.get(command.reservation)
+        if reservation is None:
+            raise InvalidRequestError(
+                f"session {session.number} has no reservation {command.reservation}: "
+                "it was aborted, committed before, or never made"
+            )
+        if reservation.partition is not partition:
+            if reservation.partition.name == partition.name:
+                raise PartitionDroppedError(partition=partition.name, waiting="a put")
+            raise InvalidRequestError(
+                f"room was reserved for partition {reservation.partition.name!r}, not for {partition.name!r}"
+            )
+        for number, epoch in reservation.epochs.items():
+            self._check_unit(number, epoch)
+        if reservation.broken:
+            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the room reserved")
+        return reservation
+
+    def _check_unit(self, number: int, epoch: int) -> None:
+        unit = self.state.units.get(number)
+        if unit is None:
+            raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all it held")
+        if unit.epoch != epoch:
+            what = f"the room reserved in storage unit {number}"
+            raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
+        if not unit.connected:
+            endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
+            raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
+
+    def _names(self, partition: Partition, command: Commit, reservation: Reservation | None) -> Named:
+        samples = command.samples
+        self.state.check_samples(samples)
+        if samples.ids is None:
+            rows = partition.resolve(samples)
+            _refuse_repeats(rows)
+            return Named(rows, np.zeros(0, np.int64))
+        if len(set(samples.ids)) != len(samples.ids):
+            seen: set[str] = set()
+            for repeated in samples.ids:
+                if repeated in seen:
+                    break
+                seen.add(repeated)
+            raise InvalidRequestError(f"sample {repeated!r} is named twice in one put")
+        if command.mode is Mode.UPDATE:
+            return Named(partition.resolve(samples), np.zeros(0, np.int64))
+        rows = partition.rows.find(samples.ids)
+        unborn = np.flatnonzero(rows < 0)
+        if command.mode is Mode.CREATE and len(unborn) < len(rows):
+            living = [samples.ids[i] for i in first_true(rows >= 0)]
+            raise SampleExistsError(partition=partition.name, samples=living, total=len(rows) - len(unborn))
+        if len(unborn):
+            self._check_unborn(partition, [samples.ids[i] for i in unborn.tolist()], reservation)
+        return Named(rows, unborn)
+
+    def _check_unborn(self, partition: Partition, ids: list[str], reservation: Reservation | None) -> None:
+        if partition.sealed:
+            raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
+        if reservation is not None and reservation.update:
+            raise InvalidRequestError(
+                f"room reserved for updates cannot hold new samples; {ids[0]!r} does not live (any more)"
+            )
+        for name in ids:
+            self.state.check_name("sample id", name)
+
+    def _check_columns(self, partition: Partition, command: Commit, reservation: Reservation | None) -> None:
+        if reservation is None:
+            return
+        names = [column.name for column in command.columns]
+        if names != reservation.names:
+            raise InvalidRequestError(f"columns {names[:5]} were committed where {reservation.names[:5]} were reserved")
+        for column, sizes in zip(command.columns, reservation.sizes, strict=True):
+            self._check_spec(partition, column)
+            _check_shape(column, len(command.samples))
+            if not np.array_equal(column.lengths * column.spec.unit_bytes, sizes):
+                raise InvalidRequestError(f"column {column.name!r}: lengths differ from the sizes that were reserved")
+        fresh = sum(name not in partition.fields for name in names)
+        if fresh and len(partition.fields) + fresh > self.state.limits.columns:
+            raise InvalidRequestError(
+                f"partition {partition.name!r} would have more than {self.state.limits.columns} fields"
+            )
+
+    def _check_spec(self, partition: Partition, column: CommitColumn) -> None:
+        field = partition.fields.get(column.name)
+        if not column.spec.settled:
+            raise InvalidRequestError(f"column {column.name!r}: its spec is open ({column.spec})")
+        if partition.strict and (field is None or field.declared is None):
+            declared = [name for name, other in partition.fields.items() if other.declared is not None]
+            raise SchemaError(
+                partition=partition.name,
+                field=column.name,
+                got="an undeclared field",
+                expected=f"one of {', '.join(declared[:8]) or 'no fields at all'}",
+                hint="The partition is strict: declare the field in register_partition, or register with strict=False.",
+            )
+        if field is not None and not field.spec.accepts(column.spec):
+            raise SchemaError(
+                partition=partition.name, field=column.name, got=str(column.spec), expected=str(field.spec)
+            )
+
+    # --- changes
+
+    def _bear(self, partition: Partition, command: Commit, named: Named) -> Int64s:
+        if not len(named.unborn):
+            return named.rows
+        ids = command.samples.ids
+        assert ids is not None
+        new = list(ids) if len(named.unborn) == len(ids) else [ids[i] for i in named.unborn.tolist()]
+        rows = named.rows.copy()
+        rows[named.unborn] = partition.bear(new, self.state.births + 1)
+        self.state.births += len(new)
+        return rows
+
+    def _switch(self, partition: Partition, command: Commit, reservation: Reservation | None, rows: Int64s) -> set[str]:
+        """Point the cells at the new bytes; names of the fields that are new to some of the rows."""
+        written: set[str] = set()
+        dead: list[tuple[Int32s, Int64s]] = []
+        if reservation is None:
+            return written
+        unused: list[int] = []
+        own = rows.copy()
+        for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
+            field = partition.fields.get(column.name)
+            if field is None:
+                field = partition.fields[column.name] = Field(FieldSpec(), partition.rows.capacity)
+            if not len(rows):
+                unused += [piece[2] for piece in pieces]
+                continue
+            extents, offsets, lengths = _cells(column, sizes, pieces)
+            unused += self._enliven(partition, field, column, pieces, own)
+            old = field.write(rows, extents, offsets, lengths)
+            field.spec = column.spec
+            if not old[0].all():
+                written.add(column.name)
+            if old[0].any():
+                dead.append(old)
+        partition.kill(dead)
+        if unused:
+            self.state.extents.free(np.array(unused, np.int32))
+        return written
+
+    def _enliven(
+        self,
+        partition: Partition,
+        field: Field,
+        column: CommitColumn,
+        pieces: list[tuple[int, int, int, int]],
+        rows: Int64s,
+    ) -> list[int]:
+        """The column's extents become live; those that no sample points at are returned."""
+        extents, unused = self.state.extents, []
+        counts = None if column.index is None else np.bincount(column.index, minlength=len(column.lengths))
+        for first, last, extent, _ in pieces:
+            cells = last - first if counts is None else int(counts[first:last].sum())
+            if not cells:
+                unused.append(extent)
+                continue
+            several = None
+            if last - first > 1:
+                used = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
+                mine = rows if len(pieces) == 1 else _pointing(column.index, rows, first, last)
+                several = Several(field, mine, int(used.sum()) * column.spec.unit_bytes, partition.account)
+            extents.enliven(extent, cells, several)
+            partition.account.live_bytes += int(extents.sizes[extent])
+        return unused
+
+
+def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:
+    """Rows whose value is one of [first, last)."""
+    return rows[first:last] if index is None else rows[(index >= first) & (index < last)]
+
+
+def _cells(
+    column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
+) -> tuple[Int32s, Int64s, Int64s]:
+    """Extent, offset and length of each sample's cell."""
+    extents = np.zeros(len(sizes), np.int32)
+    offsets = np.zeros(len(sizes), np.int64)
+    for first, last, extent, offset in pieces:
+        extents[first:last] = extent
+        offsets[first] = offset
+        if last - first > 1:
+            np.cumsum(sizes[first : last - 1], out=offsets[first + 1 : last])
+            offsets[first + 1 : last] += offset
+    if column.index is None:
+        return extents, offsets, column.lengths
+    return extents[column.index], offsets[column.index], column.lengths[column.index]
+
+
+def _check_shape(column: CommitColumn, samples: int) -> None:
+    """One value per sample, or an index that says which. Lengths are >= 0, those of dense rows 1."""
+    values = len(column.lengths)
+    if values and (column.lengths.min() < 0 or int(column.lengths.max()) * column.spec.unit_bytes > MAX_BYTES):
+        raise InvalidRequestError(f"column {column.name!r}: a length is negative or beyond {MAX_BYTES} bytes")
+    if column.spec.kind is FieldKind.DENSE and (column.lengths != 1).any():
+        raise InvalidRequestError(f"column {column.name!r}: dense rows have length 1")
+    if column.index is None:
+        if values != samples:
+            raise InvalidRequestError(f"column {column.name!r} has {values} rows for {samples} samples")
+    elif len(column.index) != samples:
+        raise InvalidRequestError(
+            f"column {column.name!r}: its index has {len(column.index)} rows for {samples} samples"
+        )
+    elif samples and (column.index.min() < 0 or column.index.max() >= values):
+        raise InvalidRequestError(f"column {column.name!r}: its index points outside its {values} values")
+
+
+def _refuse_repeats(rows: Int64s) -> None:
+    if len(rows) > 1 and len(np.unique(rows)) != len(rows):
+        raise InvalidRequestError("a sample is named twice in one put")
+
+
+def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], samples: int) -> None:
+    """InvalidRequestError unless the columns fit `samples` samples and hold allowed values."""
+    for column in tags:
+        state.check_name("tag", column.name)
+        if column.positions is None:
+            if len(column.values) != samples:
+                raise InvalidRequestError(f"tag {column.name!r} has {len(column.values)} values for {samples} samples")
+        elif len(column.values) != len(column.positions):
+            raise InvalidRequestError(
+                f"tag {column.name!r} has {len(column.values)} values for {len(column.positions)} positions"
+            )
+        elif len(column.positions) and (column.positions.min() < 0 or column.positions.max() >= samples):
+            raise InvalidRequestError(f"tag {column.name!r}: a position lies outside the {samples} samples")
+        _check_values(state, partition, column.name, column.values)
+    fresh = {column.name for column in tags} - partition.tags.columns.keys()
+    if fresh and len(partition.tags.columns) + len(fresh) > state.limits.columns:
+        raise InvalidRequestError(f"partition {partition.name!r} would have more than {state.limits.columns} tags")
+
+
+def _check_values(state: State, partition: Partition, name: str, values: tuple[Scalar, ...]) -> None:
+    types = set(map(type, values))
+    if not types <= TAG_TYPES:
+        wrong = sorted(kind.__name__ for kind in types - TAG_TYPES)
+        raise InvalidRequestError(f"tag {name!r}: a tag is a str, bool, int, float or None, not {wrong[0]}")
+    if str in types:
+        longest = max(len(value) for value in values if isinstance(value, str))
+        if longest > state.limits.tag_bytes:
+            raise RequestTooLargeError(wanted_bytes=longest, limit_bytes=state.limits.tag_bytes, what=f"tag {name!r}")
+    allowed = partition.enums.get(name)
+    if allowed is not None:
+        wrong_value = next((value for value in values if value not in allowed), None)
+        if wrong_value is not None:
+            raise InvalidRequestError(
+                f"tag {name!r}: {wrong_value!r} is not one of its declared values {', '.join(allowed[:8])}"
+            )

@@ -1,0 +1,75 @@
+"""A digest of a whole object graph: equal for two states reached by the same steps."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import DataPlaneError
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.sum = hashlib.blake2b(digest_size=16)
+        self.seen: dict[int, int] = {}
+        self.alive: list[Any] = []
+
+    def text(self, *parts: object) -> None:
+        self.sum.update("\0".join(map(str, parts)).encode("utf-8", "surrogatepass") + b"\1")
+
+    def visit(self, value: Any) -> None:
+        if value is None or isinstance(value, str | bool | int | float | bytes | enum.Enum):
+            self.text(type(value).__name__, repr(value))
+        elif isinstance(value, np.ndarray):
+            self.array(value)
+        elif isinstance(value, list | tuple):
+            self.text("sequence", len(value))
+            for item in value:
+                self.visit(item)
+        elif id(value) in self.seen:
+            self.text("again", self.seen[id(value)])
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.alive.append(value)
+            self.compound(value)
+
+    def array(self, value: np.ndarray[Any, Any]) -> None:
+        self.text("array", value.dtype, value.shape)
+        if value.dtype == object:
+            for item in value.flat:
+                self.visit(item)
+        else:
+            self.sum.update(np.ascontiguousarray(value).tobytes())
+
+    def compound(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self.pairs("dict", list(value.items()))
+        elif isinstance(value, set | frozenset):
+            self.text("set", len(value))
+            for item in sorted(value):
+                self.visit(item)
+        elif isinstance(value, DataPlaneError):
+            self.pairs(type(value).__name__, sorted(value.facts.items()))
+        elif isinstance(value, msgspec.Struct):
+            self.pairs(type(value).__name__, [(name, getattr(value, name)) for name in value.__struct_fields__])
+        elif hasattr(value, "__dict__"):
+            self.pairs(type(value).__name__, sorted(vars(value).items()))
+        else:
+            raise TypeError(f"no digest of a {type(value).__name__}")
+
+    def pairs(self, name: str, items: list[tuple[Any, Any]]) -> None:
+        self.text(name, len(items))
+        for key, item in items:
+            self.visit(key)
+            self.visit(item)
+
+
+def digest(value: Any) -> bytes:
+    """16 bytes that depend on everything reachable from `value`, order of dicts included, and on nothing else."""
+    walk = _Walk()
+    walk.visit(value)
+    return walk.sum.digest()

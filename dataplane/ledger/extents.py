@@ -1,0 +1,252 @@
+"""The table of extents: what is reserved, live, retired, and when its bytes are free again."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dataplane.ledger.arrays import Bools, grown, room_for
+from dataplane.ledger.commands import Int32s, Int64s
+from dataplane.ledger.units import Unit
+from dataplane.types import GRANULE_BYTES, FieldSpec
+
+FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
+
+Pieces = list[tuple[int, int]]
+"""(start, size) by address."""
+
+
+class Cells(Protocol):
+    """What trimming needs of a field."""
+
+    spec: FieldSpec
+    extents: Int32s
+    offsets: Int64s
+    lengths: Int64s
+
+
+class Account:
+    """Bytes of the live extents of one partition."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+
+
+class Several:
+    """What is kept of an extent with several values, to give parts of it back.
+
+    `rows` are those it was committed for (shared by the columns of one put until trimmed). `live_bytes` sums the live
+    cells (a shared value counts once per cell), `whole_bytes` is that sum at the last trimming.
+    `pieces` is what it still holds after a trimming (None: all of it).
+    """
+
+    def __init__(self, cells: Cells, rows: Int64s, live_bytes: int, account: Account) -> None:
+        self.cells = cells
+        self.rows = rows
+        self.live_bytes = live_bytes
+        self.whole_bytes = live_bytes
+        self.account = account
+        self.pieces: Pieces | None = None
+
+    @property
+    def due(self) -> bool:
+        return 2 * self.live_bytes < self.whole_bytes
+
+
+class Extents:
+    """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
+    empty values holds none. `freed` says that bytes came back since it was last reset."""
+
+    def __init__(self, units: dict[int, Unit]) -> None:
+        self.all_units = units
+        self.high = 1
+        self.spare: list[int] = []
+        self.freed = False
+        self.several: dict[int, Several] = {}
+        self.units: Int32s = np.zeros(64, np.int32)
+        self.starts: Int64s = np.zeros(64, np.int64)
+        self.sizes: Int64s = np.zeros(64, np.int64)
+        self.live: Int32s = np.zeros(64, np.int32)
+        self.pins: Int32s = np.zeros(64, np.int32)
+        self.states = np.zeros(64, np.int8)
+        self.is_several: Bools = np.zeros(64, np.bool_)
+
+    def reserve(self, unit: int, start: int, size: int) -> int:
+        """A new extent over bytes that were taken from the unit's free space."""
+        if self.spare:
+            number = self.spare.pop()
+        else:
+            number = self.high
+            self.high += 1
+            if number == len(self.units):
+                self._grow()
+        self.units[number] = unit
+        self.starts[number] = start
+        self.sizes[number] = size
+        self.states[number] = RESERVED
+        return number
+
+    def enliven(self, number: int, cells: int, several: Several | None) -> None:
+        """A reserved extent now has `cells` (> 0) live cells."""
+        self.states[number] = LIVE
+        self.live[number] = cells
+        if several is not None:
+            self.several[number] = several
+            self.is_several[number] = True
+
+    def kill(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
+        """One cell of each of these extents (with repeats; 0 is skipped) has died, `nbytes` of it. The field's arrays
+        already say so. What is idle is freed or trimmed."""
+        some = cells > 0
+        if not some.any():
+            return
+        numbers, inverse, counts = np.unique(cells[some], return_inverse=True, return_counts=True)
+        left = self.live[numbers] - counts.astype(np.int32)
+        self.live[numbers] = left
+        dead = numbers[left == 0]
+        self.states[dead] = RETIRED
+        account.live_bytes -= int(self.sizes[dead].sum())
+        idle = dead[self.pins[dead] == 0]
+        if len(idle):
+            self.free(idle)
+        partly = (left > 0) & self.is_several[numbers]
+        if partly.any():
+            lost = np.bincount(inverse, weights=nbytes[some].astype(np.float64), minlength=len(numbers))
+            for number, fewer in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
+                several = self.several[number]
+                several.live_bytes -= int(fewer)
+                if several.due and not self.pins[number]:
+                    self._trim(number, several)
+
+    def pin(self, numbers: Int32s) -> None:
+        """`numbers` has no repeats."""
+        self.pins[numbers] += 1
+
+    def unpin(self, numbers: Int32s) -> None:
+        """Undo one `pin`; what is idle now is freed or trimmed."""
+        left = self.pins[numbers] - 1
+        self.pins[numbers] = left
+        idle = numbers[left == 0]
+        if not len(idle):
+            return
+        retired = self.states[idle] == RETIRED
+        if retired.any():
+            self.free(idle[retired])
+        for number in idle[~retired & self.is_several[idle]].tolist():
+            several = self.several[number]
+            if several.due:
+                self._trim(number, several)
+
+    def free(self, numbers: Int32s) -> None:
+        """These extents (no repeats) end; their bytes are free."""
+        whole = self.is_several[numbers]
+        if whole.any():
+            for number in numbers[whole].tolist():
+                several = self.several.pop(number)
+                if several.pieces is not None:
+                    self._give(int(self.units[number]), several.pieces)
+                    self.sizes[number] = 0
+        held = numbers[self.sizes[numbers] > 0]
+        if len(held) == 1:
+            number = int(held[0])
+            self._give(int(self.units[number]), [(int(self.starts[number]), int(self.sizes[number]))])
+        elif len(held):
+            self._give_merged(held)
+        self._forget(numbers)
+
+    def of_unit(self, unit: int) -> Int32s:
+        """Numbers of everything the unit holds."""
+        mine = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
+        return np.flatnonzero(mine).astype(np.int32)
+
+    def drop_unit(self, unit: int) -> None:
+        """The unit is gone with all it held; nothing refers to its extents any more."""
+        numbers = self.of_unit(unit)
+        for number in numbers[self.is_several[numbers]].tolist():
+            del self.several[number]
+        self._forget(numbers)
+
+    def bytes_of(self, numbers: Int32s) -> int:
+        return int(self.sizes[numbers].sum())
+
+    def _forget(self, numbers: Int32s) -> None:
+        self.states[numbers] = FREE
+        self.sizes[numbers] = 0
+        self.live[numbers] = 0
+        self.pins[numbers] = 0
+        self.is_several[numbers] = False
+        self.spare.extend(numbers.tolist())
+        self.freed = True
+
+    def _give(self, unit: int, pieces: Pieces) -> None:
+        space = self.all_units[unit].space
+        for start, size in pieces:
+            space.give(start, size)
+
+    def _give_merged(self, numbers: Int32s) -> None:
+        """Give neighbours back together."""
+        order = np.lexsort((self.starts[numbers], self.units[numbers]))
+        units, starts = self.units[numbers][order], self.starts[numbers][order]
+        ends = starts + self.sizes[numbers][order]
+        breaks = np.flatnonzero((units[1:] != units[:-1]) | (starts[1:] != ends[:-1])) + 1
+        firsts = np.concatenate(([0], breaks))
+        lasts = np.concatenate((breaks, [len(starts)])) - 1
+        for unit, start, end in zip(units[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
+            self.all_units[unit].space.give(start, end - start)
+
+    def _trim(self, number: int, several: Several) -> None:
+        """Give back the granules on which no live cell lies."""
+        cells = several.cells
+        several.rows = several.rows[cells.extents[several.rows] == number]
+        several.whole_bytes = several.live_bytes
+        starts = cells.offsets[several.rows]
+        kept = _granules(starts, starts + cells.lengths[several.rows] * cells.spec.unit_bytes)
+        held = several.pieces
+        if held is None:
+            held = [(int(self.starts[number]), int(self.sizes[number]))]
+        given = _without(held, kept)
+        if not given:
+            return
+        self._give(int(self.units[number]), given)
+        several.pieces = kept
+        nbytes = sum(size for _, size in given)
+        self.sizes[number] -= nbytes
+        several.account.live_bytes -= nbytes
+        self.freed = True
+
+    def _grow(self) -> None:
+        size = room_for(len(self.units), len(self.units) + 1)
+        for name in ("units", "starts", "sizes", "live", "pins", "states", "is_several"):
+            setattr(self, name, grown(getattr(self, name), size))
+
+
+def _granules(starts: Int64s, ends: Int64s) -> Pieces:
+    """The whole granules that [start, end) ranges touch, as disjoint pieces by address."""
+    some = ends > starts
+    starts = starts[some] // GRANULE_BYTES * GRANULE_BYTES
+    ends = -(-ends[some] // GRANULE_BYTES) * GRANULE_BYTES
+    if not len(starts):
+        return []
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks))
+    lasts = np.concatenate((breaks, [len(starts)])) - 1
+    return [(start, end - start) for start, end in zip(starts[firsts].tolist(), ends[lasts].tolist(), strict=True)]
+
+
+def _without(held: Pieces, kept: Pieces) -> Pieces:
+    """`held` less `kept`; every piece of `kept` lies within one of `held`."""
+    left: Pieces = []
+    at = 0
+    for start, size in held:
+        end = start + size
+        while at < len(kept) and kept[at][0] < end:
+            if kept[at][0] > start:
+                left.append((start, kept[at][0] - start))
+            start = kept[at][0] + kept[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end - start))
+    return left

@@ -1,0 +1,55 @@
+"""One field of a partition: where each row's cell is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.ledger.arrays import grown
+from dataplane.ledger.commands import Int32s, Int64s
+from dataplane.types import FieldSpec
+
+
+class Field:
+    """Cells by row. `extents[row]` is 0 where the field has not been produced.
+
+    `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
+    holds now: settled by the first put, and open again as declared when the last live cell has gone.
+    """
+
+    def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
+        self.declared = declared
+        self.spec = declared or FieldSpec()
+        self.live = 0
+        self.extents: Int32s = np.zeros(capacity, np.int32)
+        self.offsets: Int64s = np.zeros(capacity, np.int64)
+        self.lengths: Int64s = np.zeros(capacity, np.int64)
+
+    def grow(self, capacity: int) -> None:
+        self.extents = grown(self.extents, capacity)
+        self.offsets = grown(self.offsets, capacity)
+        self.lengths = grown(self.lengths, capacity)
+
+    def write(self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s) -> tuple[Int32s, Int64s]:
+        """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none)."""
+        old, old_bytes = self.extents[rows], self._bytes(rows)
+        self.live += len(rows) - int(np.count_nonzero(old))
+        self.extents[rows] = extents
+        self.offsets[rows] = offsets
+        self.lengths[rows] = lengths
+        return old, old_bytes
+
+    def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
+        """The cells of `rows` are gone; (extent, bytes) of what they pointed at (extent 0: none)."""
+        old, old_bytes = self.extents[rows], self._bytes(rows)
+        self.live -= int(np.count_nonzero(old))
+        self.extents[rows] = 0
+        self.lengths[rows] = 0
+        if not self.live:
+            self.spec = self.declared or FieldSpec()
+        return old, old_bytes
+
+    def _bytes(self, rows: Int64s) -> Int64s:
+        if not self.live:
+            return np.zeros(len(rows), np.int64)
+        nbytes: Int64s = self.lengths[rows] * self.spec.unit_bytes
+        return nbytes

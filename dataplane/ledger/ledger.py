@@ -1,0 +1,254 @@
+"""The ledger: every decision of the service, as a pure state machine.
+
+Inputs go in one at a time, answers and orders come out; nothing else happens. The same inputs give the same outputs
+and the same state, so that a log of inputs is a backup.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from dataplane.errors import (
+    CallCancelledError,
+    DataPlaneError,
+    InvalidRequestError,
+    SessionExpiredError,
+    StaleCallError,
+)
+from dataplane.ledger import commands as c
+from dataplane.ledger.administration import Partitions, UnitReports
+from dataplane.ledger.claims import Claims
+from dataplane.ledger.commits import Commits
+from dataplane.ledger.digest import digest
+from dataplane.ledger.limits import Limits
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.reads import Reads
+from dataplane.ledger.rooms import Rooms
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
+from dataplane.ledger.state import State
+
+Handler = Callable[[Session, int, Any], c.Result | None]
+"""(session, number, command) -> the result, or None when the call was parked."""
+
+
+class Ledger:
+    """`apply` takes the next input. `Tick` is its only clock: the shell ticks before it applies what came in, and at
+    `next_deadline` at the latest.
+
+    epoch: this life of the service. reserve_fraction: the part of every arena that only updates may use.
+    heartbeat_s, session_timeout_s: when a silent session is looked into, and when one that no unit can prove alive is
+    given up.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        limits: Limits | None = None,
+        reserve_fraction: float = 0.15,
+        heartbeat_s: float = 2.0,
+        session_timeout_s: float = 20.0,
+    ) -> None:
+        self._state = State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s)
+        self._liveness = Liveness(self._state)
+        self._rooms = Rooms(self._state, self._liveness)
+        self._claims = Claims(self._state)
+        self._commits = Commits(self._state)
+        self._reads = Reads(self._state)
+        self._partitions = Partitions(self._state, self._claims.task_gone)
+        self._units = UnitReports(self._state, self._rooms, self._liveness)
+        self._handlers = self._command_table()
+        self._reports = self._report_table()
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    def apply(self, item: c.Input) -> list[c.Output]:
+        """Everything that follows from one input, in the order in which it must leave."""
+        self._state.out = []
+        if isinstance(item, c.Call):
+            self._call(item)
+        else:
+            self._reports[type(item)](item)
+        self._settle()
+        self._drop_idle_alarms()
+        return self._state.out
+
+    def next_deadline(self) -> float | None:
+        """When the next `Tick` is due at the latest; None while nothing can ever time out."""
+        state = self._state
+        times = [self._liveness.next_look]
+        times += [heap[0][0] for heap in (state.alarms, state.leases) if heap]
+        if state.sessions:
+            times.append(state.now + state.heartbeat_s)
+        first = min(times)
+        return None if first == float("inf") else first
+
+    def fingerprint(self) -> bytes:
+        """A digest of the whole state."""
+        live, units = self._liveness, self._units
+        return digest([self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added])
+
+    # --- inputs
+
+    def _report_table(self) -> dict[type[c.Input], Callable[[Any], None]]:
+        return {
+            c.OpenSession: self._liveness.open,
+            c.Heartbeat: self._liveness.heartbeat,
+            c.SessionSilent: self._liveness.silent,
+            c.SessionAttached: self._liveness.attached,
+            c.SessionGone: self._liveness.gone,
+            c.SessionAlive: self._liveness.alive,
+            c.AddUnit: self._units.add,
+            c.UnitLost: self._units.lost,
+            c.DropUnit: self._units.drop,
+            c.Grown: self._units.grown,
+            c.Tick: self._tick,
+        }
+
+    def _command_table(self) -> dict[type[c.Command], Handler]:
+        return {
+            c.Bye: self._liveness.bye,
+            c.Units: self._reads.units,
+            c.Register: self._partitions.register,
+            c.Seal: self._partitions.seal,
+            c.Describe: self._reads.describe,
+            c.Allocate: self._rooms.allocate,
+            c.Abort: self._abort,
+            c.Commit: self._commits.commit,
+            c.Locate: self._reads.locate,
+            c.Release: self._release,
+            c.Claim: self._claims.claim,
+            c.Unclaim: self._unclaim,
+            c.Ack: self._claims.ack,
+            c.Nack: self._claims.nack,
+            c.Extend: self._claims.extend,
+            c.CheckConsumption: self._claims.consumption,
+            c.Clear: self._partitions.clear,
+            c.SetTags: self._partitions.set_tags,
+            c.List: self._reads.list_samples,
+            c.Stats: self._reads.stats,
+            c.WhyBlocked: self._claims.why_blocked,
+        }
+
+    def _settle(self) -> None:
+        """Whoever waits and can be served now is."""
+        state = self._state
+        if state.extents.freed:
+            state.extents.freed = False
+            self._rooms.judge()
+        if state.touched:
+            self._claims.judge()
+
+    # --- numbered calls
+
+    def _call(self, call: c.Call) -> None:
+        state, number = self._state, call.number
+        session = state.sessions.get(call.session)
+        if session is None or not session.live:
+            self._refuse_expired(call, session)
+            return
+        session.hear(state.now)
+        if call.watermark <= number:
+            for abandoned in session.confirm(call.watermark):
+                state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
+        if number in session.parked:
+            return
+        answered = session.answers.get(number)
+        if answered is not None:
+            state.out.append(c.Answer(session=session.number, number=number, result=answered))
+        elif number < max(session.watermark, call.watermark):
+            error = StaleCallError(session=session.number, number=number, watermark=session.watermark)
+            state.out.append(c.Answer(session=session.number, number=number, result=error))
+        else:
+            self._execute(session, number, call.command)
+
+    def _execute(self, session: Session, number: int, command: c.Command) -> None:
+        result: c.Result | DataPlaneError | None
+        try:
+            if number >= session.watermark + self._state.limits.in_flight:
+                raise InvalidRequestError(
+                    f"call {number} while call {session.watermark} is unanswered: "
+                    f"a session has at most {self._state.limits.in_flight} calls in flight"
+                )
+            result = self._handlers[type(command)](session, number, command)
+        except DataPlaneError as error:
+            result = error
+        if result is not None:
+            self._state.answer(session, number, result)
+
+    def _refuse_expired(self, call: c.Call, session: Session | None) -> None:
+        result: c.Result | DataPlaneError = c.Done()
+        if type(call.command) is not c.Bye:
+            why = "it ended, or was opened in another life of the service" if session is None else session.why
+            result = SessionExpiredError(session=call.session, why=why)
+        self._state.out.append(c.Answer(session=call.session, number=call.number, result=result))
+
+    # --- withdrawing calls
+
+    def _abort(self, session: Session, number: int, command: c.Abort) -> c.Done:
+        self._withdraw(session, number, command.reservation, c.Allocated)
+        if command.reservation in session.reservations:
+            self._state.free_reservation(session, command.reservation)
+        return c.Done()
+
+    def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
+        self._withdraw(session, number, command.located, c.Located)
+        pinned = session.pins.pop(command.located, None)
+        if pinned is not None:
+            self._state.extents.unpin(pinned)
+        return c.Done()
+
+    def _unclaim(self, session: Session, number: int, command: c.Unclaim) -> c.Done:
+        self._withdraw(session, number, command.claimed, c.Claimed)
+        if command.claimed in session.unconfirmed:
+            self._state.return_claim(session, command.claimed)
+        return c.Done()
+
+    def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result]) -> None:
+        """Call `target` has no effect from now on: parked, it ends; not seen yet, it will never execute."""
+        if not 1 <= target < number:
+            raise InvalidRequestError(f"call {number} can withdraw an earlier call only, not {target}")
+        cancelled = CallCancelledError(session=session.number, number=target)
+        answered = session.answers.get(target)
+        if target in session.parked:
+            self._state.unpark(session.parked[target], cancelled)
+        elif isinstance(answered, c.Result) and not isinstance(answered, kind):
+            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {kind.__name__}")
+        elif target >= session.watermark and not isinstance(answered, DataPlaneError):
+            session.answers[target] = cancelled
+
+    # --- time
+
+    def _tick(self, item: c.Tick) -> None:
+        """Leases end, sessions are looked into, whoever can be served is, and then those whose time is over end."""
+        state = self._state
+        gap = item.now - state.now
+        state.now = max(state.now, item.now)
+        self._claims.expire_leases()
+        self._liveness.look(gap)
+        self._settle()
+        while state.alarms and state.alarms[0][0] <= state.now:
+            _, _, number, call = heapq.heappop(state.alarms)
+            session = state.sessions.get(number)
+            parked = None if session is None else session.parked.get(call)
+            if parked is not None:
+                state.unpark(parked, self._timed_out(parked))
+
+    def _timed_out(self, parked: Parked) -> DataPlaneError:
+        if isinstance(parked, ParkedClaim):
+            return self._claims.timed_out(parked)
+        assert isinstance(parked, ParkedAllocate)
+        return self._rooms.out_of_room(parked)
+
+    def _drop_idle_alarms(self) -> None:
+        """So that answered calls do not wake the shell."""
+        state = self._state
+        while state.alarms:
+            session = state.sessions.get(state.alarms[0][2])
+            if session is not None and state.alarms[0][3] in session.parked:
+                return
+            heapq.heappop(state.alarms)

@@ -1,0 +1,269 @@
+"""Who is there: sessions open, fall silent, are probed, end, and what they held comes back once units prove it safe."""
+
+from __future__ import annotations
+
+from dataplane.errors import DataPlaneError, InvalidRequestError, ProtocolVersionError, SessionExpiredError
+from dataplane.ledger.commands import (
+    Bye,
+    Done,
+    FenceSession,
+    Heartbeat,
+    Opened,
+    OpenSession,
+    SessionAlive,
+    SessionAttached,
+    SessionGone,
+    SessionSilent,
+)
+from dataplane.ledger.sessions import Session, SessionState
+from dataplane.ledger.state import State
+from dataplane.types import PROTOCOL_VERSION
+
+
+class Liveness:
+    """A session attached to a connected unit lives as long as its lock is held, however silent it is. One attached
+    nowhere is given up after `session_timeout_s` of silence. `next_look` is when sessions must be looked through."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.nonces: dict[str, int] = {}
+        self.opened = 0
+        self.next_look = float("inf")
+
+    # --- inputs
+
+    def open(self, item: OpenSession) -> None:
+        session, error = None, None
+        try:
+            session = self._open(item)
+        except DataPlaneError as refused:
+            error = refused
+        units = tuple(unit.info() for unit in self.state.units.values()) if session else ()
+        number = session.number if session else 0
+        self.state.out.append(
+            Opened(nonce=item.nonce, session=number, epoch=self.state.epoch, units=units, error=error)
+        )
+
+    def _open(self, item: OpenSession) -> Session:
+        state = self.state
+        known = state.sessions.get(self.nonces.get(item.nonce, 0))
+        if known is not None and known.live:
+            known.hear(state.now)
+            return known
+        if item.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
+        if known is not None:
+            raise SessionExpiredError(session=known.number, why=known.why)
+        if len(state.sessions) >= state.limits.sessions:
+            raise InvalidRequestError(f"{len(state.sessions)} sessions are open, the most this service holds")
+        self.opened += 1
+        session = Session(self.opened, item.nonce, item.name, item.host, state.now)
+        state.sessions[session.number] = session
+        self.nonces[item.nonce] = session.number
+        self._look_at(state.now + 2 * state.heartbeat_s)
+        return session
+
+    def heartbeat(self, item: Heartbeat) -> None:
+        session = self.state.sessions.get(item.session)
+        if session is not None and session.live:
+            session.hear(self.state.now)
+
+    def silent(self, item: SessionSilent) -> None:
+        session = self.state.sessions.get(item.session)
+        if session is not None and session.live:
+            session.silent = True
+            self._probe(session)
+            self._look_at(self.state.now + self.state.heartbeat_s)
+
+    def attached(self, item: SessionAttached) -> None:
+        session, unit = self.state.sessions.get(item.session), self.state.units.get(item.unit)
+        if unit is None:
+            return
+        if session is None or not session.live:
+            if session is not None:
+                session.fencing[item.unit] = None
+            self.state.out.append(FenceSession(unit=item.unit, session=item.session))
+            return
+        session.attached[item.unit] = None
+
+    def gone(self, item: SessionGone) -> None:
+        """Proof from one unit: a live session ends with it; what it held in this unit is free."""
+        session = self.state.sessions.get(item.session)
+        if session is None:
+            return
+        session.attached.pop(item.unit, None)
+        self._free_on(session, item.unit)
+        session.fencing.pop(item.unit, None)
+        if session.live:
+            self.end(session, f"storage unit {item.unit} has proof that its process is gone")
+        else:
+            self._remove_if_done(session)
+
+    def alive(self, item: SessionAlive) -> None:
+        """Its lock is held: looked into again a heartbeat after the last probe."""
+        session = self.state.sessions.get(item.session)
+        if session is not None:
+            self._look_at((self.state.now if session.probed is None else session.probed) + self.state.heartbeat_s)
+
+    def bye(self, session: Session, number: int, command: Bye) -> Done:
+        """Parked calls end, claims that the watermark has not passed go back; bytes held wait for proof."""
+        self.end(session, "it said goodbye")
+        return Done()
+
+    # --- the end of a session
+
+    def end(self, session: Session, why: str) -> None:
+        state = self.state
+        session.state, session.why = SessionState.ENDING, why
+        for parked in list(session.parked.values()):
+            state.unpark(parked, SessionExpiredError(session=session.number, why=why))
+        session.answers.clear()
+        for number in list(session.unconfirmed):
+            state.return_claim(session, number)
+        for partition in state.partitions.values():
+            for task in partition.tasks.values():
+                rows = task.leased_by(session.number)
+                if len(rows):
+                    state.return_rows(partition, task, rows)
+        session.fencing = {**session.attached, **self._holding(session)}
+        session.attached = {}
+        session.probed = None
+        self._forget_empty(session)
+        self._probe(session)
+        self._remove_if_done(session)
+        self._look_at(state.now + state.heartbeat_s)
+
+    def _holding(self, session: Session) -> dict[int, None]:
+        """Units where it has reservations or pins, by number."""
+        units = self.state.extents.units
+        found: set[int] = set()
+        for reservation in session.reservations.values():
+            found.update(units[reservation.extents()].tolist())
+        for pinned in session.pins.values():
+            found.update(units[pinned].tolist())
+        return dict.fromkeys(sorted(found))
+
+    def _free_on(self, session: Session, unit: int) -> None:
+        """Nothing of the session can touch this unit any more."""
+        extents = self.state.extents
+        for reservation in session.reservations.values():
+            here = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
+            if not any(here):
+                continue
+            there = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
+            reservation.pieces, reservation.broken = here, True
+            extents.free(reservation.extents())
+            reservation.pieces = there
+        for number, pinned in list(session.pins.items()):
+            on_unit = extents.units[pinned] == unit
+            extents.unpin(pinned[on_unit])
+            session.pins[number] = pinned[~on_unit]
+        if not session.live:
+            self._forget_empty(session)
+
+    def _forget_empty(self, session: Session) -> None:
+        """An ending session keeps only what still holds bytes."""
+        session.reservations = {n: reserved for n, reserved in session.reservations.items() if any(reserved.pieces)}
+        session.pins = {n: pinned for n, pinned in session.pins.items() if len(pinned)}
+
+    def _remove_if_done(self, session: Session) -> None:
+        if session.live or session.fencing:
+            return
+        assert not session.reservations, session.reservations
+        assert not session.pins, session.pins
+        del self.state.sessions[session.number]
+        self.nonces.pop(session.nonce, None)
+
+    # --- units
+
+    def unit_back(self, unit: int, *, new_epoch: bool) -> None:
+        """A lost unit answers again. A new epoch of it serves no remote session of the old one."""
+        for session in list(self.state.sessions.values()):
+            if new_epoch and unit not in session.attached and unit not in session.fencing:
+                self._free_on(session, unit)
+            if unit in session.fencing:
+                self.state.out.append(FenceSession(unit=unit, session=session.number))
+            elif session.silent and unit in session.attached:
+                self._probe(session)
+
+    def unit_dropped(self, unit: int) -> None:
+        """Forget what sessions held there; the unit's extents are about to go."""
+        extents = self.state.extents
+        for session in list(self.state.sessions.values()):
+            session.attached.pop(unit, None)
+            for reservation in session.reservations.values():
+                kept = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
+                if kept != reservation.pieces:
+                    reservation.pieces, reservation.broken = kept, True
+            for number, pinned in list(session.pins.items()):
+                session.pins[number] = pinned[extents.units[pinned] != unit]
+            session.fencing.pop(unit, None)
+            if not session.live:
+                self._forget_empty(session)
+                self._remove_if_done(session)
+
+    # --- looking
+
+    def probe_silent(self) -> None:
+        """Room is wanted: look into every session that missed a heartbeat, or is ending."""
+        state = self.state
+        for session in state.sessions.values():
+            quiet = session.silent or state.now - session.heard > state.heartbeat_s
+            if (quiet or not session.live) and self._probe_due(session):
+                self._probe(session)
+
+    def look(self, gap: float) -> None:
+        """Probe and give up sessions. `gap` is how long the ledger itself saw no tick."""
+        state = self.state
+        if state.now < self.next_look:
+            return
+        self.next_look = float("inf")
+        for session in list(state.sessions.values()):
+            if not session.live:
+                if self._probe_due(session):
+                    self._probe(session)
+                if session.probed is not None:
+                    self._look_at(session.probed + state.heartbeat_s)
+            elif session.silent or state.now - session.heard > 2 * state.heartbeat_s:
+                self._look_into(session, gap)
+            else:
+                self._look_at(session.heard + 2 * state.heartbeat_s)
+        if self.next_look <= state.now:
+            self.next_look = state.now + state.heartbeat_s
+
+    def _look_into(self, session: Session, gap: float) -> None:
+        state = self.state
+        if self._reachable(session):
+            if self._probe_due(session):
+                self._probe(session)
+            self._look_at(state.now + state.heartbeat_s)
+            return
+        overdue = session.heard + state.session_timeout_s
+        if state.now < overdue:
+            self._look_at(overdue)
+        elif gap > state.heartbeat_s and session.suspected is None:
+            # The ledger was not looking either: what the client said meanwhile may still be on its way in.
+            session.suspected = state.now
+            self._look_at(state.now + state.heartbeat_s)
+        elif session.suspected is None or state.now >= session.suspected + state.heartbeat_s:
+            self.end(session, f"nothing was heard of it for {state.now - session.heard:.1f} s")
+        else:
+            self._look_at(session.suspected + state.heartbeat_s)
+
+    def _reachable(self, session: Session) -> list[int]:
+        """Connected units that can say whether it lives, or that owe proof that it does not."""
+        units = self.state.units
+        where = session.attached if session.live else session.fencing
+        return [unit for unit in where if unit in units and units[unit].connected]
+
+    def _probe_due(self, session: Session) -> bool:
+        return session.probed is None or self.state.now - session.probed >= self.state.heartbeat_s
+
+    def _probe(self, session: Session) -> None:
+        reachable = self._reachable(session)
+        if reachable:
+            session.probed = self.state.now
+        self.state.out.extend(FenceSession(unit=unit, session=session.number) for unit in reachable)
+
+    def _look_at(self, when: float) -> None:
+        self.next_look = min(self.next_look, when)

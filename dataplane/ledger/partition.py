@@ -1,0 +1,225 @@
+"""One partition: its samples, their fields and tags, its tasks and what is ready for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
+from dataplane.ledger.arrays import Bools, first_true
+from dataplane.ledger.commands import Int32s, Int64s, Register, Samples
+from dataplane.ledger.extents import Account, Extents
+from dataplane.ledger.fields import Field
+from dataplane.ledger.rows import Rows
+from dataplane.ledger.tags import Tags
+from dataplane.ledger.tasks import Interest, Task
+
+if TYPE_CHECKING:
+    from dataplane.ledger.sessions import ParkedClaim
+
+
+class Partition:
+    """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
+    (session, number), oldest first. `dropped` is set when it was cleared whole."""
+
+    def __init__(self, name: str, extents: Extents) -> None:
+        self.name = name
+        self.extents = extents
+        self.account = Account()
+        self.rows = Rows()
+        self.fields: dict[str, Field] = {}
+        self.tags = Tags(0)
+        self.tasks: dict[str, Task] = {}
+        self.interests: dict[tuple[str, tuple[str, ...]], Interest] = {}
+        self.waiters: dict[tuple[int, int], ParkedClaim] = {}
+        self.num_samples: int | None = None
+        self.group_size: int | None = None
+        self.enums: dict[str, tuple[str, ...]] = {}
+        self.strict = False
+        self.sealed = False
+        self.dropped = False
+        self.born = 0
+
+    # --- schema and tasks
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples that are expected have been born."""
+        return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
+
+    def register(self, command: Register) -> None:
+        """Take over schema, size and tasks; live rows, their tags and the cursors of tasks that stay are kept."""
+        fields: dict[str, Field] = {}
+        for name, spec in command.fields.items():
+            field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
+            field.declared = spec
+            if not field.live:
+                field.spec = spec
+        for name, field in self.fields.items():
+            if field.live and name not in fields:
+                field.declared = None
+                fields[name] = field
+        self.fields = fields
+        self.tasks = {name: self.tasks.get(name) or Task(name, self.rows.capacity) for name in command.tasks}
+        self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
+        self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict
+        self.enums = dict(command.enums or {})
+        self.sealed = False
+        self.born = self.rows.live
+
+    def task(self, name: str) -> Task:
+        found = self.tasks.get(name)
+        if found is None:
+            raise TaskNotFoundError(partition=self.name, task=name, known=list(self.tasks))
+        return found
+
+    def field(self, name: str) -> Field:
+        found = self.fields.get(name)
+        if found is None:
+            raise FieldNotFoundError(partition=self.name, field=name, known=list(self.fields))
+        return found
+
+    # --- names
+
+    def resolve(self, samples: Samples) -> Int64s:
+        """Rows of samples that must all live; SampleNotFoundError or StaleSampleError name those that do not."""
+        if samples.ids is not None:
+            rows = self.rows.find(samples.ids)
+            missing = rows < 0
+            if missing.any():
+                places = first_true(missing)
+                raise SampleNotFoundError(
+                    partition=self.name,
+                    samples=[samples.ids[i] for i in places],
+                    total=int(missing.sum()),
+                    positions=places,
+                )
+            return rows
+        assert samples.rows is not None
+        assert samples.births is not None
+        stale = ~self.rows.holds(samples.rows, samples.births)
+        if stale.any():
+            places = first_true(stale)
+            raise StaleSampleError(
+                partition=self.name,
+                samples=[f"row {samples.rows[i]}, birth {samples.births[i]}" for i in places],
+                total=int(stale.sum()),
+                positions=places,
+            )
+        return samples.rows
+
+    def resolve_living(self, samples: Samples) -> Int64s:
+        """Rows of those of the samples that live, each once, in the command's order."""
+        if samples.ids is not None:
+            rows = self.rows.find(samples.ids)
+            rows = rows[rows >= 0]
+        else:
+            assert samples.rows is not None
+            assert samples.births is not None
+            rows = samples.rows[self.rows.holds(samples.rows, samples.births)]
+        return unrepeated(rows)
+
+    def births_of(self, rows: Int64s) -> Int64s:
+        births: Int64s = self.rows.births[rows]
+        return births
+
+    # --- life of samples
+
+    def bear(self, ids: list[str], first_birth: int) -> Int64s:
+        """New samples, unclaimed by every task."""
+        before = self.rows.capacity
+        kept = self.rows.compact()
+        if kept is not None:
+            for interest in self.interests.values():
+                interest.compact(kept)
+        rows = self.rows.bear(ids, first_birth)
+        if self.rows.capacity != before:
+            stores: list[Field | Tags | Task] = [*self.fields.values(), self.tags, *self.tasks.values()]
+            for store in stores:
+                store.grow(self.rows.capacity)
+        self.born += len(ids)
+        return rows
+
+    def clear(self, rows: Int64s) -> None:
+        """These live samples (no repeats) end, with cells, tags and claims."""
+        if not len(rows):
+            return
+        positions = self.rows.positions[rows]
+        nothing = np.zeros(len(rows), np.bool_)
+        for interest in self.interests.values():
+            interest.set(positions[positions < interest.high], nothing[positions < interest.high])
+        for task in self.tasks.values():
+            task.give_back(rows)
+        self.tags.drop(rows)
+        dead = [field.erase(rows) for field in self.fields.values() if field.live]
+        self.rows.bury(rows)
+        self.kill(dead)
+
+    def drop(self) -> None:
+        """Everything ends."""
+        self.clear(self.rows.in_order())
+        self.dropped = True
+
+    def kill(self, dead: list[tuple[Int32s, Int64s]]) -> None:
+        """Account for cells that died: (extents, bytes) as `Field.write` and `Field.erase` give them."""
+        if len(dead) == 1:
+            self.extents.kill(*dead[0], self.account)
+        elif dead:
+            cells, nbytes = zip(*dead, strict=True)
+            self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
+
+    # --- readiness
+
+    def interest(self, task: Task, fields: tuple[str, ...], limit: int) -> Interest:
+        """The (kept or newly counted) interest of `task` in `fields`; the least recently used without waiters goes."""
+        key = (task.name, tuple(sorted(set(fields))))
+        found = self.interests.pop(key, None)
+        if found is None:
+            idle = [other for other, kept in self.interests.items() if not kept.waiters]
+            for other in idle[: max(len(self.interests) + 1 - limit, 0)]:
+                del self.interests[other]
+            found = Interest(task, key[1], self.rows.end)
+            self.refresh(found, self.rows.in_order())
+        self.interests[key] = found
+        return found
+
+    def refresh(self, interest: Interest, rows: Int64s) -> None:
+        """Judge these live rows (no repeats) again."""
+        interest.set(self.rows.positions[rows], self.ready(interest.task, interest.fields, rows))
+
+    def ready(self, task: Task, fields: tuple[str, ...], rows: Int64s) -> Bools:
+        """Which of the rows the task may claim."""
+        ready: Bools = task.stamps[rows] == 0
+        for name in fields:
+            field = self.fields.get(name)
+            if field is None or not field.live:
+                return np.zeros(len(rows), np.bool_)
+            ready &= field.extents[rows] > 0
+        return ready
+
+    def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
+        """`names` were written for the rows for the first time: interests that wait for them look again."""
+        for interest in self.interests.values():
+            if newborn if not interest.fields else not names.isdisjoint(interest.fields):
+                self.refresh(interest, rows)
+
+    def reclaimed(self, task: Task, rows: Int64s) -> None:
+        """The rows' claims changed."""
+        for interest in self.interests.values():
+            if interest.task is task:
+                self.refresh(interest, rows)
+
+    def common_fields(self, rows: Int64s) -> tuple[str, ...]:
+        """Fields produced for all of the rows (none for no rows)."""
+        if not len(rows):
+            return ()
+        return tuple(name for name, field in self.fields.items() if field.live and field.extents[rows].all())
+
+
+def unrepeated(rows: Int64s) -> Int64s:
+    """The rows in their order, each once."""
+    if len(rows) < 2:
+        return rows
+    firsts = np.unique(rows, return_index=True)[1]
+    return rows if len(firsts) == len(rows) else rows[np.sort(firsts)]

@@ -1,0 +1,149 @@
+"""Commands that look: where samples are, what a partition holds, how the service stands."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.errors import FieldNotProducedError, InvalidRequestError
+from dataplane.ledger import commands as c
+from dataplane.ledger.arrays import first_true
+from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.sessions import Session
+from dataplane.ledger.state import State
+from dataplane.ledger.units import Unit
+
+
+class Reads:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
+        """Where every cell is, and a pin; anything missing pins nothing."""
+        partition = self.state.partition(command.partition)
+        self.state.check_samples(command.samples)
+        if len(command.fields) > self.state.limits.columns:
+            raise InvalidRequestError(f"{len(command.fields)} fields; the most is {self.state.limits.columns}")
+        for name in command.fields:
+            partition.field(name)
+        rows = partition.resolve(command.samples)
+        located = [self._locations(partition, command.samples, name, rows) for name in command.fields]
+        if len(rows) and located:
+            cells = np.concatenate([extents for _, extents in located])
+            pinned = np.unique(cells) if len(cells) > 1 else cells
+            self.state.extents.pin(pinned)
+            session.pins[number] = pinned
+        return c.Located(
+            fields=tuple(locations for locations, _ in located),
+            rows=rows.copy(),
+            births=partition.births_of(rows),
+        )
+
+    def _locations(
+        self, partition: Partition, samples: c.Samples, name: str, rows: c.Int64s
+    ) -> tuple[c.FieldLocations, c.Int32s]:
+        field = partition.fields[name]
+        extents = field.extents[rows]
+        if not extents.all():
+            missing = extents == 0
+            places = first_true(missing)
+            names = partition.rows.names_of(rows[places])
+            raise FieldNotProducedError(
+                field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=places
+            )
+        locations = c.FieldLocations(
+            name=name,
+            spec=field.spec,
+            units=self.state.extents.units[extents],
+            offsets=field.offsets[rows],
+            lengths=field.lengths[rows],
+        )
+        return locations, extents
+
+    def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
+        partition = self.state.partition(command.partition)
+        if command.samples is None:
+            rows = partition.rows.in_order()
+        else:
+            self.state.check_samples(command.samples)
+            rows = partition.resolve(command.samples).copy()
+        return c.Listed(
+            ids=partition.rows.names_of(rows),
+            rows=rows,
+            births=partition.births_of(rows),
+            fields=partition.common_fields(rows),
+            tags=partition.tags.of(rows),
+        )
+
+    def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
+        partition = self.state.partition(command.partition)
+        return c.Described(
+            partition=partition.name,
+            fields={name: field.spec for name, field in partition.fields.items()},
+            strict=partition.strict,
+            tasks=tuple(partition.tasks),
+            num_samples=partition.num_samples,
+            group_size=partition.group_size,
+            sealed=partition.sealed,
+            live=partition.rows.live,
+        )
+
+    def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
+        return c.UnitList(units=tuple(unit.info() for unit in self.state.units.values()))
+
+    def stats(self, session: Session, number: int, command: c.Stats) -> c.StatsReport:
+        state = self.state
+        return c.StatsReport(
+            epoch=state.epoch,
+            now=state.now,
+            units=tuple(self._unit(unit) for unit in state.units.values()),
+            partitions=tuple(_partition(partition) for partition in state.partitions.values()),
+            sessions=tuple(self._session(other) for other in state.sessions.values()),
+            waiting_allocations=sum(len(waiters) for waiters in state.room_waiters.values()),
+        )
+
+    def _unit(self, unit: Unit) -> c.UnitStats:
+        extents = self.state.extents
+        numbers = extents.of_unit(unit.number)
+        states, sizes = extents.states[numbers], extents.sizes[numbers]
+        return c.UnitStats(
+            unit=unit.number,
+            name=unit.offer.name,
+            host=unit.host,
+            connected=unit.connected,
+            capacity_bytes=unit.space.capacity_bytes,
+            unbacked_bytes=unit.space.capacity_bytes - unit.space.backed_bytes,
+            free_bytes=unit.space.free_bytes,
+            reserved_bytes=int(sizes[states == RESERVED].sum()),
+            live_bytes=int(sizes[states == LIVE].sum()),
+            retired_bytes=int(sizes[states == RETIRED].sum()),
+            pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+        )
+
+    def _session(self, session: Session) -> c.SessionStats:
+        silent_s = self.state.now - session.heard
+        quiet = session.live and (session.silent or silent_s > 2 * self.state.heartbeat_s)
+        return c.SessionStats(
+            session=session.number,
+            name=session.name,
+            host=session.host,
+            state="silent" if quiet else str(session.state),
+            silent_s=silent_s,
+            parked=len(session.parked),
+            reservations=len(session.reservations),
+            pins=len(session.pins),
+        )
+
+
+def _partition(partition: Partition) -> c.PartitionStats:
+    return c.PartitionStats(
+        partition=partition.name,
+        live=partition.rows.live,
+        born=partition.born,
+        num_samples=partition.num_samples,
+        sealed=partition.sealed,
+        live_bytes=partition.account.live_bytes,
+        produced={name: field.live for name, field in partition.fields.items()},
+        claimed={name: task.claimed for name, task in partition.tasks.items()},
+        waiting_claims=len(partition.waiters),
+    )

@@ -1,0 +1,145 @@
+"""Room for puts: reservations, waiting for room, and growing arenas ahead of demand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.errors import CapacityTimeoutError, DataPlaneError, InvalidRequestError, RequestTooLargeError
+from dataplane.ledger.commands import Allocate, Allocated, GrowArena, OnFull, Placement
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.placing import Piece, Want, growth, growth_ahead, place
+from dataplane.ledger.sessions import ParkedAllocate, Reservation, Session
+from dataplane.ledger.state import State
+from dataplane.ledger.units import Unit
+
+MAX_BYTES = 1 << 62
+
+
+class Rooms:
+    """Waiters are served first come, first served within updates and within new rows, updates first."""
+
+    def __init__(self, state: State, liveness: Liveness) -> None:
+        self.state = state
+        self.liveness = liveness
+
+    def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
+        """The reservation, or None when the call was parked."""
+        partition = self.state.partition(command.partition)
+        self._check(command)
+        want = Want(session, command)
+        self._refuse_hopeless(want)
+        waiters = self.state.room_waiters[command.update]
+        pieces = None if waiters else self._place(want)
+        parked = ParkedAllocate(session, number, self.state.now, command, partition)
+        if pieces is not None:
+            return self._reserve(parked, pieces)
+        self.liveness.probe_silent()
+        if command.on_full is OnFull.REJECT:
+            raise self.out_of_room(parked)
+        self.state.park(parked)
+        return None
+
+    def judge(self) -> None:
+        """Room may have come back: serve whoever it is enough for."""
+        for update in (True, False):
+            for parked in list(self.state.room_waiters[update].values()):
+                want = Want(parked.session, parked.command)
+                try:
+                    self._refuse_hopeless(want)
+                except RequestTooLargeError as error:
+                    self.state.unpark(parked, error)
+                    continue
+                pieces = self._place(want)
+                if pieces is None:
+                    break
+                self.state.unpark(parked, self._reserve(parked, pieces))
+
+    def grow_ahead(self, unit: Unit) -> None:
+        self._ask(unit, growth_ahead(unit))
+
+    def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
+        """The error that names who holds the room."""
+        command = parked.command
+        units = self.state.units.values()
+        return CapacityTimeoutError(
+            wanted_bytes=Want(parked.session, command).total,
+            free_bytes=sum(max(unit.room(update=command.update), 0) for unit in units if unit.connected),
+            waited_s=self.state.now - parked.since,
+            holders=self._holders(),
+        )
+
+    def _holders(self) -> list[tuple[str, int]]:
+        """Partitions, then sessions with reservations and pins; the largest of each first."""
+        state, bytes_of = self.state, self.state.extents.bytes_of
+        partitions = [(f"partition {p.name!r}", p.account.live_bytes) for p in state.partitions.values()]
+        sessions = []
+        for session in state.sessions.values():
+            who = f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
+            reserved = sum(bytes_of(reservation.extents()) for reservation in session.reservations.values())
+            pinned = sum(bytes_of(pins) for pins in session.pins.values())
+            sessions += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
+        ranked = [sorted(group, key=lambda holder: -holder[1]) for group in (partitions, sessions)]
+        return [holder for group in ranked for holder in group[:3] if holder[1]]
+
+    def _check(self, command: Allocate) -> None:
+        limits = self.state.limits
+        if len(command.columns) > limits.columns:
+            raise InvalidRequestError(f"{len(command.columns)} columns in one put; the most is {limits.columns}")
+        if len({column.name for column in command.columns}) != len(command.columns):
+            raise InvalidRequestError("a column is named twice in one put")
+        for column in command.columns:
+            self.state.check_name("field", column.name)
+            if len(column.sizes) > limits.samples:
+                raise InvalidRequestError(f"{len(column.sizes)} values in one column; the most is {limits.samples}")
+            if len(column.sizes) and (column.sizes.min() < 0 or float(column.sizes.sum(dtype=np.float64)) > MAX_BYTES):
+                raise InvalidRequestError(f"column {column.name!r}: value sizes must be in [0, {MAX_BYTES}]")
+        if not command.timeout_s >= 0:
+            raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
+
+    def _refuse_hopeless(self, want: Want) -> None:
+        """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
+        limits = [unit.limit(update=want.update) for unit in self.state.units.values()]
+        if not limits:
+            return
+        if want.total > sum(limits):
+            raise RequestTooLargeError(wanted_bytes=want.total, limit_bytes=sum(limits), what="this put")
+        if want.largest > max(limits):
+            raise RequestTooLargeError(
+                wanted_bytes=want.largest, limit_bytes=max(limits), what="the largest value of this put"
+            )
+
+    def _place(self, want: Want) -> list[Piece] | None:
+        if not want.whole:
+            return []
+        units = [unit for unit in self.state.units.values() if unit.connected]
+        if not units:
+            return None
+        pieces, growing = place(want, units)
+        if pieces is None:
+            for unit in growing:
+                self._ask(unit, growth(unit, want.total))
+            return None
+        for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
+            self.grow_ahead(unit)
+        return pieces
+
+    def _ask(self, unit: Unit, backed_bytes: int | None) -> None:
+        if backed_bytes is not None:
+            unit.asked = backed_bytes
+            self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
+
+    def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
+        reservation = Reservation(parked.partition, parked.command)
+        placements = []
+        for piece in pieces:
+            unit = piece.unit
+            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size)
+            reservation.pieces[piece.column].append((piece.first, piece.last, extent, piece.offset))
+            reservation.epochs[unit.number] = unit.epoch
+            placements.append(
+                Placement(
+                    column=piece.column, first=piece.first, last=piece.last, unit=unit.number, offset=piece.offset
+                )
+            )
+        parked.session.reservations[parked.number] = reservation
+        return Allocated(placements=tuple(placements))

@@ -1,0 +1,125 @@
+"""What the ledger remembers of a client: its numbers and what it holds."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger.commands import Allocate, Claim, Int32s, Int64s, Result
+
+if TYPE_CHECKING:
+    from dataplane.ledger.partition import Partition
+    from dataplane.ledger.tasks import Interest, Task
+
+
+class SessionState(enum.StrEnum):
+    LIVE = "live"
+    ENDING = "ending"
+    """It said Bye or was given up; its bytes wait for the proof of units that it cannot touch them."""
+
+
+class Reservation:
+    """Room for one put. `pieces[c]` lists (first value, last value, extent, offset) of column c in order.
+    `epochs` are those of the units when it was made; `broken` says that a unit was dropped with its bytes."""
+
+    def __init__(self, partition: Partition, command: Allocate) -> None:
+        self.partition = partition
+        self.update = command.update
+        self.names = [column.name for column in command.columns]
+        self.sizes = [column.sizes for column in command.columns]
+        self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in command.columns]
+        self.epochs: dict[int, int] = {}
+        self.broken = False
+
+    def extents(self) -> Int32s:
+        return np.array([piece[2] for column in self.pieces for piece in column], np.int32)
+
+
+class Parked:
+    """A call that waits. `since` and `deadline` are ledger time."""
+
+    def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
+        self.session = session
+        self.number = number
+        self.since = since
+        self.deadline = since + timeout_s
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.session.number, self.number
+
+
+class ParkedClaim(Parked):
+    def __init__(self, session: Session, number: int, since: float, command: Claim, partition: Partition) -> None:
+        super().__init__(session, number, since, command.timeout_s)
+        self.command = command
+        self.partition = partition
+        self.interest: Interest | None = None
+
+
+class ParkedAllocate(Parked):
+    def __init__(self, session: Session, number: int, since: float, command: Allocate, partition: Partition) -> None:
+        super().__init__(session, number, since, command.timeout_s)
+        self.command = command
+        self.partition = partition
+
+
+class Claimed:
+    """A claim that goes back if its session dies: the rows that still carry the stamp."""
+
+    def __init__(self, partition: Partition, task: Task, rows: Int64s, stamp: int) -> None:
+        self.partition = partition
+        self.task = task
+        self.rows = rows
+        self.stamp = stamp
+
+
+class Session:
+    """`answers` keeps results from the watermark on, `parked` the calls that wait; `reservations`, `pins` and
+    `unconfirmed` claims are by the number of the call that made them.
+
+    `attached` (in order of attachment; values unused) are the units that proved it local; `fencing` those whose proof
+    is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
+    """
+
+    def __init__(self, number: int, nonce: str, name: str, host: str, now: float) -> None:
+        self.number = number
+        self.nonce = nonce
+        self.name = name
+        self.host = host
+        self.state = SessionState.LIVE
+        self.why = ""
+        self.watermark = 1
+        self.answers: dict[int, Result | DataPlaneError] = {}
+        self.parked: dict[int, Parked] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.pins: dict[int, Int32s] = {}
+        self.unconfirmed: dict[int, Claimed] = {}
+        self.attached: dict[int, None] = {}
+        self.fencing: dict[int, None] = {}
+        self.heard = now
+        self.probed: float | None = None
+        self.suspected: float | None = None
+        self.silent = False
+
+    @property
+    def live(self) -> bool:
+        return self.state is SessionState.LIVE
+
+    def hear(self, now: float) -> None:
+        self.heard = now
+        self.silent = False
+        self.suspected = None
+
+    def confirm(self, watermark: int) -> list[Parked]:
+        """The client has the answers of all numbers below `watermark`. Gives parked calls it has thereby given up."""
+        if watermark <= self.watermark:
+            return []
+        self.watermark = watermark
+        for numbered in (self.answers, self.unconfirmed):
+            for number in [number for number in numbered if number < watermark]:
+                del numbered[number]
+        return [parked for number, parked in self.parked.items() if number < watermark]

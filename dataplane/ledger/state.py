@@ -1,0 +1,139 @@
+"""What every part of the ledger works on."""
+
+from __future__ import annotations
+
+import heapq
+
+from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError
+from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
+from dataplane.ledger.extents import Extents
+from dataplane.ledger.limits import Limits
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
+from dataplane.ledger.tasks import Task
+from dataplane.ledger.units import Unit
+
+
+class Lease:
+    """Wakes the ledger when leases end. Rows whose lease was prolonged, ended or given to another are passed over."""
+
+    def __init__(self, partition: Partition, task: Task, rows: Int64s, owner: int) -> None:
+        self.partition = partition
+        self.task = task
+        self.rows = rows
+        self.owner = owner
+
+
+class State:
+    """`touched` are the partitions whose parked claims must be judged again. `births` and `serials` count up for ever.
+    `alarms` and `leases` are heaps by time; entries that no longer matter are passed over when they come up."""
+
+    def __init__(
+        self, epoch: int, limits: Limits, reserve_fraction: float, heartbeat_s: float, session_timeout_s: float
+    ) -> None:
+        self.epoch = epoch
+        self.limits = limits
+        self.reserve_fraction = reserve_fraction
+        self.heartbeat_s = heartbeat_s
+        self.session_timeout_s = session_timeout_s
+        self.now = 0.0
+        self.births = 0
+        self.serials = 0
+        self.out: list[Output] = []
+        self.units: dict[int, Unit] = {}
+        self.extents = Extents(self.units)
+        self.partitions: dict[str, Partition] = {}
+        self.sessions: dict[int, Session] = {}
+        self.parked = 0
+        self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}
+        self.touched: dict[str, Partition] = {}
+        self.alarms: list[tuple[float, int, int, int]] = []
+        self.leases: list[tuple[float, int, Lease]] = []
+
+    def serial(self) -> int:
+        self.serials += 1
+        return self.serials
+
+    def partition(self, name: str) -> Partition:
+        found = self.partitions.get(name)
+        if found is None:
+            raise PartitionNotFoundError(partition=name, known=list(self.partitions))
+        return found
+
+    def touch(self, partition: Partition) -> None:
+        if partition.waiters:
+            self.touched[partition.name] = partition
+
+    # --- calls that wait
+
+    def park(self, parked: Parked) -> None:
+        if self.parked >= self.limits.parked:
+            raise InvalidRequestError(f"{self.parked} calls wait already, the most this service holds; try again later")
+        self.parked += 1
+        parked.session.parked[parked.number] = parked
+        heapq.heappush(self.alarms, (parked.deadline, self.serial(), parked.session.number, parked.number))
+        if isinstance(parked, ParkedClaim):
+            parked.partition.waiters[parked.key] = parked
+            if parked.interest is not None:
+                parked.interest.waiters += 1
+        elif isinstance(parked, ParkedAllocate):
+            self.room_waiters[parked.command.update][parked.key] = parked
+
+    def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
+        """The parked call gets its answer."""
+        self.parked -= 1
+        del parked.session.parked[parked.number]
+        if isinstance(parked, ParkedClaim):
+            del parked.partition.waiters[parked.key]
+            if parked.interest is not None:
+                parked.interest.waiters -= 1
+        elif isinstance(parked, ParkedAllocate):
+            del self.room_waiters[parked.command.update][parked.key]
+            self.extents.freed = True
+        self.answer(parked.session, parked.number, result)
+
+    def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
+        """Send the one answer of this number, and keep it while it may be asked for again."""
+        if number >= session.watermark:
+            session.answers[number] = result
+        self.out.append(Answer(session=session.number, number=number, result=result))
+
+    # --- what a session holds
+
+    def free_reservation(self, session: Session, number: int) -> None:
+        reservation = session.reservations.pop(number)
+        extents = reservation.extents()
+        if len(extents):
+            self.extents.free(extents)
+
+    def return_claim(self, session: Session, number: int) -> None:
+        """The samples of an unconfirmed claim go back, unless they were given back or cleared since."""
+        claimed = session.unconfirmed.pop(number)
+        task = claimed.task
+        self.return_rows(claimed.partition, task, claimed.rows[task.stamps[claimed.rows] == claimed.stamp])
+
+    def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
+        """These rows of a task are unclaimed again."""
+        back = task.give_back(rows)
+        if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
+            partition.reclaimed(task, back)
+            self.touch(partition)
+
+    # --- checks
+
+    def check_samples(self, samples: Samples) -> None:
+        """InvalidRequestError unless the names are well formed and not too many."""
+        if samples.ids is not None:
+            well = samples.rows is None and samples.births is None
+        else:
+            well = samples.rows is not None and samples.births is not None and len(samples.rows) == len(samples.births)
+        if not well:
+            raise InvalidRequestError("samples are named by ids, or by rows and births of equal number")
+        if len(samples) > self.limits.samples:
+            raise InvalidRequestError(f"{len(samples)} samples in one command; the most is {self.limits.samples}")
+
+    def check_name(self, what: str, name: str) -> None:
+        if not name:
+            raise InvalidRequestError(f"a {what} cannot be the empty string")
+        if len(name) > self.limits.id_bytes or len(name.encode("utf-8", "surrogatepass")) > self.limits.id_bytes:
+            raise InvalidRequestError(f"{what} {name[:40]!r}... is longer than {self.limits.id_bytes} bytes")

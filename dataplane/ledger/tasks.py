@@ -1,0 +1,146 @@
+"""Consumer tasks: which samples each has claimed, and which are ready for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.ledger.arrays import Bools, grown, room_for
+from dataplane.ledger.commands import Int64s, Order
+
+Float64s = npt.NDArray[np.float64]
+CHUNK = 8192
+
+
+class Task:
+    """`stamps[row]` is the serial number of the claim that holds the row, 0 where it is unclaimed; `claimed` counts the
+    live rows claimed. A leased row has an owner and an end; those arrays exist once a lease was given."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.claimed = 0
+        self.stamps: Int64s = np.zeros(capacity, np.int64)
+        self.owners: Int64s | None = None
+        self.ends: Float64s | None = None
+
+    def grow(self, capacity: int) -> None:
+        self.stamps = grown(self.stamps, capacity)
+        if self.owners is not None and self.ends is not None:
+            self.owners = grown(self.owners, capacity)
+            self.ends = grown(self.ends, capacity)
+
+    def take(self, rows: Int64s, stamp: int) -> None:
+        """These unclaimed rows are claimed now."""
+        self.stamps[rows] = stamp
+        self.claimed += len(rows)
+
+    def lease(self, rows: Int64s, owner: int, end: float) -> None:
+        """Begin or prolong leases."""
+        if self.owners is None or self.ends is None:
+            self.owners = np.zeros(len(self.stamps), np.int64)
+            self.ends = np.zeros(len(self.stamps), np.float64)
+        self.owners[rows] = owner
+        self.ends[rows] = end
+
+    def give_back(self, rows: Int64s) -> Int64s:
+        """These rows (no repeats) are unclaimed now; gives those of them that were claimed."""
+        held: Int64s = rows[self.stamps[rows] != 0]
+        self.stamps[held] = 0
+        self.claimed -= len(held)
+        self.end_leases(held)
+        return held
+
+    def end_leases(self, rows: Int64s) -> None:
+        """The rows stay claimed, for good."""
+        if self.owners is not None and self.ends is not None:
+            self.owners[rows] = 0
+            self.ends[rows] = 0.0
+
+    def owners_of(self, rows: Int64s) -> Int64s:
+        """Sessions that lease these rows, 0 where none does."""
+        return np.zeros(len(rows), np.int64) if self.owners is None else self.owners[rows]
+
+    def leased_by(self, session: int) -> Int64s:
+        return np.zeros(0, np.int64) if self.owners is None else np.flatnonzero(self.owners == session)
+
+    def leased(self) -> int:
+        return 0 if self.owners is None else int(np.count_nonzero(self.owners))
+
+
+class Interest:
+    """Which unclaimed samples have all of `fields`, for one task: flags by age position.
+
+    No flag is set below `low` or from `high` on. `waiters` counts the parked claims that look here.
+    """
+
+    def __init__(self, task: Task, fields: tuple[str, ...], positions: int) -> None:
+        self.task = task
+        self.fields = fields
+        self.flags: Bools = np.zeros(room_for(0, positions), np.bool_)
+        self.count = 0
+        self.low = 0
+        self.high = 0
+        self.waiters = 0
+
+    def set(self, positions: Int64s, ready: Bools) -> None:
+        """Set the flags of these positions (no repeats)."""
+        if not len(positions):
+            return
+        top = int(positions.max()) + 1
+        if top > len(self.flags):
+            self.flags = grown(self.flags, room_for(len(self.flags), top))
+        self.count -= int(np.count_nonzero(self.flags[positions]))
+        self.flags[positions] = ready
+        now = positions[ready]
+        if not len(now):
+            return
+        bottom = int(now.min())
+        self.low = bottom if not self.count else min(self.low, bottom)
+        self.high = int(now.max()) + 1 if not self.count else max(self.high, int(now.max()) + 1)
+        self.count += len(now)
+
+    def compact(self, kept: Int64s) -> None:
+        """Positions are renumbered: `kept[i]` becomes i."""
+        flags = np.zeros(room_for(0, len(kept)), np.bool_)
+        inside = kept[kept < len(self.flags)]
+        flags[: len(inside)] = self.flags[inside]
+        self.flags, self.low, self.high = flags, 0, len(inside)
+
+    def ready(self) -> Int64s:
+        """All set positions, oldest first."""
+        if not self.count:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.flags[self.low : self.high]) + self.low
+
+    def first(self, wanted: int, order: Order) -> Int64s:
+        """The `wanted` (or fewer) positions that `order` puts first, in that order."""
+        if wanted >= self.count:
+            found = self.ready()
+            return found if order is Order.OLDEST else found[::-1]
+        return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
+
+    def _oldest(self, wanted: int) -> Int64s:
+        parts: list[Int64s] = []
+        at, left = self.low, wanted
+        while left > 0 and at < self.high:
+            stop = min(at + max(CHUNK, 2 * left), self.high)
+            found = np.flatnonzero(self.flags[at:stop])[:left] + at
+            if len(found) and left == wanted:
+                self.low = int(found[0])
+            parts.append(found)
+            left -= len(found)
+            at = stop
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _freshest(self, wanted: int) -> Int64s:
+        parts: list[Int64s] = []
+        at, left = self.high, wanted
+        while left > 0 and at > self.low:
+            start = max(at - max(CHUNK, 2 * left), self.low)
+            found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:left]
+            if len(found) and left == wanted:
+                self.high = int(found[0]) + 1
+            parts.append(found)
+            left -= len(found)
+            at = start
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
