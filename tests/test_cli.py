@@ -1,0 +1,123 @@
+"""`tq` as a person and an init system use it: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane import connect
+from dataplane.cli import main, size
+
+from .conftest import our_files
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1048576", MIB), ("512k", MIB // 2), ("64m", 64 * MIB), ("1.5GiB", 1536 * MIB), ("2G", 2048 * MIB)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert size(text) == count
+
+
+def test_bad_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "--capacity", "lots"])
+    assert left.value.code == 2
+    assert "lots" in capsys.readouterr().err
+
+
+def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_TOKEN", raising=False)
+    assert main(["serve", "--host", "0.0.0.0", "--units", "0"]) == 1
+    assert "token" in capsys.readouterr().err
+
+
+class Service:
+    """A `tq serve` process; `address` is what it printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.files = our_files()
+        command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        _, self.errors = self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture
+def services() -> Iterator[list[Service]]:
+    started: list[Service] = []
+    yield started
+    for service in started:
+        if service.process.poll() is None:
+            service.process.kill()
+            service.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_status_and_a_clean_end(
+    services: list[Service], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    service = Service("--units", "2", "--token-file", str(token))
+    services.append(service)
+    with connect(service.address, token="secret") as client:
+        client.register_partition("train", ["x"], 4, ["policy"])
+        client.put_samples(["a", "b"], "train", {"x": torch.arange(2)})
+        assert main(["status", service.address, "--token-file", str(token)]) == 0
+        text = capsys.readouterr().out
+        assert "partition train: 2 live" in text
+        assert "2 of 4 born" in text
+        assert main(["status", service.address, "--token-file", str(token), "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert len(report["units"]) == 2
+        assert report["partitions"][0]["produced"] == {"x": 2}
+    assert service.end(number) == 0
+    assert service.errors == ""
+    assert our_files() == service.files
+
+
+def test_a_wrong_token_is_refused(services: list[Service], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    service = Service("--units", "0", "--token-file", str(token))
+    services.append(service)
+    for wrong in ("guess", None):
+        with pytest.raises(ConnectionError, match="token"):
+            connect(service.address, token=wrong)
+    assert service.end(signal.SIGTERM) == 0
+
+
+def test_units_end_when_their_service_is_killed(services: list[Service]) -> None:
+    service = Service()
+    services.append(service)
+    with connect(service.address) as client:
+        assert len(client.stats().units) == 1
+    unit = int(subprocess.check_output(["pgrep", "-P", str(service.process.pid)], text=True))
+    waiting = os.pidfd_open(unit)
+    service.process.kill()
+
+    assert select.select([waiting], [], [], 60)[0]
+    os.close(waiting)

@@ -1,0 +1,53 @@
+"""Settings refuse what cannot be, and name it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane import DataPlaneConfig, build_data_plane_client, connect
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"capacity_bytes": 10},
+        {"units": -1},
+        {"reserve_fraction": 1.0},
+        {"heartbeat_s": 0},
+        {"call_timeout_s": float("nan")},
+        {"adress": "x:1"},
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
+        DataPlaneConfig.of(settings)
+
+
+def test_the_environment_fills_gaps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_ADDRESS", "there:1")
+    monkeypatch.setenv("TQ_TOKEN", "secret")
+    filled = DataPlaneConfig().with_environment()
+    assert (filled.address, filled.secret()) == ("there:1", "secret")
+    assert DataPlaneConfig(address="here:2").with_environment().address == "here:2"
+
+
+def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_TOKEN", "other")
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    assert DataPlaneConfig(token_file=str(path)).with_environment().secret() == "secret"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="empty"):
+        DataPlaneConfig(token_file=str(path)).secret()
+
+
+def test_attaching_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match="address"):
+        build_data_plane_client({}, bootstrap=False)
+    with pytest.raises(ValueError, match="address"):
+        connect()

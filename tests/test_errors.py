@@ -1,0 +1,87 @@
+"""Every error says what it must, and survives pickling and the wire with its facts."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from dataplane import errors as e
+
+EXAMPLES: list[e.DataPlaneError] = [
+    e.PartitionNotFoundError(partition="p", known=["a", "b"]),
+    e.TaskNotFoundError(partition="p", task="t", known=["u"]),
+    e.FieldNotFoundError(partition="p", field="f"),
+    e.SampleNotFoundError(partition="p", samples=["a", "b"], total=9, positions=[0, 3]),
+    e.FieldNotProducedError(field="f", partition="p", samples=["a"]),
+    e.StaleSampleError(partition="p", samples=["row 3"], positions=[1]),
+    e.SampleExistsError(partition="p", samples=["a"]),
+    e.SchemaError(partition="p", field="f", got="dense", expected="jagged"),
+    e.InvalidRequestError("no"),
+    e.PartitionSealedError(partition="p", samples=["a"]),
+    e.PartitionDroppedError(partition="p", waiting="a claim"),
+    e.RequestTooLargeError(wanted_bytes=2, limit_bytes=1, what="a put"),
+    e.StaleCallError(session=1, number=2, watermark=3),
+    e.ClientClosedError(),
+    e.UnsupportedValueError(field="f", row=3, got="set", hint="Use a list."),
+    e.CapacityTimeoutError(wanted_bytes=9, free_bytes=1, waited_s=2.0, holders=[("partition 'p'", 7)]),
+    e.ClaimTimeoutError(partition="p", task="t", wanted=4, ready=1, waited_s=2.0, why="f was never produced"),
+    e.CallTimeoutError(what="Commit", waited_s=1.0, peer="tcp://x"),
+    e.ServiceUnavailableError(address="x:1", why="refused"),
+    e.AuthenticationError(peer="x:1", why="no token"),
+    e.ProtocolVersionError(client_version=1, service_version=2),
+    e.SessionExpiredError(session=4, why="silent for 20 s"),
+    e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="unit 3"),
+    e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"),
+    e.CallCancelledError(session=1, number=2),
+    e.ArenaSpaceError(directory="/dev/shm", found_bytes=1, wanted_bytes=2),
+    e.InternalError(what="a defect"),
+]
+
+
+def plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts with tuples as lists, as the wire brings them."""
+    return {
+        name: [list(f) if isinstance(f, tuple) else f for f in fact] if isinstance(fact, list) else fact
+        for name, fact in facts.items()
+    }
+
+
+def same(left: e.DataPlaneError, right: e.DataPlaneError) -> bool:
+    return type(left) is type(right) and str(left) == str(right) and plain(left.facts) == plain(right.facts)
+
+
+def test_there_is_an_example_of_every_error() -> None:
+    assert {type(example).__name__ for example in EXAMPLES} == set(e.ERROR_TYPES)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_pickle_and_wire(error: e.DataPlaneError) -> None:
+    assert same(pickle.loads(pickle.dumps(error)), error)
+    assert same(e.from_wire(*e.to_wire(error)), error)
+    assert all(getattr(error, name) == fact for name, fact in error.facts.items())
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_derives_from_a_builtin_and_is_in_the_drawing(error: e.DataPlaneError) -> None:
+    builtins = (KeyError, ValueError, TypeError, TimeoutError, ConnectionError, OSError, RuntimeError)
+    assert isinstance(error, builtins)
+    assert type(error).__name__ in (e.__doc__ or "")
+
+
+def test_messages_are_short_whatever_the_count() -> None:
+    many = [f"sample-{n}" for n in range(100_000)]
+    error = e.SampleNotFoundError(partition="p", samples=many)
+    assert "99995 more" in str(error)
+    assert len(str(error)) < 300
+    assert error.total == 100_000
+
+
+def test_positions_become_ids() -> None:
+    error = e.StaleSampleError(partition="p", samples=["row 3"], positions=[1]).with_ids(["a", "b"])
+    assert "'b'" in str(error)
+
+
+def test_an_error_of_a_newer_service_is_still_an_error() -> None:
+    assert "FutureError" in str(e.from_wire("FutureError", b"\x80"))
