@@ -241,9 +241,10 @@ def _take(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
 
 def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
     """(values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
-    if is_jagged(nested) and nested.lengths() is None:
-        lengths, offsets = row_lengths(nested).cpu(), nested.offsets()
-        return nested.values()[int(offsets[0]) : int(offsets[-1])], lengths
+    jagged: Any = nested
+    if is_jagged(jagged) and jagged.lengths() is None:
+        offsets = jagged.offsets()
+        return jagged.values()[int(offsets[0]) : int(offsets[-1])], row_lengths(jagged).cpu()
     rows = list(nested.unbind())
     values = torch.cat(rows) if rows else torch.empty(0, dtype=nested.dtype)
     return values, torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)

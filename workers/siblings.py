@@ -13,7 +13,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import BroadcastOptions
 
 from dataplane import errors
 

@@ -1,0 +1,21 @@
+"""One Ray cluster for all tests of this directory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
+    ray.init(num_cpus=16, include_dashboard=False, _temp_dir=directory, log_to_driver=False, namespace="tests")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,331 @@
+"""One fetch for a replica group, on real Gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dataplane import failpoints
+from dataplane.batch import BatchedDataDict
+from dataplane.errors import CallTimeoutError, StaleSampleError
+from tests.gloo import RankDied, Ranks, ranks
+from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
+from workers.siblings import ReplicaGroupError, ReplicaLostError
+
+PROMPT_S = 20.0
+"""Far below the deadlines that scenarios give their collectives where nothing should wait for one."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gloo(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(request.param) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    with ranks(2) as group:
+        yield group
+
+
+def sample_batch() -> dict[str, Any]:
+    """The same on every rank: what the leader sends, and what its siblings compare with."""
+    torch.manual_seed(7)
+    lengths = [5, 0, 130, 17]
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    total = sum(lengths)
+    objects = np.empty(4, dtype=object)
+    objects[:] = ["text", {"tool": [1, 2.5]}, (b"\x00", None), 7]
+
+    def jagged(values: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    return {
+        "input_ids": jagged(torch.randint(0, 50_000, (total,))),
+        "logprobs": jagged(torch.randn(total).to(torch.bfloat16)),
+        "fp8": jagged(torch.randn(total).to(torch.float8_e4m3fn)),
+        "mask": jagged(torch.randint(0, 2, (total,)).bool()),
+        "experts": jagged(torch.randint(0, 8, (total, 3, 2), dtype=torch.uint8)),
+        "transposed": torch.randn(6, 4).t(),
+        "fp8_dense": torch.randn(4, 3).to(torch.float8_e5m2),
+        "images": [torch.randn(2, 3), torch.randn(0, 3), torch.randn(1, 1), torch.randn(4, 2)],
+        "objects": objects,
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        if a.is_nested:
+            return a.offsets().equal(b.offsets()) and same(a.values(), b.values())
+        assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+        return a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a.dtype == b.dtype and a.tolist() == b.tolist())
+
+
+def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> Part:
+    return Part(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
+
+
+# --- what travels ---------------------------------------------------------------------------------------------
+
+
+def send_everything(rank: int, src: int) -> list[str]:
+    data = BatchedDataDict(sample_batch()) if rank == src else None
+    got = _broadcast_batched_data_dict(data, is_leader=rank == src, src=src, group=dist.group.WORLD)
+    assert isinstance(got, BatchedDataDict)
+    expected = sample_batch()
+    return [name for name in expected if name not in got or not same(expected[name], got[name])]
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_all_ranks_end_with_the_leaders_columns(gloo: Ranks, src: int) -> None:
+    assert gloo.run(send_everything, src) == [[]] * gloo.world
+
+
+def in_a_subgroup(rank: int) -> list[str]:
+    """Ranks 2 and 3 are a replica group of their own: `src` is a global rank, 3."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    src = [1, 3][rank // 2]
+    data = BatchedDataDict(sample_batch()) if rank == src else None
+    got = _broadcast_batched_data_dict(data, is_leader=rank == src, src=src, group=groups[rank // 2])
+    return [name for name, value in sample_batch().items() if not same(value, got[name])]
+
+
+def test_a_replica_group_is_part_of_the_world() -> None:
+    with ranks(4) as four:
+        assert four.run(in_a_subgroup) == [[]] * 4
+
+
+def count_collectives(rank: int, fields: int) -> dict[str, int]:
+    offsets = torch.tensor([0, 4000, 4100, 12000])
+
+    def read() -> dict[str, Any]:
+        return {f"f{i}": torch.nested.nested_tensor_from_jagged(torch.randn(12000), offsets) for i in range(fields)}
+
+    group = ReplicaGroup(dist.group.WORLD)
+    part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
+    group.fetch(part, "auto", lambda batch: batch)
+    siblings = group.siblings
+    return {
+        "payload_collectives": siblings.collectives["payload"],
+        "control_collectives": siblings.collectives["control"],
+        "bytes": siblings.bytes.total(),
+    }
+
+
+def test_one_payload_collective_of_hardly_more_than_the_jagged_bytes(pair: Ranks) -> None:
+    for fields in (1, 12):
+        for counts in pair.run(count_collectives, fields):
+            assert counts["payload_collectives"] == 1
+            assert counts["control_collectives"] == 3
+            assert counts["bytes"] <= 1.02 * fields * 12000 * 4
+
+
+# --- failures: every rank raises, promptly, and the group works again -----------------------------------------
+
+
+def recover(rank: int, group: ReplicaGroup) -> None:
+    """A fetch after a failure works: the ranks agree again."""
+    got = group.fetch(part_of(rank), "auto", lambda batch: batch)
+    assert same(got["mask"], sample_batch()["mask"])
+
+
+def disagree(rank: int, what: str) -> str:
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    last = group.size - 1
+    part, policy = part_of(rank), "auto"
+    if what == "policy":
+        policy = "leader_broadcast" if rank == last else "auto"
+    elif what == "two leaders":
+        part = Part(leads=lambda: rank in (0, last), digest=part.digest, read=part.read)
+    elif what == "no leader":
+        part = Part(leads=lambda: False, digest=part.digest, read=part.read)
+    elif what == "meta":
+        part = part_of(rank, digest=bytes([rank == last] * 16))
+    begin = time.monotonic()
+    try:
+        group.fetch(part, policy, lambda batch: batch)
+    except ReplicaGroupError as error:
+        assert time.monotonic() - begin < PROMPT_S
+        recover(rank, group)
+        return str(error)
+    raise AssertionError("the ranks disagreed and nobody noticed")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("policy", "different policies"),
+        ("two leaders", "and rank"),
+        ("no leader", "ranks none said so"),
+        ("meta", "other than that of the leader"),
+    ],
+)
+def test_ranks_that_disagree_all_raise(gloo: Ranks, what: str, message: str) -> None:
+    errors = gloo.run(disagree, what)
+    assert len(set(errors)) == 1
+    assert message in errors[0]
+
+
+def mixed_with_independent(rank: int) -> str:
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    try:
+        if rank == 0:
+            group.agree(part_of(rank), "independent")
+        else:
+            group.fetch(part_of(rank), "auto", lambda batch: batch)
+    except ReplicaGroupError as error:
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_one_rank_fetching_alone_is_noticed(gloo: Ranks) -> None:
+    assert all("different policies" in message for message in gloo.run(mixed_with_independent))
+
+
+def agree_once(rank: int) -> int:
+    group = ReplicaGroup(dist.group.WORLD)
+    for _ in range(3):
+        group.agree(part_of(rank), "independent")
+    return group.siblings.collectives["control"]
+
+
+def test_independent_ranks_agree_once(pair: Ranks) -> None:
+    assert pair.run(agree_once) == [1, 1]
+
+
+class _Foreign(Exception):
+    """A type the siblings cannot know."""
+
+
+def stale() -> StaleSampleError:
+    return StaleSampleError(partition="train", samples=["a", "b"], total=7, positions=[0, 1])
+
+
+ERRORS: dict[str, Exception] = {
+    "ours": stale(),
+    "builtin": ValueError("a column of 3 rows"),
+    "key": KeyError("missing"),
+    "foreign": _Foreign("cannot be rebuilt"),
+    "two arguments": OSError(28, "No space left on device"),
+}
+
+
+def fail(rank: int, who: str, kind: str) -> Exception:
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+
+    def boom() -> Any:
+        raise ERRORS[kind]
+
+    culprit = 0 if who.startswith("leader") else group.size - 1
+    part = part_of(rank)
+    if who == "leader reads" and rank == 0:
+        part = Part(leads=part.leads, digest=part.digest, read=boom)
+    if who == "sibling early" and rank == culprit:
+        part = Part(leads=boom, digest=part.digest, read=part.read)
+    begin = time.monotonic()
+    try:
+        group.fetch(part, "auto", lambda batch: boom() if who.endswith("finishes") and rank == culprit else batch)
+    except Exception as error:
+        assert time.monotonic() - begin < PROMPT_S
+        recover(rank, group)
+        return error
+    raise AssertionError("nobody raised")
+
+
+@pytest.mark.parametrize("who", ["leader reads", "leader finishes", "sibling early", "sibling finishes"])
+def test_one_rank_that_fails_fails_all_with_the_same_error(gloo: Ranks, who: str) -> None:
+    errors = gloo.run(fail, who, "ours")
+    for error in errors:
+        assert isinstance(error, StaleSampleError), error
+        assert error.facts == stale().facts
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "text"),
+    [
+        ("builtin", ValueError, "a column of 3 rows"),
+        ("key", KeyError, "missing"),
+        ("foreign", ReplicaGroupError, "_Foreign: cannot be rebuilt"),
+        ("two arguments", OSError, "No space left on device"),
+    ],
+)
+def test_errors_of_others_keep_type_and_text(pair: Ranks, kind: str, expected: type[Exception], text: str) -> None:
+    leader, sibling = pair.run(fail, "leader reads", kind)
+    assert type(leader) is type(ERRORS[kind])
+    assert isinstance(sibling, expected), sibling
+    assert text in str(sibling)
+    assert any("rank 0" in note for note in sibling.__notes__)
+
+
+def die(rank: int) -> Exception:
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    if rank == 0:
+        failpoints.arm("fetch.between_header_and_payload", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    try:
+        group.fetch(part_of(rank), "auto", lambda batch: batch)
+    except Exception as error:
+        assert time.monotonic() - begin < PROMPT_S
+        return error
+    raise AssertionError("nobody raised")
+
+
+def test_a_leader_killed_between_header_and_payload(gloo: Ranks) -> None:
+    leader, *siblings = gloo.run(die)
+    assert isinstance(leader, RankDied)
+    for error in siblings:
+        assert isinstance(error, ReplicaLostError), error
+        assert isinstance(error, ConnectionError)
+
+
+def stay_away(rank: int) -> Exception | None:
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=1.0)
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().wait(["others are done"])
+        return None
+    try:
+        group.fetch(part_of(rank), "auto", lambda batch: batch)
+    except Exception as error:
+        dist.distributed_c10d._get_default_store().set("others are done", "yes")
+        return error
+    raise AssertionError("nobody raised")
+
+
+def test_a_rank_that_does_not_come_is_a_timeout(pair: Ranks) -> None:
+    _, error = pair.run(stay_away)
+    assert isinstance(error, CallTimeoutError), error
+    assert isinstance(error, TimeoutError)
+    assert error.waited_s == 1.0
+
+
+# --- the document's function ----------------------------------------------------------------------------------
+
+
+def misuse(rank: int, how: str) -> Exception:
+    data = BatchedDataDict(sample_batch()) if rank == 0 and how != "no data" else None
+    src = 1 if how == "src is not the leader" or (how == "src differs" and rank == 1) else 0
+    leads = rank == 0 or (how == "src differs" and rank == 1)
+    try:
+        _broadcast_batched_data_dict(data, is_leader=leads, src=src, group=dist.group.WORLD)
+    except Exception as error:
+        return error
+    raise AssertionError("nobody raised")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("no data", ValueError), ("src is not the leader", ValueError), ("src differs", ValueError)],
+)
+def test_misuse_is_an_error_on_every_rank(pair: Ranks, how: str, kind: type[Exception]) -> None:
+    assert all(isinstance(error, kind | ReplicaGroupError) for error in pair.run(misuse, how))
