@@ -1,0 +1,303 @@
+"""`KVBatchMeta`: names samples of a partition without holding their data. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
+from dataplane.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
+from dataplane.types import Scalar
+
+Int64s = npt.NDArray[np.int64]
+Indices = Sequence[int] | range | npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVBatchMeta:
+    """N samples, by name, with what is known about them without their data.
+
+    partition_id: where they live. task_name: the task that claimed them, None if none did. sample_ids: `[N]`.
+    fields: columns the meta speaks of, None if it does not say. sequence_lengths: `[N]` tokens of each, None if not
+    known. extra_info: anything about the batch as a whole (`schema` has the keys that the library uses). tags: `[N]`
+    small scalars by name, None if not known; the dicts are shared between metas, so read them only.
+
+    Every method returns a new meta and leaves this one alone; whatever is per sample stays aligned. Metas minted by the
+    service carry row handles, unseen, through all of them and through pickle: a read or an update through such a meta
+    is refused if a sample was cleared since, even when its id lives again. `extra_info` is copied (not deeply) into the
+    new meta, without the packing keys (`schema.PACKING_KEYS`) when the rows changed.
+
+    Raises InvalidRequestError (a ValueError) for what does not align, UnsupportedValueError (a TypeError) for wrong
+    types.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = None  # type: ignore[assignment]  # None is taken as {}
+    tags: list[dict[str, Scalar]] | None = None
+    _rows: Int64s | None = None
+    _births: Int64s | None = None
+
+    def __post_init__(self) -> None:
+        ids = _names("sample_ids", self.sample_ids)
+        fields = None if self.fields is None else _names("fields", self.fields)
+        tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
+        if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
+            raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
+        values = {
+            "sample_ids": ids,
+            "fields": fields,
+            "sequence_lengths": _lengths(self.sequence_lengths, len(ids)),
+            "extra_info": dict(self.extra_info or {}),
+            "tags": None if tags is None else [dict(tag) for tag in tags],
+            "_rows": _handles(self._rows, len(ids)),
+            "_births": _handles(self._births, len(ids)),
+        }
+        if (self._rows is None) != (self._births is None):
+            raise InvalidRequestError("row handles are rows and births together")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    # --- what it says ---
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.sample_ids)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def handles(self) -> tuple[Int64s, Int64s] | None:
+        """(rows, births), each `[N]`, of a meta minted by the service."""
+        return None if self._rows is None or self._births is None else (self._rows, self._births)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVBatchMeta):
+            return NotImplemented
+        return all(
+            _same(getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(KVBatchMeta)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        parts = [repr(self.partition_id), f"{self.size} samples" + (f": {first_few(self.sample_ids)}" if self else "")]
+        if self.task_name is not None:
+            parts.append(f"task={self.task_name!r}")
+        if self.fields is not None:
+            parts.append(f"fields={self.fields}")
+        if self.sequence_lengths is not None:
+            parts.append(f"tokens={sum(self.sequence_lengths)}")
+        if self.extra_info:
+            parts.append(f"extra_info={sorted(self.extra_info)}")
+        return f"KVBatchMeta({', '.join(parts)})"
+
+    # --- other samples ---
+
+    def subset(self, indices: Indices) -> KVBatchMeta:
+        """The samples at `indices` (each in [0, N), any order, repeats allowed), or where a boolean mask `[N]` is."""
+        places = _places(indices, self.size)
+        return self._take(places.tolist(), places)
+
+    def slice(self, start: int, end: int) -> KVBatchMeta:
+        """Samples [start, end); ValueError unless 0 <= start <= end <= N."""
+        if not 0 <= start <= end <= self.size:
+            raise InvalidRequestError(f"slice [{start}, {end}) of a meta of {self.size} samples")
+        return self._take(range(start, end), np.arange(start, end))
+
+    def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
+        """All samples but those with these ids, each of which must be there. (By position: `subset` with a mask.)"""
+        dropped = set(_names("sample_ids", sample_ids))
+        unknown = dropped.difference(self.sample_ids)
+        if unknown:
+            raise InvalidRequestError(f"cannot drop {first_few(sorted(unknown))}: not in this meta")
+        return self.subset([place for place, name in enumerate(self.sample_ids) if name not in dropped])
+
+    @classmethod
+    def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
+        """The samples of all, in order. They must be of one partition and of no two tasks.
+
+        `fields` are those of every meta. What some meta that has samples does not know (lengths, handles; fields when
+        None) is unknown in the result; missing tags are empty. `extra_info` has the entries on which all metas that
+        have them agree, the global pad target only if every meta has the same one.
+        """
+        if isinstance(metas, KVBatchMeta):
+            raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
+        given = list(metas)
+        partitions = list(dict.fromkeys(meta.partition_id for meta in given))
+        tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
+        if len(partitions) != 1 or len(tasks) > 1:
+            what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
+            raise InvalidRequestError(f"cannot concatenate {len(given)} metas of {what}: they must be of one")
+        parts = [meta for meta in given if meta.size] or given[:1]
+        return _made(
+            partition_id=partitions[0],
+            task_name=tasks[0] if tasks else None,
+            sample_ids=[name for meta in parts for name in meta.sample_ids],
+            fields=_common_fields(parts),
+            sequence_lengths=_joined([meta.sequence_lengths for meta in parts]),
+            extra_info=_common_info(parts),
+            tags=_joined_tags(parts),
+            _rows=_joined_arrays([meta._rows for meta in parts]),
+            _births=_joined_arrays([meta._births for meta in parts]),
+        )
+
+    # --- the same samples ---
+
+    def with_fields(self, fields: Sequence[str] | None) -> KVBatchMeta:
+        """Speaking of other fields."""
+        return self._changed(fields=None if fields is None else _names("fields", fields))
+
+    def with_handles(self, rows: Int64s, births: Int64s) -> KVBatchMeta:
+        """Carrying these row handles, `[N]` each. For the client, which gets them from the service."""
+        return self._changed(_rows=_handles(rows, self.size), _births=_handles(births, self.size))
+
+    def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
+        """With these tags merged in: a mapping per sample, or name -> `[N]` values. The service is not told."""
+        if isinstance(tags, Mapping):
+            columns = {name: _aligned(f"tag {name!r}", values, self.size) for name, values in tags.items()}
+            new: list[dict[str, Scalar]] = [
+                {name: values[row] for name, values in columns.items()} for row in range(self.size)
+            ]
+        else:
+            new = [dict(tag) for tag in _aligned("tags", tags, self.size)]
+        old = self.tags if self.tags is not None else [{}] * self.size
+        return self._changed(tags=[{**before, **after} for before, after in zip(old, new, strict=True)])
+
+    def _changed(self, **changes: Any) -> KVBatchMeta:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _made(**{**values, "extra_info": dict(self.extra_info), **changes})
+
+    def _take(self, places: Sequence[int], where: npt.NDArray[Any]) -> KVBatchMeta:
+        lengths, tags = self.sequence_lengths, self.tags
+        return self._changed(
+            sample_ids=[self.sample_ids[place] for place in places],
+            sequence_lengths=None if lengths is None else [lengths[place] for place in places],
+            extra_info={key: value for key, value in self.extra_info.items() if key not in PACKING_KEYS},
+            tags=None if tags is None else [tags[place] for place in places],
+            _rows=None if self._rows is None else self._rows[where],
+            _births=None if self._births is None else self._births[where],
+        )
+
+
+def _made(**values: Any) -> KVBatchMeta:
+    """A meta of values that are valid already."""
+    meta = object.__new__(KVBatchMeta)
+    for name, value in values.items():
+        object.__setattr__(meta, name, value)
+    return meta
+
+
+# --- checks -------------------------------------------------------------------------------------------------------
+
+
+def _names(what: str, names: Iterable[str]) -> list[str]:
+    if isinstance(names, str | bytes):
+        raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
+    listed = list(names)
+    for row, name in enumerate(listed):
+        if not isinstance(name, str):
+            raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
+    return listed
+
+
+def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
+    listed = list(values.tolist() if hasattr(values, "tolist") else values)
+    if len(listed) != size:
+        raise InvalidRequestError(f"{what}: got {len(listed)} for {size} samples")
+    return listed
+
+
+def _lengths(lengths: Any, size: int) -> list[int] | None:
+    if lengths is None:
+        return None
+    listed = _aligned("sequence_lengths", lengths, size)
+    wrong = next((length for length in listed if isinstance(length, bool) or int(length) != length or length < 0), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"sequence_lengths: expected integers of 0 or more, got {wrong!r}")
+    return [int(length) for length in listed]
+
+
+def _handles(handles: Any, size: int) -> Int64s | None:
+    if handles is None:
+        return None
+    array = np.asarray(handles, dtype=np.int64)
+    if array.shape != (size,):
+        raise InvalidRequestError(f"row handles of shape {list(array.shape)} for {size} samples")
+    return array
+
+
+def _places(indices: Any, size: int) -> Int64s:
+    given = np.asarray(indices.tolist() if hasattr(indices, "tolist") else indices)
+    if given.dtype == np.bool_:
+        if given.shape != (size,):
+            raise InvalidRequestError(f"a mask of shape {list(given.shape)} for {size} samples")
+        return np.flatnonzero(given)
+    if not given.size:
+        return np.zeros(0, dtype=np.int64)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise InvalidRequestError(f"indices must be integers [M], got {given.dtype} of shape {list(given.shape)}")
+    wrong = (given < 0) | (given >= size)
+    if wrong.any():
+        raise InvalidRequestError(f"index {given[wrong][0]} is outside a meta of {size} samples")
+    return given.astype(np.int64)
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+def _joined(lists: Sequence[list[int] | None]) -> list[int] | None:
+    joined: list[int] = []
+    for part in lists:
+        if part is None:
+            return None
+        joined += part
+    return joined
+
+
+def _joined_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known) if len(known) == len(arrays) else None
+
+
+def _joined_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:
+    if all(meta.tags is None for meta in metas):
+        return None
+    return [tag for meta in metas for tag in (meta.tags if meta.tags is not None else [{} for _ in range(meta.size)])]
+
+
+def _common_fields(metas: Sequence[KVBatchMeta]) -> list[str] | None:
+    known = [meta.fields for meta in metas if meta.fields is not None]
+    if len(known) < len(metas):
+        return None
+    return [name for name in known[0] if all(name in fields for fields in known[1:])]
+
+
+def _common_info(metas: Sequence[KVBatchMeta]) -> dict[str, Any]:
+    common: dict[str, Any] = {}
+    for key in dict.fromkeys(key for meta in metas for key in meta.extra_info):
+        values = [meta.extra_info[key] for meta in metas if key in meta.extra_info]
+        partial = key == GLOBAL_FORWARD_PAD_SEQLEN and len(values) < len(metas)
+        packing = key in PACKING_KEYS and len(metas) > 1
+        if not partial and not packing and all(_same(values[0], value) for value in values[1:]):
+            common[key] = values[0]
+    return common
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if hasattr(one, "tolist") and hasattr(other, "tolist"):
+        return type(one) is type(other) and bool(one.tolist() == other.tolist())
+    return bool(one == other)
