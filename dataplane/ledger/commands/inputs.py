@@ -1,0 +1,104 @@
+"""What the ledger takes: numbered calls, and the reports of the shell and of the storage units."""
+
+from __future__ import annotations
+
+from dataplane.ledger.commands.parts import Value
+from dataplane.ledger.commands.requests import Command
+
+
+class Input(Value, frozen=True, kw_only=True):
+    """Base of what `Ledger.apply` takes."""
+
+
+class Call(Input, frozen=True, kw_only=True):
+    """A command with its place: `number` counts up from 1 within the session, `watermark` is the session's lowest
+    unanswered number (answers below it are forgotten, claims below it confirmed)."""
+
+    session: int
+    number: int
+    watermark: int
+    command: Command
+
+
+class OpenSession(Input, frozen=True, kw_only=True):
+    """`nonce` makes a retry find the same session. `host` is the client's boot id. Output: `Opened`."""
+
+    nonce: str
+    host: str
+    name: str
+    protocol_version: int
+
+
+class Heartbeat(Input, frozen=True, kw_only=True):
+    """The session's client was heard (every `Call` says so too)."""
+
+    session: int
+
+
+class SessionSilent(Input, frozen=True, kw_only=True):
+    """The session's liveness stream ended without a Bye: find out now whether its process is gone."""
+
+    session: int
+
+
+class AddUnit(Input, frozen=True, kw_only=True):
+    """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, is the same unit
+    coming back; a live cookie twice is refused. Output: `UnitAdded`."""
+
+    name: str
+    host: str
+    epoch: int
+    cookie: str
+    capacity_bytes: int
+    backed_bytes: int
+    endpoints: tuple[str, ...]
+    arena_path: str
+
+
+class UnitLost(Input, frozen=True, kw_only=True):
+    """The unit's stream ended. It gets no new rows; its rows stay located (clients find out for themselves)."""
+
+    unit: int
+
+
+class DropUnit(Input, frozen=True, kw_only=True):
+    """Forgets a unit; with live rows on it only under `force`, which clears those rows. Output: `UnitDropped`."""
+
+    unit: int
+    force: bool = False
+
+
+class SessionAttached(Input, frozen=True, kw_only=True):
+    """The unit's handshake proved that the session's process shares its host and maps its arena."""
+
+    unit: int
+    session: int
+
+
+class SessionGone(Input, frozen=True, kw_only=True):
+    """The unit has proof: the session's lock was free (local), or the session is fenced (remote). Nothing of it can
+    touch this unit's bytes any more."""
+
+    unit: int
+    session: int
+
+
+class SessionAlive(Input, frozen=True, kw_only=True):
+    """The unit tried the session's lock and found it held."""
+
+    unit: int
+    session: int
+
+
+class Grown(Input, frozen=True, kw_only=True):
+    """The arena is backed by memory up to `backed_bytes`. `error` says why it could not be more."""
+
+    unit: int
+    backed_bytes: int
+    error: str | None = None
+
+
+class Tick(Input, frozen=True, kw_only=True):
+    """The clock: seconds, monotonic, never going back."""
+
+    now: float

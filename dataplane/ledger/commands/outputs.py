@@ -1,0 +1,53 @@
+"""What the ledger gives out: answers, and orders to storage units."""
+
+from __future__ import annotations
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger.commands.parts import UnitInfo, Value
+from dataplane.ledger.commands.results import Result
+
+
+class Output(Value, frozen=True, kw_only=True):
+    """Base of what `Ledger.apply` returns, in the order in which it must leave."""
+
+
+class Opened(Output, frozen=True, kw_only=True):
+    nonce: str
+    session: int = 0
+    epoch: int = 0
+    units: tuple[UnitInfo, ...] = ()
+    error: DataPlaneError | None = None
+
+
+class UnitAdded(Output, frozen=True, kw_only=True):
+    cookie: str
+    unit: int = 0
+    error: DataPlaneError | None = None
+
+
+class UnitDropped(Output, frozen=True, kw_only=True):
+    unit: int
+    error: DataPlaneError | None = None
+
+
+class Answer(Output, frozen=True, kw_only=True):
+    """The one answer of (session, number); `result` is a `Result` or the error to raise."""
+
+    session: int
+    number: int
+    result: Result | DataPlaneError
+
+
+class FenceSession(Output, frozen=True, kw_only=True):
+    """To `unit`: end all this session can do to your bytes, then report `SessionGone`; a locally attached session whose
+    lock is still held is reported `SessionAlive` instead (and is not fenced)."""
+
+    unit: int
+    session: int
+
+
+class GrowArena(Output, frozen=True, kw_only=True):
+    """To `unit`: back the arena up to `backed_bytes`, then report `Grown`."""
+
+    unit: int
+    backed_bytes: int

@@ -1,0 +1,121 @@
+"""What commands, answers and orders are made of."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.types import FieldSpec, Scalar
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Base of all inputs and outputs."""
+
+
+class Mode(enum.StrEnum):
+    """What a commit may do with the ids it names."""
+
+    UPSERT = "upsert"
+    CREATE = "create"
+    UPDATE = "update"
+
+
+class OnFull(enum.StrEnum):
+    """What an allocation does when there is no room now."""
+
+    WAIT = "wait"
+    REJECT = "reject"
+
+
+class Order(enum.StrEnum):
+    """Which claimable samples a claim takes first, by birth."""
+
+    OLDEST = "oldest"
+    FRESHEST = "freshest"
+
+
+class Samples(Value, frozen=True, kw_only=True):
+    """Names samples: `ids`, or the handles (`rows`, `births`)."""
+
+    ids: tuple[str, ...] | None = None
+    rows: Int64s | None = None
+    births: Int64s | None = None
+
+    def __len__(self) -> int:
+        if self.ids is not None:
+            return len(self.ids)
+        assert self.rows is not None
+        return len(self.rows)
+
+
+class TagColumn(Value, frozen=True, kw_only=True):
+    """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i)."""
+
+    name: str
+    values: tuple[Scalar, ...]
+    positions: Int64s | None = None
+
+
+class Predicate(Value, frozen=True, kw_only=True):
+    """`tag op value` with op one of == != < <= > >= in; a sample without the tag does not match."""
+
+    tag: str
+    op: str
+    value: Scalar | tuple[Scalar, ...]
+
+
+class ColumnSizes(Value, frozen=True, kw_only=True):
+    """Room wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared)."""
+
+    name: str
+    sizes: Int64s
+
+
+class Placement(Value, frozen=True, kw_only=True):
+    """Values [first, last) of column number `column` lie one after another at `offset` in the arena of `unit`."""
+
+    column: int
+    first: int
+    last: int
+    unit: int
+    offset: int
+
+
+class CommitColumn(Value, frozen=True, kw_only=True):
+    """One column of a commit. `lengths[k]` is the k-th value's length in units of `spec.unit_bytes`.
+
+    `index[i]` is the value that sample i points at (None: sample i has value i); many samples may share one value.
+    """
+
+    name: str
+    spec: FieldSpec
+    lengths: Int64s
+    index: Int64s | None = None
+
+
+class FieldLocations(Value, frozen=True, kw_only=True):
+    """Where one field of the named samples is; all arrays are aligned with the samples."""
+
+    name: str
+    spec: FieldSpec
+    units: Int32s
+    offsets: Int64s
+    lengths: Int64s
+
+
+class UnitInfo(Value, frozen=True, kw_only=True):
+    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp."""
+
+    unit: int
+    name: str
+    host: str
+    epoch: int
+    endpoints: tuple[str, ...]
+    arena_path: str
+    capacity_bytes: int
