@@ -41,6 +41,7 @@ WINDOW = 4
 IDLE_WIRES = 8
 """Sockets kept for the next call."""
 CLOSE_WAIT_S = 30.0
+LET_GO_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +333,10 @@ def _wait_until_let_go(held: list[zmq.MessageTracker]) -> None:
     interrupt: BaseException | None = None
     while held:
         try:
-            held[-1].wait()
+            held[-1].wait(LET_GO_S)
             held.pop()
+        except zmq.NotDone:
+            log.error("ZMQ still refers to a buffer after %.0f s; the write cannot return before it lets go", LET_GO_S)
         except BaseException as error:
             interrupt = error
     if interrupt is not None:

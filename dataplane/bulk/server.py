@@ -195,9 +195,9 @@ class BulkServer:
                 self._answer(peer, request)
         while self._orders:
             match self._orders.popleft():
-                case FenceSession(session=session):
+                case FenceSession(unit=unit, session=session):
                     gone = self._sessions.fence(session)
-                    self._report((SessionGone if gone else SessionAlive)(unit=self._unit, session=session))
+                    self._report((SessionGone if gone else SessionAlive)(unit=unit, session=session))
                 case GrowArena() as order:
                     self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
 
@@ -214,7 +214,7 @@ class BulkServer:
             error = f"{type(caught).__name__}: {caught}"
             log.exception("unit %d cannot grow to %d bytes", self._unit, order.backed_bytes)
         self._growth.popleft()
-        self._report(Grown(unit=self._unit, backed_bytes=self._arena.backed_bytes, error=error))
+        self._report(Grown(unit=order.unit, backed_bytes=self._arena.backed_bytes, error=error))
 
     def _serve_some(self) -> None:
         for _ in range(MESSAGES_PER_TURN):

@@ -1,9 +1,11 @@
-"""One socket from a client to a storage unit, used by one call at a time. ZMQ's monitor tells of a lost peer at once."""
+"""One socket from a client to a storage unit, for one call at a time. ZMQ's monitor tells of a lost peer at once."""
 
 from __future__ import annotations
 
 import itertools
 import time
+import traceback
+from collections import deque
 from collections.abc import Sequence
 
 import zmq
@@ -57,12 +59,20 @@ class Wire:
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
     ) -> None:
         """Queue a request. Frames are not copied: `held` gets, before ZMQ gets the frame, what tells when it let go."""
-        parts = [zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames]
+        parts = deque(
+            zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames
+        )
         held.extend(part.tracker for part in parts if part.tracker is not None)
-        self._socket.send(header.SerializeToString(), zmq.SNDMORE if parts else 0)
-        for number, part in enumerate(parts, 1):
-            failpoints.hit("bulk.write.between_frames")
-            self._socket.send(part, 0 if number == len(parts) else zmq.SNDMORE, copy=False)
+        try:
+            self._socket.send(header.SerializeToString(), zmq.SNDMORE if parts else 0)
+            while parts:
+                failpoints.hit("bulk.write.between_frames")
+                self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
+        except BaseException as error:
+            # A frame that was never sent is let go of when nothing refers to it, the traceback's own frames included.
+            parts.clear()
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
         """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.

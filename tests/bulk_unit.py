@@ -1,0 +1,151 @@
+"""A real storage unit without a controller, for tests of the bulk road: reports are kept in a queue."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from dataplane.arena import Arena
+from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.lock import boot_id
+from dataplane.bulk.server import BulkServer
+from dataplane.config import MIB
+from dataplane.ledger.commands import Input, UnitInfo
+from dataplane.pb import bulk_pb2 as pb
+from dataplane.types import PROTOCOL_VERSION
+
+WAIT_S = 20.0
+TOKEN = "sesame"
+EPOCH = 3
+UNIT = 7
+
+Report = TypeVar("Report", bound=Input)
+
+
+class Unit:
+    """`backed` of `capacity` bytes, numbered 7 in epoch 3, on ipc and loopback tcp."""
+
+    def __init__(
+        self, capacity: int = 32 * MIB, backed: int = 16 * MIB, *, directory: str = "/dev/shm", number: int = UNIT
+    ) -> None:
+        self.reports: queue.Queue[Input] = queue.Queue()
+        self.arena = Arena.create(directory, capacity, epoch=EPOCH)
+        self.arena.grow(backed)
+        self.server = BulkServer(self.arena, epoch=EPOCH, token=TOKEN, report=self.reports.put, tcp_host="127.0.0.1")
+        self.server.start()
+        if number:
+            self.server.unit = number
+
+    @property
+    def info(self) -> UnitInfo:
+        return UnitInfo(
+            unit=UNIT,
+            name="unit",
+            host=boot_id(),
+            epoch=EPOCH,
+            endpoints=self.server.endpoints,
+            arena_path=str(self.arena.path),
+            capacity_bytes=self.arena.capacity_bytes,
+        )
+
+    def by(self, road: str) -> UnitInfo:
+        """The unit as one reachable by `ipc` or `tcp` only."""
+        return changed(self.info, endpoints=tuple(each for each in self.info.endpoints if each.startswith(road)))
+
+    def connect(self, road: str = "ipc", *, session: int = 1, **more: Any) -> UnitConnection:
+        return UnitConnection(self.by(road), session=session, token=TOKEN, **more)
+
+    def expect(self, kind: type[Report]) -> Report:
+        """The next report, which must be a `kind`."""
+        report = self.reports.get(timeout=WAIT_S)
+        assert isinstance(report, kind), report
+        return report
+
+    def close(self) -> None:
+        self.server.stop()
+        self.arena.close()
+
+    def __enter__(self) -> Unit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def changed(info: UnitInfo, **facts: Any) -> UnitInfo:
+    return msgspec.structs.replace(info, **facts)
+
+
+class Peer:
+    """A client that says whatever it is told to: raw frames to a unit and back."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(unit.server.endpoints[0])
+
+    def ask(self, *payload: bytes, **header: Any) -> tuple[pb.BulkReply, list[bytes]]:
+        """Send one request and wait for its reply."""
+        self.send(*payload, **header)
+        return self.reply()
+
+    def send(self, *payload: bytes, **header: Any) -> None:
+        facts = {"protocol_version": PROTOCOL_VERSION, "token": TOKEN.encode(), "session": 1, "epoch": EPOCH, "call": 1}
+        self.socket.send_multipart([pb.BulkRequest(**(facts | header)).SerializeToString(), *payload])
+
+    def reply(self) -> tuple[pb.BulkReply, list[bytes]]:
+        assert self.socket.poll(WAIT_S * 1000), "no reply"
+        head, *rest = self.socket.recv_multipart()
+        return pb.BulkReply.FromString(head), rest
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Process:
+    """Python code in a process of its own, whose every printed line is waited for with `line`."""
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+        )
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait(WAIT_S)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for end in (self._process.stdin, self._process.stdout):
+            assert end is not None
+            end.close()

@@ -1,0 +1,250 @@
+import errno
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dataplane import arena as arena_module
+from dataplane.arena import HEADER_BYTES, PAGE_BYTES, Arena, MappedArena, default_capacity, sweep
+from dataplane.config import MIB
+from dataplane.errors import ArenaSpaceError
+from dataplane.lockfile import new_arena_name
+from dataplane.memory import Room
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def arena():
+    with Arena.create(SHM, 4 * MIB, epoch=1) as made:
+        yield made
+
+
+def rooms(monkeypatch, free_bytes):
+    monkeypatch.setattr(arena_module, "room", lambda directory: Room(free_bytes=free_bytes, limit="a test's limit"))
+
+
+def file_blocks_bytes(path):
+    return os.stat(path).st_blocks * 512
+
+
+def test_file_is_private_and_named_at_random(arena):
+    info = os.stat(arena.path)
+    assert re.fullmatch(r"tq-arena-[0-9a-f]{32}", arena.path.name)
+    assert stat.S_IMODE(info.st_mode) == 0o600
+    assert info.st_size == HEADER_BYTES + 4 * MIB
+
+
+def test_memory_is_taken_only_as_it_grows(arena):
+    before = file_blocks_bytes(arena.path)
+    assert arena.backed_bytes == 0
+    assert arena.grow(MIB + 1) == MIB + PAGE_BYTES
+    assert file_blocks_bytes(arena.path) - before == MIB + PAGE_BYTES
+    assert arena.grow(MIB) == MIB + PAGE_BYTES, "growing never shrinks"
+    assert arena.grow(1 << 40) == arena.capacity_bytes
+
+
+def test_growing_pauses_between_steps(arena, monkeypatch):
+    monkeypatch.setattr(arena_module, "GROW_STEP_BYTES", MIB)
+    assert list(arena.grow_steps(3 * MIB + 1)) == [MIB, 2 * MIB, 3 * MIB, 3 * MIB + PAGE_BYTES]
+
+
+def test_capacity_is_whole_pages():
+    with Arena.create(SHM, 2 * PAGE_BYTES + 5, epoch=1) as small, Arena.create(SHM, 1, epoch=1) as smallest:
+        assert (small.capacity_bytes, smallest.capacity_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
+
+
+def test_too_little_room_at_start_names_sizes_and_ways_out(monkeypatch, tmp_path):
+    rooms(monkeypatch, 64 * MIB)
+    with pytest.raises(ArenaSpaceError, match=r"--capacity.*--arena-dir.*shm-size") as caught:
+        Arena.create(tmp_path, 512 * MIB, epoch=1)
+    assert caught.value.found_bytes == 64 * MIB
+    assert caught.value.wanted_bytes == 512 * MIB + HEADER_BYTES
+    assert not list(tmp_path.iterdir())
+
+
+def test_failed_growth_keeps_what_there_is(arena, monkeypatch):
+    arena.grow(MIB)
+    rooms(monkeypatch, MIB // 2)
+    with pytest.raises(ArenaSpaceError) as caught:
+        arena.grow(2 * MIB)
+    assert (caught.value.found_bytes, caught.value.wanted_bytes) == (MIB // 2, MIB)
+    assert arena.backed_bytes == MIB
+    arena.data[:MIB] = 7
+
+
+def test_a_refusal_of_the_kernel_is_told_the_same_way(arena, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArenaSpaceError, match="No space left"):
+        arena.grow(MIB)
+    assert arena.backed_bytes == 0
+
+
+def test_full_tmpfs_is_an_error_and_no_signal(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("this process may not mount a tmpfs")
+    try:
+        with Arena.create(tmp_path, 6 * MIB, epoch=1) as arena:
+            arena.grow(2 * MIB)
+            (tmp_path / "someone-else").write_bytes(bytes(4 * MIB))
+            with pytest.raises(ArenaSpaceError) as caught:
+                arena.grow(6 * MIB)
+            assert caught.value.found_bytes < 2 * MIB
+            arena.data[: 2 * MIB] = 1
+            (tmp_path / "someone-else").unlink()
+            assert arena.grow(6 * MIB) == 6 * MIB
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_punching_gives_memory_back(arena):
+    arena.grow(4 * MIB)
+    arena.data[:] = 255
+    full = file_blocks_bytes(arena.path)
+    assert arena.punch(MIB + 1) == MIB + PAGE_BYTES
+    assert full - file_blocks_bytes(arena.path) == 3 * MIB - PAGE_BYTES
+    assert arena.data[MIB] == 255
+    arena.grow(4 * MIB)
+    assert not arena.data[MIB + PAGE_BYTES :].any()
+
+
+def test_both_mappings_see_the_units_bytes(arena):
+    arena.grow(MIB)
+    with MappedArena.open(arena.path, cookie=arena.cookie) as mapped:
+        mapped.writable(100, 4)[:] = [1, 2, 3, 4]
+        assert arena.data[100:104].tolist() == [1, 2, 3, 4]
+        assert mapped.readonly(100, 4).tolist() == [1, 2, 3, 4]
+        assert not mapped.readonly(100, 4).flags.writeable
+
+
+def test_offsets_outside_are_refused(arena):
+    with MappedArena.open(arena.path) as mapped:
+        for offset, nbytes in [(-1, 1), (0, -1), (arena.capacity_bytes, 1), (0, arena.capacity_bytes + 1)]:
+            with pytest.raises(ValueError, match="outside the arena"):
+                mapped.readonly(offset, nbytes)
+        with pytest.raises(ValueError, match="not in the header"):
+            mapped.header(HEADER_BYTES, 1)
+
+
+def test_arrays_outlive_the_mapping_and_the_arena():
+    with Arena.create(SHM, MIB, epoch=1) as arena:
+        arena.grow(MIB)
+        mapped = MappedArena.open(arena.path)
+        mapped.writable(0, 3)[:] = 9
+        view = mapped.readonly(0, 3)
+        mapped.close()
+        mapped.close()
+        assert mapped.closed
+    assert view.tolist() == [9, 9, 9]
+
+
+def test_closing_unmaps_when_the_last_array_goes(arena):
+    def mappings():
+        return Path("/proc/self/maps").read_text().count(arena.path.name)
+
+    before = mappings()
+    mapped = MappedArena.open(arena.path)
+    view = mapped.readonly(0, 1)
+    assert mappings() == before + 2
+    mapped.close()
+    assert mappings() == before + 1
+    del view
+    assert mappings() == before
+
+
+def test_another_arena_or_another_file_is_not_mapped(arena, tmp_path):
+    with pytest.raises(ValueError, match="another arena"):
+        MappedArena.open(arena.path, cookie=bytes(16))
+    stranger = tmp_path / "x"
+    stranger.write_bytes(bytes(HEADER_BYTES))
+    with pytest.raises(ValueError, match="not an arena"):
+        MappedArena.open(stranger)
+    stranger.write_bytes(arena.path.read_bytes()[: HEADER_BYTES + 10])
+    with pytest.raises(ValueError, match="cut short"):
+        MappedArena.open(stranger)
+    with pytest.raises(FileNotFoundError):
+        MappedArena.open(tmp_path / "missing")
+
+
+def test_challenges_are_fresh_and_readable_through_the_mapping(arena):
+    with MappedArena.open(arena.path, writable=False) as mapped:
+        made = [arena.challenge() for _ in range(20)]
+        assert len({each.secret for each in made}) == len({each.offset for each in made}) == 20
+        assert all(mapped.header(each.offset, len(each.secret)) == each.secret for each in made)
+        assert mapped.header(0, 8) == b"TQARENA\0", "challenges leave the identity alone"
+
+
+def test_close_removes_the_file_and_is_idempotent():
+    arena = Arena.create(SHM, MIB, epoch=1)
+    arena.close()
+    arena.close()
+    assert not arena.path.exists()
+
+
+def test_a_forked_child_that_closes_leaves_the_file(arena):
+    child = os.fork()
+    if child == 0:
+        arena.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert arena.path.exists()
+
+
+def test_sweep_takes_what_nobody_holds_and_nothing_else(tmp_path, arena):
+    dead = tmp_path / new_arena_name()
+    dead.write_bytes(b"")
+    aside = tmp_path / f".{new_arena_name()}.abcd"
+    aside.write_bytes(b"")
+    other = tmp_path / "tq-arena-mine"
+    other.write_bytes(b"")
+    link = tmp_path / new_arena_name()
+    link.symlink_to(other)
+    with Arena.create(tmp_path, MIB, epoch=1) as held:
+        assert sweep(tmp_path) == [dead]
+        assert held.path.exists()
+    assert all(each.exists() for each in (aside, other, link))
+
+
+def test_an_arena_of_a_killed_unit_is_swept():
+    code = (
+        "import os, signal; from dataplane.arena import Arena;"
+        "print(Arena.create('/dev/shm', 1 << 20, epoch=1).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    path = Path(killed.stdout.strip())
+    assert path.exists()
+    assert path in sweep(SHM)
+    assert not path.exists()
+
+
+def test_default_capacity_leaves_room(monkeypatch):
+    stat = SimpleNamespace(f_blocks=1000 * 256, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: stat)
+    rooms(monkeypatch, 1000 * MIB)
+    assert default_capacity(SHM) == 300 * MIB
+    rooms(monkeypatch, 100 * MIB)
+    assert default_capacity(SHM) == 50 * MIB
+    rooms(monkeypatch, 0)
+    assert default_capacity(SHM) == MIB
+
+
+def test_arena_and_bulk_need_no_torch():
+    code = "import sys, dataplane.arena, dataplane.bulk.client, dataplane.bulk.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_data_is_plain_bytes(arena):
+    arena.grow(MIB)
+    assert arena.data.dtype == np.uint8
+    assert arena.data.shape == (arena.capacity_bytes,)
+    assert not arena.data[:MIB].any()

@@ -1,0 +1,446 @@
+import contextlib
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane import failpoints
+from dataplane.bulk import client as client_module
+from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.frames import CHUNK_BYTES
+from dataplane.bulk.lock import SessionLock
+from dataplane.bulk.server import BulkServer
+from dataplane.config import MIB
+from dataplane.errors import (
+    AuthenticationError,
+    CallTimeoutError,
+    ClientClosedError,
+    ServiceRestartedError,
+    SessionExpiredError,
+    StorageUnitError,
+)
+from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
+from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Process, Unit, changed
+
+
+@pytest.fixture
+def unit():
+    with Unit() as made:
+        yield made
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def road(request):
+    return request.param
+
+
+@pytest.fixture
+def connection(unit, road):
+    with unit.connect(road) as made:
+        yield made
+
+
+@pytest.fixture
+def lock():
+    with SessionLock.create() as made:
+        yield made
+
+
+def noise(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------
+
+
+def test_many_chunks_there_and_back(unit, connection):
+    data = noise(11 * MIB + 13)
+    connection.write([64], [data], timeout_s=WAIT_S)
+    assert unit.arena.data[64 : 64 + len(data)].tobytes() == data.tobytes()
+    whole = connection.read([64], [len(data)], timeout_s=WAIT_S)
+    assert len(data) > CHUNK_BYTES
+    assert whole.range(0, len(data)).tobytes() == data.tobytes()
+    sizes = np.full(len(data) // 999, 999)
+    offsets = 64 + 999 * np.arange(len(sizes))
+    rows = connection.read(offsets, sizes, timeout_s=WAIT_S)
+    assert len(rows.buffers) > 1
+    got = np.concatenate([rows.range(k, 999) for k in range(len(sizes))])
+    assert got.tobytes() == data[: 999 * len(sizes)].tobytes()
+
+
+def test_scattered_rows_of_every_size(unit, connection):
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(0, 200_000, 60)
+    offsets = np.concatenate([[0], np.cumsum(sizes + rng.integers(0, 500, 60))[:-1]])
+    rows = [noise(size, seed=int(size)) for size in sizes]
+    order = rng.permutation(60)
+    pieces = [[rows[k][: sizes[k] // 2], rows[k][sizes[k] // 2 :]] if k % 2 else rows[k] for k in order]
+    connection.write(offsets[order].tolist(), pieces, timeout_s=WAIT_S)
+    wanted = np.concatenate([order, order[:20]])
+    got = connection.read(offsets[wanted], sizes[wanted], timeout_s=WAIT_S)
+    for number, k in enumerate(wanted):
+        assert got.range(number, sizes[k]).tobytes() == rows[k].tobytes()
+
+
+def test_rows_are_as_aligned_as_in_the_arena(connection):
+    got = connection.read([8 * MIB + 640, 200, 9 * MIB], [100_000, 16, 8], timeout_s=WAIT_S)
+    for number, size in enumerate([100_000, 16, 8]):
+        assert got.range(number, size).ctypes.data % 8 == 0
+
+
+def test_nothing_to_move_asks_nobody(unit, connection):
+    connection.write([], [], timeout_s=WAIT_S)
+    connection.write([5], [b""], timeout_s=WAIT_S)
+    got = connection.read([7], [0], timeout_s=WAIT_S)
+    assert got.range(0, 0).tobytes() == b""
+
+
+def test_threads_share_a_connection(unit, connection):
+    wrong = []
+
+    def work(number):
+        data = noise(MIB, seed=number)
+        for _ in range(5):
+            connection.write([number * MIB], [data], timeout_s=WAIT_S)
+            got = connection.read([number * MIB], [MIB], timeout_s=WAIT_S)
+            if got.range(0, MIB).tobytes() != data.tobytes():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- handshake ------------------------------------------------------------------------------------------------
+
+
+def test_a_client_with_a_lock_on_the_same_host_is_local(unit, lock):
+    with unit.connect(session=5, lock=lock) as connection:
+        assert connection.local
+        report = unit.expect(SessionAttached)
+        assert (report.unit, report.session) == (UNIT, 5)
+        connection.arena.writable(100, 3)[:] = [1, 2, 3]
+        assert unit.arena.data[100:103].tolist() == [1, 2, 3]
+        view = connection.arena.readonly(100, 3)
+    assert connection.arena.closed
+    assert view.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("why", ["forced", "no lock", "other host", "lock gone", "arena gone"])
+def test_who_is_not_local_is_remote(unit, lock, why):
+    facts, more = unit.info, {"lock": lock}
+    if why == "forced":
+        more["force_remote"] = True
+    elif why == "no lock":
+        more = {}
+    elif why == "other host":
+        facts = changed(unit.info, host="elsewhere")
+    elif why == "lock gone":
+        lock.path.unlink()
+    else:
+        unit.arena.path.unlink()
+    with UnitConnection(facts, session=5, token=TOKEN, **more) as connection:
+        assert not connection.local
+        assert connection.arena is None
+        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        assert connection.read([0], [3], timeout_s=WAIT_S).range(0, 3).tobytes() == b"abc"
+    assert unit.reports.empty()
+
+
+def test_a_proof_that_the_unit_does_not_believe_is_no_error(unit, lock, monkeypatch):
+    monkeypatch.setattr(client_module.MappedArena, "header", lambda *_: bytes(32))
+    with unit.connect(lock=lock) as connection:
+        assert not connection.local
+        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("facts", "more", "error"),
+    [
+        ({}, {"token": "wrong"}, AuthenticationError),
+        ({}, {"token": None}, AuthenticationError),
+        ({"epoch": EPOCH - 1}, {}, ServiceRestartedError),
+        ({"endpoints": ()}, {}, StorageUnitError),
+        ({"endpoints": ("ipc://@tq-nobody",)}, {}, StorageUnitError),
+        ({"endpoints": ("tcp://127.0.0.1:9",)}, {}, StorageUnitError),
+    ],
+)
+def test_refusals_at_the_door(unit, facts, more, error):
+    with pytest.raises(error):
+        UnitConnection(changed(unit.info, **facts), **({"session": 1, "token": TOKEN, "timeout_s": WAIT_S} | more))
+
+
+def test_an_endpoint_that_does_not_answer_is_passed_over(unit):
+    endpoints = ("ipc://@tq-nobody", "tcp://127.0.0.1:9", unit.info.endpoints[1])
+    with UnitConnection(changed(unit.info, endpoints=endpoints), session=1, token=TOKEN) as connection:
+        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+
+
+def test_a_shared_context_is_left_open(unit):
+    context = client_module.zmq.Context()
+    with UnitConnection(unit.info, session=1, token=TOKEN, context=context) as connection:
+        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    assert not context.closed
+    context.term()
+
+
+# --- fencing, death and silence -------------------------------------------------------------------------------
+
+
+def test_a_fenced_writer_is_refused(unit, connection):
+    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    unit.server.order(FenceSession(unit=UNIT, session=1))
+    unit.expect(SessionGone)
+    with pytest.raises(SessionExpiredError):
+        connection.write([0], [noise(9 * MIB)], timeout_s=WAIT_S)
+    with pytest.raises(SessionExpiredError):
+        connection.read([0], [3], timeout_s=WAIT_S)
+    assert unit.arena.data[:3].tobytes() == b"abc"
+    with pytest.raises(SessionExpiredError):
+        unit.connect(session=1)
+
+
+def test_a_write_outside_is_refused_and_the_connection_goes_on(unit, connection):
+    with pytest.raises(StorageUnitError, match="outside"):
+        connection.write([16 * MIB - 1], [b"ab"], timeout_s=WAIT_S)
+    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+
+
+LOCAL_CLIENT = """
+import sys, time, msgspec
+from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.lock import SessionLock
+from dataplane.ledger.commands import UnitInfo
+info = msgspec.json.decode(sys.argv[1], type=UnitInfo)
+lock = SessionLock.create()
+connection = UnitConnection(info, session=5, lock=lock, token=sys.argv[2])
+print(lock.path if connection.local else "remote", flush=True)
+sys.stdin.readline()
+connection.close()
+lock.close()
+print("closed", flush=True)
+"""
+
+
+def local_client(unit):
+    return Process(LOCAL_CLIENT, msgspec.json.encode(unit.info).decode(), TOKEN)
+
+
+def test_a_killed_client_is_gone_and_leaves_no_file(unit):
+    with local_client(unit) as process:
+        path = process.line()
+        unit.expect(SessionAttached)
+        assert os.path.exists(path)
+        process.kill()
+    unit.server.order(FenceSession(unit=UNIT, session=5))
+    assert unit.expect(SessionGone).session == 5
+    assert not os.path.exists(path)
+    with pytest.raises(SessionExpiredError):
+        unit.connect(session=5)
+
+
+def test_a_stopped_client_is_alive(unit):
+    with local_client(unit) as process:
+        process.line()
+        unit.expect(SessionAttached)
+        process.signal(signal.SIGSTOP)
+        unit.server.order(FenceSession(unit=UNIT, session=5))
+        assert unit.expect(SessionAlive).session == 5
+        process.signal(signal.SIGCONT)
+        process.kill()
+        unit.server.order(FenceSession(unit=UNIT, session=5))
+        assert unit.expect(SessionGone).session == 5
+
+
+def test_what_a_killed_clients_child_inherited_stays(unit, lock):
+    ready, release = os.pipe(), os.pipe()
+    with unit.connect(session=5, lock=lock) as connection:
+        unit.expect(SessionAttached)
+        child = os.fork()
+        if child == 0:
+            os.write(ready[1], b"x")
+            os.read(release[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        connection.close()
+    lock.close()
+    unit.server.order(FenceSession(unit=UNIT, session=5))
+    assert unit.expect(SessionAlive).session == 5
+    os.write(release[1], b"x")
+    os.waitpid(child, 0)
+    unit.server.order(FenceSession(unit=UNIT, session=5))
+    assert unit.expect(SessionGone).session == 5
+    for end in (*ready, *release):
+        os.close(end)
+
+
+def test_a_silent_unit_is_a_timeout_that_names_it(unit, connection, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(BulkServer, "_read", lambda *_: release.wait(WAIT_S) and b"")
+    with pytest.raises(CallTimeoutError, match="storage unit 7 at"):
+        connection.read([0], [3], timeout_s=0.05)
+    release.set()
+
+
+def test_a_unit_that_goes_is_noticed_at_once(road):
+    unit = Unit()
+    with unit.connect(road) as connection:
+        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        unit.close()
+        with pytest.raises(StorageUnitError, match="cannot be reached"):
+            connection.read([0], [3], timeout_s=600.0)
+        with pytest.raises(StorageUnitError, match="cannot be reached"):
+            connection.write([0], [b"abc"], timeout_s=600.0)
+
+
+def test_a_writer_that_dies_between_frames_leaves_no_torn_write(unit, connection):
+    count = iter(range(100))
+
+    def die_at_the_second():
+        if next(count) == 1:
+            raise RuntimeError("interrupted")
+
+    data = noise(2 * MIB)
+    failpoints.arm("bulk.write.between_frames", die_at_the_second)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        connection.write([0, 4 * MIB], [data[:MIB], data[MIB:]], timeout_s=WAIT_S)
+    failpoints.disarm()
+    assert not unit.arena.data[: 8 * MIB].any()
+    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    assert unit.arena.data[:3].tobytes() == b"abc"
+
+
+def test_a_reader_interrupted_between_frames_starts_afresh(unit, connection):
+    def die():
+        raise KeyboardInterrupt
+
+    data = noise(2 * MIB)
+    connection.write([0], [data], timeout_s=WAIT_S)
+    failpoints.arm("bulk.read.between_frames", die)
+    with pytest.raises(KeyboardInterrupt):
+        connection.read([0], [2 * MIB], timeout_s=WAIT_S)
+    failpoints.disarm()
+    assert connection.read([0], [2 * MIB], timeout_s=WAIT_S).range(0, 2 * MIB).tobytes() == data.tobytes()
+
+
+class Mine(np.ndarray):
+    """An array that can be watched dying."""
+
+
+@pytest.mark.parametrize("ending", ["return", "timeout", "interrupt", "refused", "closed"])
+def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, monkeypatch, ending):
+    data = noise(10 * MIB).view(Mine)
+    gone = weakref.ref(data)
+    release = threading.Event()
+    original = BulkServer._write
+    if ending in ("timeout", "closed"):
+        monkeypatch.setattr(BulkServer, "_write", lambda *call: original(*call) if release.wait(WAIT_S) else 0)
+    if ending == "interrupt":
+        interruptions = iter([False, False, True])
+        monkeypatch.setattr(client_module.Wire, "receive", lambda *_: interrupt_when(next(interruptions)))
+    if ending == "closed":
+        failpoints.arm("bulk.write.between_frames", lambda: threading.Thread(target=connection.close).start())
+    errors = {
+        "timeout": CallTimeoutError,
+        "interrupt": KeyboardInterrupt,
+        "refused": StorageUnitError,
+        "closed": ClientClosedError,
+    }
+    with pytest.raises(errors[ending]) if ending in errors else contextlib.nullcontext() as caught:
+        offset = 10 * MIB if ending == "refused" else 0
+        connection.write([offset], [data], timeout_s=0.05 if ending == "timeout" else WAIT_S)
+    del data, caught
+    gc.collect()
+    assert gone() is None, "something still refers to the buffer"
+    release.set()
+
+
+def interrupt_when(now):
+    if now:
+        raise KeyboardInterrupt
+
+
+# --- closing and forking --------------------------------------------------------------------------------------
+
+
+def test_closing_wakes_who_waits(unit, connection, monkeypatch):
+    arrived, release = threading.Event(), threading.Event()
+
+    def stall(*_):
+        arrived.set()
+        release.wait(WAIT_S)
+        return b""
+
+    monkeypatch.setattr(BulkServer, "_read", stall)
+    errors = []
+
+    def wait():
+        try:
+            connection.read([0], [3], timeout_s=600.0)
+        except ClientClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert arrived.wait(WAIT_S)
+    connection.close()
+    thread.join(WAIT_S)
+    release.set()
+    assert len(errors) == 1
+
+
+def test_a_closed_connection_refuses(unit, connection):
+    connection.close()
+    connection.close()
+    with pytest.raises(ClientClosedError):
+        connection.read([0], [3], timeout_s=WAIT_S)
+
+
+def test_a_forked_child_is_refused_and_hurts_nobody(unit, connection):
+    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    child = os.fork()
+    if child == 0:
+        try:
+            connection.read([0], [3], timeout_s=WAIT_S)
+        except ClientClosedError as error:
+            connection.close()
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert connection.read([0], [3], timeout_s=WAIT_S).range(0, 3).tobytes() == b"abc"
+
+
+def test_a_forked_child_opens_its_own(unit, connection):
+    connection.write([0], [noise(MIB)], timeout_s=WAIT_S)
+    child = os.fork()
+    if child == 0:
+        with unit.connect(session=2) as own:
+            own.write([MIB], [noise(MIB, seed=3)], timeout_s=WAIT_S)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert unit.arena.data[MIB : 2 * MIB].tobytes() == noise(MIB, seed=3).tobytes()
+
+
+def test_descriptors_do_not_leak(unit, lock):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    def round_trip(number):
+        with unit.connect(session=number, lock=lock) as connection:
+            connection.write([0], [noise(MIB)], timeout_s=WAIT_S)
+            connection.read([0], [MIB], timeout_s=WAIT_S)
+
+    round_trip(1)
+    before = descriptors()
+    for number in range(2, 8):
+        round_trip(number)
+    unit_keeps = 6
+    assert descriptors() <= before + unit_keeps

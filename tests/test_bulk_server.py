@@ -1,0 +1,352 @@
+import logging
+import threading
+
+import pytest
+
+from dataplane.bulk import server as server_module
+from dataplane.bulk.lock import SessionLock, boot_id
+from dataplane.bulk.server import BulkServer
+from dataplane.config import MIB
+from dataplane.errors import ArenaSpaceError, from_wire
+from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
+from dataplane.pb import bulk_pb2 as pb
+from tests.bulk_unit import TOKEN, UNIT, Peer, Unit
+
+
+@pytest.fixture
+def unit():
+    with Unit() as made:
+        yield made
+
+
+@pytest.fixture
+def peer(unit):
+    with Peer(unit) as made:
+        yield made
+
+
+def write(*ranges, frames=None):
+    offsets, sizes = zip(*ranges, strict=True) if ranges else ((), ())
+    frame_ranges = [1] * len(ranges) if frames is None else frames
+    return pb.WriteRanges(offsets=offsets, sizes=sizes, frame_ranges=frame_ranges)
+
+
+def read(*ranges):
+    offsets, sizes = zip(*ranges, strict=True)
+    return pb.ReadRanges(offsets=offsets, sizes=sizes)
+
+
+def refused(answer):
+    reply, payload = answer
+    assert reply.WhichOneof("outcome") == "error", reply
+    assert payload == []
+    return from_wire(reply.error.name, reply.error.facts)
+
+
+def prove(unit, peer, lock, *, session=1, seen=None):
+    """The handshake of a local client, by hand; `seen` replaces the proof."""
+    challenge = peer.ask(session=session, attach=pb.Attach(lock_path=str(lock.path), boot_id=boot_id()))[0].challenge
+    assert challenge.local, challenge.why
+    with open(challenge.arena_path, "rb") as arena:
+        arena.seek(challenge.offset)
+        found = arena.read(challenge.length)
+    return peer.ask(session=session, proof=pb.AttachProof(seen=found if seen is None else seen))
+
+
+def test_bytes_go_in_and_come_out(unit, peer):
+    answer = peer.ask(b"ab", b"cdef", call=9, write=write((0, 2), (100, 1), (200, 3), frames=[1, 2]))
+    assert (answer[0].call, answer[0].written.size) == (9, 6)
+    assert unit.arena.data[200:203].tobytes() == b"def"
+    reply, payload = peer.ask(call=10, read=read((200, 3), (0, 2), (100, 1)))
+    assert (reply.call, reply.bytes.size, payload) == (10, 6, [b"defabc"])
+    assert peer.ask(read=read((0, 0)))[1] == [b""]
+    assert peer.ask(write=write())[0].written.size == 0
+
+
+def test_the_last_backed_byte_is_the_last(unit, peer):
+    backed = unit.arena.backed_bytes
+    assert peer.ask(b"x", write=write((backed - 1, 1)))[0].written.size == 1
+    assert peer.ask(read=read((backed, 0)))[1] == [b""]
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [(16 * MIB, 1), (16 * MIB - 1, 2), (2**64 - 1, 1), (1, 2**64 - 1), (2**63, 2**63), (20 * MIB, 0)],
+)
+def test_outside_of_what_is_backed_nothing_is_touched(unit, peer, ranges):
+    before = unit.arena.data[: 16 * MIB].sum()
+    error = refused(peer.ask(b"x" * 2, write=write(ranges)))
+    assert "outside" in str(error)
+    assert error.unit == UNIT
+    refused(peer.ask(read=read((0, 1), ranges)))
+    assert unit.arena.data[: 16 * MIB].sum() == before
+
+
+def test_too_much_at_once_is_refused(peer, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_REQUEST_BYTES", 1000)
+    assert "1,001 bytes" in str(refused(peer.ask(read=read((0, 500), (0, 501)))))
+
+
+@pytest.mark.parametrize(
+    ("payload", "request_"),
+    [
+        ((b"abc",), write((0, 2))),
+        ((b"a",), write((0, 2))),
+        ((b"ab",), write((0, 2), (8, 2))),
+        ((b"ab", b"cd", b"ef"), write((0, 2), (8, 2))),
+        ((), write((0, 2))),
+        ((b"ab",), write((0, 2), frames=[])),
+        ((b"ab", b""), write((0, 2), frames=[1, 0])),
+        ((b"ab",), write((0, 2), frames=[2])),
+        ((b"abc",), write((0, 2), (8, 2), frames=[2])),
+        ((b"ab",), pb.WriteRanges(offsets=[0], sizes=[1, 1], frame_ranges=[2])),
+    ],
+)
+def test_a_torn_write_is_refused_and_the_next_request_served(peer, payload, request_):
+    error = refused(peer.ask(*payload, write=request_))
+    assert type(error).__name__ == "StorageUnitError"
+    assert peer.ask(b"ok", write=write((64, 2)))[0].written.size == 2
+
+
+def test_nothing_beyond_the_ranges_is_touched_by_a_long_frame(unit, peer):
+    refused(peer.ask(b"x" * 100, write=write((0, 10))))
+    assert not unit.arena.data[10:100].any()
+
+
+@pytest.mark.parametrize("token", [b"", b"wrong", TOKEN.encode() + b"\0", b"\xff"])
+def test_the_token_is_checked_first(unit, peer, token):
+    for verb in ({"read": read((0, 1))}, {"attach": pb.Attach()}, {"write": write((0, 1)), "epoch": 99}):
+        assert type(refused(peer.ask(token=token, **verb))).__name__ == "AuthenticationError"
+
+
+def test_another_epoch_is_refused(unit, peer):
+    error = refused(peer.ask(b"x", write=write((0, 1)), epoch=2))
+    assert (type(error).__name__, error.expected_epoch, error.got_epoch) == ("ServiceRestartedError", 2, 3)
+    assert unit.arena.data[0] == 0
+
+
+def test_another_protocol_version_is_refused_by_name(peer):
+    error = refused(peer.ask(protocol_version=99, attach=pb.Attach()))
+    assert (type(error).__name__, error.client_version) == ("ProtocolVersionError", 99)
+
+
+def test_garbage_is_dropped_and_the_server_goes_on(peer):
+    peer.socket.send_multipart([b"\xff\xff\xff", b"more"])
+    assert peer.ask(b"x", call=8, write=write((0, 1)))[0].call == 8
+    peer.socket.send(b"")
+    assert type(refused(peer.reply())).__name__ == "ProtocolVersionError"
+
+
+def test_a_request_without_a_verb_is_refused(peer):
+    assert "no verb" in str(refused(peer.ask()))
+
+
+def test_a_defect_is_logged_with_its_verb_and_answered(unit, peer, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(BulkServer, "_read", broken)
+    with caplog.at_level(logging.ERROR):
+        error = refused(peer.ask(read=read((0, 1))))
+    assert type(error).__name__ == "InternalError"
+    assert "read of session 1" in caplog.text
+    assert "a bug" in caplog.text
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
+
+
+def test_a_fenced_session_is_refused_for_good(unit, peer):
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
+    for _ in range(2):
+        unit.server.order(FenceSession(unit=UNIT, session=1))
+        assert unit.expect(SessionGone).session == 1
+    for verb in (
+        {"write": write((0, 1))},
+        {"read": read((0, 1))},
+        {"attach": pb.Attach()},
+        {"proof": pb.AttachProof()},
+    ):
+        error = refused(peer.ask(b"y", **verb))
+        assert (type(error).__name__, error.session) == ("SessionExpiredError", 1)
+    assert unit.arena.data[0] == ord("x")
+    assert peer.ask(b"z", session=2, write=write((0, 1)))[0].written.size == 1
+
+
+def test_reports_carry_the_unit_of_the_order(unit):
+    unit.server.order(FenceSession(unit=41, session=1))
+    assert unit.expect(SessionGone).unit == 41
+
+
+def test_a_session_with_proof_is_attached_and_then_alive_until_its_lock_is_free(unit, peer):
+    lock = SessionLock.create()
+    assert prove(unit, peer, lock)[0].WhichOneof("outcome") == "attached"
+    attached = unit.expect(SessionAttached)
+    assert (attached.unit, attached.session) == (UNIT, 1)
+    unit.server.order(FenceSession(unit=UNIT, session=1))
+    assert unit.expect(SessionAlive).session == 1
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1, "alive, so not fenced"
+    lock.close()
+    unit.server.order(FenceSession(unit=UNIT, session=1))
+    assert unit.expect(SessionGone).session == 1
+    assert "SessionExpired" in type(refused(peer.ask(b"x", write=write((0, 1))))).__name__
+
+
+def test_attaching_twice_with_one_lock_is_fine_and_with_two_is_not(unit, peer):
+    with SessionLock.create() as lock, SessionLock.create() as other:
+        for _ in range(2):
+            prove(unit, peer, lock)
+            unit.expect(SessionAttached)
+        request = pb.Attach(lock_path=str(other.path), boot_id=boot_id())
+        assert "another lock" in str(refused(peer.ask(attach=request)))
+
+
+def test_a_wrong_proof_leaves_the_session_remote(unit, peer):
+    with SessionLock.create() as lock:
+        assert "does not map" in str(refused(prove(unit, peer, lock, seen=bytes(32))))
+        assert "nobody asked" in str(refused(peer.ask(proof=pb.AttachProof(seen=bytes(32)))))
+        unit.server.order(FenceSession(unit=UNIT, session=1))
+        assert unit.expect(SessionGone).session == 1, "not attached: fenced though the lock is held"
+
+
+def test_a_fence_between_challenge_and_proof_wins(unit, peer):
+    with SessionLock.create() as lock:
+        peer.ask(attach=pb.Attach(lock_path=str(lock.path), boot_id=boot_id()))
+        unit.server.order(FenceSession(unit=UNIT, session=1))
+        unit.expect(SessionGone)
+        assert "SessionExpired" in type(refused(peer.ask(proof=pb.AttachProof(seen=bytes(32))))).__name__
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"lock_path": ""}, "asked for the remote road"),
+        ({"boot_id": "elsewhere"}, "another host"),
+        ({"lock_path": "/etc/passwd"}, "directory"),
+    ],
+)
+def test_who_cannot_be_local_stays_remote(unit, peer, facts, why):
+    with SessionLock.create() as lock:
+        request = pb.Attach(**({"lock_path": str(lock.path), "boot_id": boot_id()} | facts))
+        challenge = peer.ask(attach=request)[0].challenge
+        assert not challenge.local
+        assert why in challenge.why
+        assert challenge.arena_path == ""
+
+
+def test_descriptors_of_sessions_that_ended_do_not_pile_up(unit, peer):
+    with SessionLock.create() as lock:
+        prove(unit, peer, lock, session=1)
+        unit.expect(SessionAttached)
+    with SessionLock.create() as lock:
+        prove(unit, peer, lock, session=2)
+        assert unit.expect(SessionGone).session == 1
+        assert unit.expect(SessionAttached).session == 2
+
+
+def test_an_attach_before_the_unit_has_its_number_waits(unit):
+    with Unit(number=0) as early, Peer(early) as peer, SessionLock.create() as lock:
+        peer.send(call=4, attach=pb.Attach(lock_path=str(lock.path), boot_id=boot_id()))
+        assert peer.ask(b"x", call=5, write=write((0, 1)))[0].call == 5, "the attach is not answered yet"
+        early.server.unit = UNIT
+        reply, _ = peer.reply()
+        assert (reply.call, reply.challenge.local) == (4, True)
+
+
+def test_growing_is_reported(unit, peer):
+    assert "outside" in str(refused(peer.ask(b"x", write=write((20 * MIB, 1)))))
+    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
+    grown = unit.expect(Grown)
+    assert (grown.unit, grown.backed_bytes, grown.error) == (UNIT, 24 * MIB, None)
+    assert peer.ask(b"x", write=write((20 * MIB, 1)))[0].written.size == 1
+    unit.server.order(GrowArena(unit=UNIT, backed_bytes=MIB))
+    assert unit.expect(Grown).backed_bytes == 24 * MIB
+
+
+def test_growing_that_fails_says_why(unit, peer, monkeypatch):
+    def full(*_):
+        raise ArenaSpaceError(directory="/dev/shm", found_bytes=5, wanted_bytes=9)
+        yield
+
+    monkeypatch.setattr(unit.arena, "grow_steps", full)
+    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
+    grown = unit.expect(Grown)
+    assert grown.backed_bytes == 16 * MIB
+    assert "--capacity" in str(grown.error)
+
+
+def test_growing_that_breaks_is_reported_too(unit, monkeypatch, caplog):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+        yield
+
+    monkeypatch.setattr(unit.arena, "grow_steps", broken)
+    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
+    assert "Input/output" in str(unit.expect(Grown).error)
+    assert unit.server.alive
+
+
+def test_requests_are_served_between_the_steps_of_growing(unit, peer, monkeypatch):
+    served = threading.Event()
+
+    def steps(_):
+        while not served.is_set():
+            yield 0
+
+    monkeypatch.setattr(unit.arena, "grow_steps", steps)
+    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
+    assert unit.reports.empty()
+    served.set()
+    unit.expect(Grown)
+
+
+def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkeypatch, caplog):
+    def broken(_):
+        raise ConnectionError("the controller is gone")
+
+    monkeypatch.setattr(unit.server, "_report", broken)
+    with SessionLock.create() as lock:
+        assert type(refused(prove(unit, peer, lock))).__name__ == "InternalError"
+    unit.server.order(FenceSession(unit=UNIT, session=9))
+    assert type(refused(peer.ask(b"x", token=b"", write=write((0, 1))))).__name__ == "AuthenticationError"
+    assert "the controller is gone" in caplog.text
+    assert unit.server.alive
+
+
+def test_stopping_twice_and_ordering_after_is_harmless():
+    unit = Unit()
+    unit.close()
+    unit.server.stop()
+    unit.server.order(FenceSession(unit=UNIT, session=1))
+    assert not unit.server.alive
+    assert unit.reports.empty()
+
+
+def test_tcp_beyond_loopback_needs_a_token(unit):
+    open_server = BulkServer(unit.arena, epoch=1, token=None, report=unit.reports.put, tcp_host="0.0.0.0")
+    with pytest.raises(ValueError, match="loopback"):
+        open_server.start()
+
+
+def test_no_token_serves_who_gives_none_and_refuses_who_gives_one(unit):
+    open_unit = BulkServer(unit.arena, epoch=3, token=None, report=unit.reports.put)
+    open_unit.start()
+    open_unit.unit = UNIT
+    try:
+        with Peer(unit) as peer:
+            peer.socket.disconnect(unit.server.endpoints[0])
+            peer.socket.connect(open_unit.endpoints[0])
+            assert peer.ask(b"x", token=b"", write=write((0, 1)))[0].written.size == 1
+            assert type(refused(peer.ask(b"x", write=write((0, 1))))).__name__ == "AuthenticationError"
+    finally:
+        open_unit.stop()
+
+
+def test_replies_do_not_refer_to_the_arena(unit, peer):
+    """A reply that waits to be received keeps its bytes though the arena's change meanwhile."""
+    unit.arena.data[: 2 * MIB] = 1
+    for _ in range(4):
+        peer.send(read=read((0, 2 * MIB)))
+    peer.send(bytes(2 * MIB), call=2, write=write((0, 2 * MIB)))
+    answers = [peer.reply() for _ in range(5)]
+    assert answers[-1][0].written.size == 2 * MIB
+    assert all(payload == b"\1" * (2 * MIB) for _, (payload,) in answers[:-1])
