@@ -26,7 +26,8 @@ class WarmStart:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """data: problems as JSONL. out: directory for the curves. held_out: problems kept from training, for accuracy.
+    """data: problems as JSONL. out: directory for the curves. held_out: problems kept from training, for accuracy;
+    the first `monitored` of them are asked after every step. capacity_bytes: of the data plane.
 
     A step samples `group_size` responses to each of `prompts` problems and makes `updates` optimizer steps on them.
     data_parallel x tensor_parallel policy workers train; `micro_batch_size` bounds the rows each passes at a time.
@@ -36,6 +37,7 @@ class JobConfig:
     out: Path = Path("out")
     seed: int = 0
     held_out: int = 500
+    monitored: int = 200
     steps: int = 40
     prompts: int = 64
     group_size: int = 8
@@ -43,6 +45,7 @@ class JobConfig:
     data_parallel: int = 2
     tensor_parallel: int = 2
     micro_batch_size: int = 128
+    capacity_bytes: int = 32 << 20
     width: int = 96
     layers: int = 2
     heads: int = 4

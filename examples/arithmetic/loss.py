@@ -13,7 +13,7 @@ Metrics = dict[str, float]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[N, S] log-probability of each of `tokens` [N, S] under `logits` [N, S, V] of the token before; the first is 0."""
+    """[N, S] log-probability of `tokens` [N, S], each under `logits` [N, S, V] of the token before; the first is 0."""
     scores = -F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     return F.pad(scores, (1, 0))
 

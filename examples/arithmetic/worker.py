@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,22 +14,106 @@ from dataplane import BatchedDataDict, KVBatchMeta
 from workers import TQWorkerMixin
 
 from .config import JobConfig
-from .learner import Learner, LossFunction, OptimizerConfig
+from .learner import Batch, Learner, LossFunction
 from .model import ModelConfig
 from .tokenizer import PAD
 
 
-class PolicyWorkerImpl(TQWorkerMixin):
-    """One rank of `data_parallel x tensor_parallel`. Ranks of one tensor-parallel group fetch together and compute
-    together; the mixin's `*_presharded` entrypoints call `train`, `get_logprobs` and
-    `get_reference_policy_logprobs` below with what they fetched."""
+class PolicyWorker(TQWorkerMixin):
+    """One rank of data_parallel x tensor_parallel.
+
+    The driver calls the mixin's `*_presharded` entrypoints with a meta of this data-parallel rank's samples. The mixin
+    has the first tensor-parallel rank fetch them and broadcast to its siblings, calls `train`, `get_logprobs` or
+    `get_reference_policy_logprobs` below on every rank, and has the first write log-probabilities back.
+    """
 
     def __init__(self, config: JobConfig, model: ModelConfig) -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")  # its place is in the environment, set by RayWorkerGroup
+        dist.init_process_group("gloo")  # rank, size and address are in the environment, set by RayWorkerGroup
         self.cfg = config
-        self.mesh = init_device_mesh(
-            "cpu", (config.data_parallel, config.tensor_parallel), mesh_dim_names=("dp", "tp")
-        )
+        self.mesh = init_device_mesh("cpu", (config.data_parallel, config.tensor_parallel), mesh_dim_names=("dp", "tp"))
         self.learner = Learner(model, self.mesh, seed=config.seed, optimizer=config.warm_start.optimizer)
         self._plane_s = 0.0
+
+    # What the mixin asks of its host.
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer step per `gbs` samples over all data-parallel ranks (all samples when None), in their order; no
+        step in `eval_mode`. Returns `loss`, `grad_norm` (means over the steps) and `metrics` (per step)."""
+        rows = len(data["input_ids"]) if gbs is None else gbs // self.mesh["dp"].size()
+        steps = self.learner.train(
+            tensors(data),
+            loss_fn,
+            batch_size=rows,
+            micro_batch_size=mbs or self.cfg.micro_batch_size,
+            learn=not eval_mode,
+        )
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in ("loss", "grad_norm")}
+        return means | {"all_mb_metrics": {name: [step[name] for step in steps] for name in steps[0]}}
+
+    def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`logprobs` [N, S] of the tokens under the policy."""
+        rows = micro_batch_size or self.cfg.micro_batch_size
+        return BatchedDataDict({"logprobs": self.learner.logprobs(tensors(data), micro_batch_size=rows)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs` [N, S] of the tokens under the frozen reference policy."""
+        rows = micro_batch_size or self.cfg.micro_batch_size
+        logprobs = self.learner.logprobs(tensors(data), micro_batch_size=rows, reference=True)
+        return BatchedDataDict({"reference_logprobs": logprobs})
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
+
+    def _local_coords(self) -> dict[str, int]:
+        return {"tensor_parallel": self.mesh.get_local_rank("tp")}
+
+    def _pad_value_dict(self) -> dict[str, Any]:
+        return {"input_ids": PAD}
+
+    # What this example's driver asks besides.
+
+    def begin_reinforcement(self) -> None:
+        """The policy as it is now becomes the reference; the optimizer starts afresh with the settings for RL."""
+        self.learner.freeze_reference()
+        self.learner.set_optimizer(self.cfg.optimizer)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The whole weights on the first rank, None elsewhere; all ranks must be called."""
+        whole = self.learner.weights()
+        return whole if dist.get_rank() == 0 else None
+
+    def take_plane_s(self) -> float:
+        """Seconds that this rank spent fetching and writing back since it was last asked."""
+        spent, self._plane_s = self._plane_s, 0.0
+        return spent
+
+    def shutdown(self) -> None:
+        """Leave the process group and the data plane."""
+        dist.destroy_process_group()
+        self._require_dp_client().close()
+
+    def _fetch(self, meta: KVBatchMeta, **how: Any) -> BatchedDataDict[Any]:
+        start = time.perf_counter()
+        data = super()._fetch(meta, **how)
+        self._plane_s += time.perf_counter() - start
+        return data
+
+    def _write_back(self, meta: KVBatchMeta, fields: dict[str, Tensor]) -> None:
+        start = time.perf_counter()
+        super()._write_back(meta, fields)
+        self._plane_s += time.perf_counter() - start
+
+
+def tensors(data: BatchedDataDict[Any]) -> Batch:
+    """The tensor columns of a batch."""
+    return {name: column for name, column in data.items() if isinstance(column, Tensor)}

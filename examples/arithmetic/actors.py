@@ -1,0 +1,76 @@
+"""Who takes part in a run, and how they are started and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+import dataplane
+from dataplane import DataPlaneClient, DataPlaneConfig
+from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, TQPolicy, launch_service
+
+from .config import JobConfig
+from .data import Problem
+from .rollout import RolloutWorker
+from .task import Task
+from .worker import PolicyWorker
+
+TRAIN = "train"
+"""The partition of the samples that a step trains on."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who takes part: the policy (four workers behind one face), the rollout actor, and the driver's own client."""
+
+    policy: TQPolicy
+    workers: RayWorkerGroup
+    rollout: Any
+    client: DataPlaneClient
+
+    def sync_weights(self) -> None:
+        """Let the rollout actor answer with the policy's weights: gathered by the first rank, sent by Ray."""
+        first, *others = self.workers.run_all_workers_single_data("weights")
+        ray.get([self.rollout.set_weights.remote(first), *others])
+
+    def right(self, problems: list[Problem]) -> list[float]:
+        """For each problem 1 where the rollout actor's greedy answer is right, else 0."""
+        return ray.get(self.rollout.right.remote(problems))
+
+    def plane_s(self) -> float:
+        """Seconds in the data plane since last asked, of the policy worker that spent most."""
+        return max(ray.get(self.workers.run_all_workers_single_data("take_plane_s")))
+
+
+@contextmanager
+def cast(config: JobConfig, task: Task) -> Iterator[Cast]:
+    """Start everyone in the Ray cluster that this process is connected to; end them on the way out."""
+    with ExitStack() as stack:
+        service = stack.enter_context(launch_service(DataPlaneConfig(capacity_bytes=config.capacity_bytes)))
+        ranks = torch.arange(config.data_parallel * config.tensor_parallel)
+        layout = ranks.view(config.data_parallel, config.tensor_parallel).tolist()
+        cluster = stack.enter_context(RayVirtualCluster([len(ranks)], use_gpus=False, name="policy"))
+        builder = RayWorkerBuilder(f"{PolicyWorker.__module__}.{PolicyWorker.__qualname__}", config, task.model)
+        workers = stack.enter_context(
+            RayWorkerGroup(
+                cluster,
+                builder,
+                name_prefix="policy",
+                sharding_annotations=NamedSharding(layout, ["data_parallel", "tensor_parallel"]),
+            )
+        )
+        policy = TQPolicy(workers, dp_cfg=service.config, cfg=config, tq_partition_id=TRAIN)
+        rollout = (
+            ray.remote(RolloutWorker)
+            .options(num_cpus=0)
+            .remote(task.model, task.tokenizer, service.config, max_new_tokens=task.max_new_tokens, seed=config.seed)
+        )
+        stack.callback(ray.kill, rollout)
+        client = stack.enter_context(dataplane.build_data_plane_client(service.config, bootstrap=False))
+        yield Cast(policy, workers, rollout, client)
+        workers.shutdown("shutdown")

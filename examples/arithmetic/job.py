@@ -1,0 +1,116 @@
+"""The driver: what happens, and in which order. It holds metas; of the samples it reads only their rewards."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from statistics import fmean
+
+import ray
+from torch import Tensor
+
+from dataplane import DataPlaneClient, KVBatchMeta
+from workers import TQPolicy
+
+from .actors import TRAIN, Cast, cast
+from .config import JobConfig
+from .loss import SupervisedLoss, group_advantages
+from .report import Accuracy, Reporter, Result, StepRow
+from .rollout import RolloutStats
+from .task import Task
+
+TEXTS = "texts"
+"""The partition of the warm start."""
+
+
+def warm_start(config: JobConfig, task: Task, actors: Cast, reporter: Reporter) -> None:
+    """Supervised rounds until the policy is sometimes right (see `WarmStart`)."""
+    plan, rng = config.warm_start, random.Random(config.seed)
+    actors.client.register_partition(TEXTS, ["input_ids", "token_mask"], len(task.train), [])
+    texts: KVBatchMeta = ray.get(actors.rollout.put_texts.remote(task.train, partition_id=TEXTS))
+    batch_size = min(plan.batch_size, len(task.train) // config.data_parallel * config.data_parallel)
+    updates = min(plan.updates_per_round, len(task.train) // batch_size)
+    probes = task.train[: config.monitored]
+    for number in range(1, plan.max_rounds + 1):
+        rows = rng.sample(range(len(task.train)), updates * batch_size)
+        report = actors.policy.train_from_meta(texts.subset(rows), SupervisedLoss(), gbs=batch_size)
+        actors.sync_weights()
+        accuracy = Accuracy.of(actors.right(probes))
+        reporter.note(f"warm start, round {number}: loss {report['loss']:.3f}, right {accuracy}")
+        reporter.advance()
+        if accuracy.mean >= plan.accuracy:
+            break
+    actors.client.clear_samples(None, TEXTS)
+    actors.plane_s()
+    ray.get(actors.workers.run_all_workers_single_data("begin_reinforcement"))
+
+
+def grpo_step(config: JobConfig, task: Task, actors: Cast, step: int) -> StepRow:
+    """One step of GRPO: rollout, log-probabilities, advantages, optimizer steps, new weights for the rollout actor."""
+    start = time.perf_counter()
+    policy, rng = actors.policy, random.Random(f"{config.seed}/{step}")
+    prompts = rng.sample(task.train, config.prompts)
+    policy.prepare_step(num_samples=config.prompts * config.group_size, group_size=config.group_size)
+    meta: KVBatchMeta
+    made: RolloutStats
+    meta, made = ray.get(
+        actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
+    )
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    driver_s = write_advantages(policy, meta, group_size=config.group_size)
+    rows = rng.sample(range(meta.size), meta.size)
+    report = policy.train_from_meta(meta.subset(rows), config.loss, gbs=config.batch_size)
+    held_bytes = live_bytes(actors.client)
+    policy.finish_step(meta)
+    actors.sync_weights()
+    right = actors.right(task.held_out[: config.monitored])
+    metrics = report["all_mb_metrics"]
+    return StepRow(
+        step=step,
+        reward=made.reward,
+        accuracy=fmean(right),
+        kl=fmean(metrics["kl"]),
+        grad_norm=report["grad_norm"],
+        sampling_gap=fmean(metrics["sampling_gap"]),
+        tokens=made.tokens,
+        seconds=time.perf_counter() - start,
+        plane_s=made.put_s + driver_s + actors.plane_s(),
+        plane_bytes=held_bytes,
+    )
+
+
+def write_advantages(policy: TQPolicy, meta: KVBatchMeta, *, group_size: int) -> float:
+    """Read the rewards, write the advantages; the seconds that took."""
+    start = time.perf_counter()
+    rewards = policy.read_from_dataplane(meta, select_fields=["reward"])["reward"]
+    advantages = group_advantages(rewards, group_size=group_size)
+    policy.write_to_dataplane(meta, {"advantages": token_column(advantages, meta.sequence_lengths)})
+    return time.perf_counter() - start
+
+
+def token_column(values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Per-sample `values` [N] as a per-token column: row i is `values[i]`, `lengths[i]` times."""
+    return [value.expand(length) for value, length in zip(values, lengths, strict=True)]
+
+
+def live_bytes(client: DataPlaneClient) -> int:
+    """Bytes that the data plane holds now."""
+    return 0
+
+
+def run(config: JobConfig, reporter: Reporter) -> Result:
+    """The whole job, in the Ray cluster that this process is connected to."""
+    task = Task.of(config)
+    reporter.stage("starting actors")
+    with cast(config, task) as actors:
+        reporter.stage("warm start")
+        warm_start(config, task, actors, reporter)
+        before = actors.right(task.held_out)
+        reporter.stage("reinforcement learning", total=config.steps)
+        steps = []
+        for step in range(1, config.steps + 1):
+            steps.append(grpo_step(config, task, actors, step))
+            reporter.step(steps[-1])
+        return Result.of(before, actors.right(task.held_out), steps)

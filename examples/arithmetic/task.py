@@ -1,0 +1,39 @@
+"""What a run is about: its problems, and what follows from their texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import JobConfig
+from .data import Problem, load_problems, split
+from .model import ModelConfig
+from .tokenizer import CharTokenizer
+
+
+@dataclass(frozen=True)
+class Task:
+    """max_new_tokens: the longest answer, its END, and one more for a policy that errs."""
+
+    train: list[Problem]
+    held_out: list[Problem]
+    tokenizer: CharTokenizer
+    model: ModelConfig
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, config: JobConfig) -> Task:
+        """Read and split the problems. ValueError where there are too few of them."""
+        problems = load_problems(config.data)
+        train, held_out = split(problems, held_out=config.held_out, seed=config.seed)
+        if len(train) < config.prompts:
+            raise ValueError(f"{len(train)} training problems are fewer than the {config.prompts} prompts of a step")
+        tokenizer = CharTokenizer.of(problem.prompt + problem.answer for problem in problems)
+        max_new_tokens = max(len(problem.answer) for problem in problems) + 2
+        model = ModelConfig(
+            vocabulary=tokenizer.size,
+            context=max(len(problem.prompt) for problem in problems) + max_new_tokens,
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+        )
+        return cls(train, held_out, tokenizer, model, max_new_tokens)
