@@ -143,6 +143,12 @@ class Client:
     def do(self, command: c.Command) -> None:
         self.call(c.Done, command)
 
+    def raise_(self, command: c.Command) -> None:
+        """A call that must fail: raises its error."""
+        got = self.raw(command)
+        assert isinstance(got, DataPlaneError), got
+        raise got
+
     def waits(self, command: c.Command) -> int:
         """Post a call that parks."""
         number = self.post(command)

@@ -160,6 +160,16 @@ class Extents:
         mine = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
         return np.flatnonzero(mine).astype(np.int32)
 
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(unit, offset, nbytes) of everything held, for tests; an extent that was trimmed gives several."""
+        found: list[tuple[int, int, int]] = []
+        for number in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
+            several = self.several.get(number)
+            pieces = several.pieces if several is not None and several.pieces is not None else None
+            whole = [(int(self.starts[number]), int(self.sizes[number]))]
+            found += [(int(self.units[number]), start, size) for start, size in (whole if pieces is None else pieces)]
+        return found
+
     def drop_unit(self, unit: int) -> None:
         """The unit is gone with all it held; nothing refers to its extents any more."""
         numbers = self.of_unit(unit)

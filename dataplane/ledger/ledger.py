@@ -92,6 +92,14 @@ class Ledger:
         live, units = self._liveness, self._units
         return digest([self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added])
 
+    def free_ranges(self, unit: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of every free range of a unit's arena, by address. For tests."""
+        return list(self._state.units[unit].space.ranges())
+
+    def held_ranges(self) -> list[tuple[int, int, int]]:
+        """(unit, offset, nbytes) of every range in use. For tests."""
+        return self._state.extents.ranges()
+
     # --- inputs
 
     def _report_table(self) -> dict[type[c.Input], Callable[[Any], None]]:

@@ -224,7 +224,7 @@ class Liveness:
                     self._probe(session)
                 if session.probed is not None:
                     self._look_at(session.probed + state.heartbeat_s)
-            elif session.silent or state.now - session.heard > 2 * state.heartbeat_s:
+            elif session.silent or state.now - session.heard >= 2 * state.heartbeat_s:
                 self._look_into(session, gap)
             else:
                 self._look_at(session.heard + 2 * state.heartbeat_s)
@@ -236,7 +236,8 @@ class Liveness:
         if self._reachable(session):
             if self._probe_due(session):
                 self._probe(session)
-            self._look_at(state.now + state.heartbeat_s)
+            assert session.probed is not None
+            self._look_at(session.probed + state.heartbeat_s)
             return
         overdue = session.heard + state.session_timeout_s
         if state.now < overdue:
@@ -257,7 +258,7 @@ class Liveness:
         return [unit for unit in where if unit in units and units[unit].connected]
 
     def _probe_due(self, session: Session) -> bool:
-        return session.probed is None or self.state.now - session.probed >= self.state.heartbeat_s
+        return session.probed is None or self.state.now >= session.probed + self.state.heartbeat_s
 
     def _probe(self, session: Session) -> None:
         reachable = self._reachable(session)

@@ -122,7 +122,7 @@ class Reads:
 
     def _session(self, session: Session) -> c.SessionStats:
         silent_s = self.state.now - session.heard
-        quiet = session.live and (session.silent or silent_s > 2 * self.state.heartbeat_s)
+        quiet = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
         return c.SessionStats(
             session=session.number,
             name=session.name,

@@ -1,0 +1,98 @@
+"""Storage units: joining, coming back, being lost and dropped."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.errors import InvalidRequestError, StorageUnitError
+from dataplane.ledger import commands as c
+from tests.ledger_driver import MIB, Driver, by_ids, commit_columns
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(units=2)
+
+
+def test_a_live_cookie_twice_is_refused(driver: Driver) -> None:
+    assert isinstance(driver.add_unit(name="unit0", capacity=MIB).error, InvalidRequestError)
+    driver.apply(c.UnitLost(unit=1))
+    again = driver.add_unit(name="unit0", capacity=MIB)
+    assert (again.unit, again.error) == (1, None)
+    driver.apply(c.UnitLost(unit=1))
+    assert isinstance(driver.add_unit(name="unit0", capacity=MIB, epoch=0).error, InvalidRequestError)
+    assert isinstance(driver.add_unit(name="unit0", capacity=2 * MIB).error, InvalidRequestError)
+
+
+def test_units_are_listed_with_their_present_epoch(driver: Driver) -> None:
+    driver.add_unit(name="unit1", capacity=MIB, epoch=5)
+    client = driver.client()
+    units = client.call(c.UnitList, c.Units()).units
+    assert [(unit.unit, unit.epoch, unit.name) for unit in units] == [(1, 1, "unit0"), (2, 5, "unit1")]
+
+
+def test_a_new_epoch_frees_what_remote_sessions_held_and_keeps_what_local_ones_hold(driver: Driver) -> None:
+    remote, local = driver.client("remote", host="far"), driver.client("local", attach=[1])
+    remote.register()
+    for client in (remote, local):
+        client.put([f"{client.session}"], {"x": [64]})
+        client.raw(client.allocate({"x": [64]}, unit_wish=1))
+        client.locate(by_ids(f"{client.session}"))
+    assert remote.used(1) + remote.used(2) == 4 * 64
+    driver.add_unit(name="unit0", capacity=MIB, epoch=2)
+    driver.add_unit(name="unit1", capacity=MIB, epoch=2)
+    stats = remote.stats()
+    assert sum(unit.reserved_bytes for unit in stats.units) == 64
+    assert sum(unit.live_bytes for unit in stats.units) == 128
+    assert sum(unit.pinned_bytes for unit in stats.units) == 64
+
+
+def test_a_unit_with_live_rows_is_dropped_under_force_only(driver: Driver) -> None:
+    client = driver.client("holder", attach=[1, 2])
+    client.register()
+    for i, unit in enumerate((1, 2)):
+        number = client.post(client.allocate({"x": [64]}, unit_wish=unit))
+        client.call(
+            c.Committed,
+            c.Commit(
+                partition="p",
+                samples=by_ids(f"s{i}"),
+                mode=c.Mode.CREATE,
+                reservation=number,
+                columns=commit_columns({"x": [64]}),
+            ),
+        )
+    client.locate(by_ids("s0", "s1"))
+    located = client.number
+    doomed = client.post(client.allocate({"x": [64]}, unit_wish=1))
+    (refused,) = driver.apply(c.DropUnit(unit=1))
+    assert isinstance(refused, c.UnitDropped)
+    assert isinstance(refused.error, InvalidRequestError)
+    (dropped,) = driver.apply(c.DropUnit(unit=1, force=True))
+    assert isinstance(dropped, c.UnitDropped)
+    assert dropped.error is None
+    assert client.call(c.Listed, c.List(partition="p")).ids == ("s1",)
+    command = c.Commit(
+        partition="p",
+        samples=by_ids("s9"),
+        mode=c.Mode.CREATE,
+        reservation=doomed,
+        columns=commit_columns({"x": [64]}),
+    )
+    with pytest.raises(StorageUnitError):
+        client.raise_(command)
+    client.clear("s1")
+    client.do(c.Release(located=located))
+    assert client.used(2) == 0
+    assert isinstance(driver.apply(c.DropUnit(unit=1))[0], c.UnitDropped)
+    assert driver.add_unit(name="unit0", capacity=MIB).unit == 3
+
+
+def test_dropping_a_unit_ends_the_wait_for_its_proof(driver: Driver) -> None:
+    client, other = driver.client("holder", attach=[1]), driver.client()
+    client.register()
+    client.raw(client.allocate({"x": [64]}))
+    client.do(c.Bye())
+    assert len(other.stats().sessions) == 2
+    driver.apply(c.DropUnit(unit=1))
+    assert [s.session for s in other.stats().sessions] == [other.session]
