@@ -1,0 +1,439 @@
+"""The ledger beside its model: every answer is taken into the books, every invariant checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger import Ledger
+from dataplane.ledger.commands import (
+    Abort,
+    Ack,
+    Allocate,
+    Allocated,
+    Answer,
+    Bye,
+    Call,
+    CheckConsumption,
+    Claim,
+    Claimed,
+    Clear,
+    Cleared,
+    Command,
+    Commit,
+    Committed,
+    Consumption,
+    Extend,
+    FenceSession,
+    GrowArena,
+    Grown,
+    Heartbeat,
+    Input,
+    List,
+    Listed,
+    Locate,
+    Located,
+    Nack,
+    OnFull,
+    Opened,
+    OpenSession,
+    Output,
+    Register,
+    Release,
+    Seal,
+    SessionAlive,
+    SessionGone,
+    SessionSilent,
+    SetTags,
+    StatsReport,
+    Tick,
+    Unclaim,
+)
+from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION
+from tests.ledger_model import Model, Name, merge_tags
+from tests.ledger_values import canonical
+
+HOSTS = ("host0", "host1")
+HEARTBEAT_S = 2.0
+
+
+@dataclass
+class Client:
+    """A session as its process sees it. `below` is the watermark it sends next."""
+
+    id: int
+    host: str
+    next: int = 1
+    below: int = 1
+    alive: bool = True
+    over: bool = False
+    suspect: bool = False
+    said_bye: bool = False
+    attached: set[int] = field(default_factory=set)
+    heard: float = 0.0
+    unread: set[int] = field(default_factory=set)
+
+    @property
+    def speaks(self) -> bool:
+        return self.alive and not self.over and not self.said_bye
+
+
+@dataclass
+class Unit:
+    """A storage unit: what it fences, and the orders it has not yet carried out."""
+
+    id: int
+    host: str
+    capacity: int
+    backed: int
+    fenced: set[int] = field(default_factory=set)
+    orders: deque[Output] = field(default_factory=deque)
+
+
+class LedgerDriver(RuleBasedStateMachine):
+    """Feeds the ledger and keeps the books; the rules are in `test_ledger_model.py`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(7)
+        self.model = Model()
+        self.log: list[Input] = []
+        self.outputs: list[Output] = []
+        self.said: list[Any] = []
+        self.units: dict[int, Unit] = {}
+        self.clients: dict[int, Client] = {}
+        self.parked: dict[Name, float] = {}
+        self.answers: dict[Name, Any] = {}
+        self.withdrawn: set[Name] = set()
+        self.opened = 0
+
+    # --- driving ---------------------------------------------------------------------------------------------
+
+    def feed(self, item: Input, first: Name | None = None) -> list[Output]:
+        """Apply one input; take its outputs into the books, the answer `first` before the others."""
+        self.log.append(item)
+        outputs = self.ledger.apply(item)
+        self.outputs += outputs
+        self.said += [canonical(output) for output in outputs]
+        answers = [output for output in outputs if isinstance(output, Answer)]
+        answers.sort(key=lambda answer: (answer.session, answer.number) != first)
+        for answer in answers:
+            self.take(answer)
+        for output in outputs:
+            if isinstance(output, FenceSession | GrowArena):
+                self.units[output.unit].orders.append(output)
+        return outputs
+
+    def take(self, answer: Answer) -> None:
+        name = (answer.session, answer.number)
+        assert name not in self.answers, f"{name} was answered again, unasked"
+        self.answers[name] = canonical(answer.result)
+        late = self.parked.pop(name, None)
+        command = self.model.commands[name]
+        if answer.session in self.clients:
+            self.clients[answer.session].unread.add(answer.number)
+        if isinstance(answer.result, DataPlaneError):
+            self.refused(name, command, answer.result, late)
+        else:
+            self.effect(name, command, answer.result)
+
+    def refused(self, name: Name, command: Command, error: DataPlaneError, late: float | None) -> None:
+        kind = type(error).__name__
+        assert kind != "InternalError", error
+        if kind == "SessionExpiredError":
+            self.expired(name[0])
+        if isinstance(command, Commit) and command.reservation is not None:
+            self.model.reserved.pop((name[0], command.reservation), None)
+        if late is not None:
+            allowed = {
+                "CapacityTimeoutError": late <= self.model.now,
+                "ClaimTimeoutError": late <= self.model.now,
+                "CallCancelledError": name in self.withdrawn,
+                "SessionExpiredError": self.clients[name[0]].over,
+                "PartitionDroppedError": True,
+                "TaskNotFoundError": isinstance(command, Claim),
+                "RequestTooLargeError": isinstance(command, Allocate),
+            }
+            assert allowed.get(kind), (name, command, error)
+
+    def expired(self, session: int) -> None:
+        """The ledger says that the session is over: its claims went back."""
+        client = self.clients[session]
+        assert client.suspect or client.said_bye, f"session {session} was given up without cause"
+        client.over = True
+        for held in self.model.claims_of(session):
+            held.limbo = True
+        self.model.give_back(lambda held: held.limbo and held.name[0] == session)
+
+    def effect(self, name: Name, command: Command, result: Any) -> None:
+        model = self.model
+        match command, result:
+            case Register(), _:
+                model.register(command)
+            case Seal(partition=partition), _:
+                model.partitions[partition].sealed = True
+            case Allocate(), Allocated():
+                assert name not in self.withdrawn
+                self.grant(name, command, result)
+            case Commit(), Committed():
+                model.committed(name, command, result)
+                if command.reservation is not None:
+                    del model.reserved[name[0], command.reservation]
+            case Locate(), Located():
+                assert name not in self.withdrawn
+                model.located(name, command, result)
+            case Claim(), Claimed():
+                assert name not in self.withdrawn
+                self.check_claim(command, result)
+                model.claimed(name, command, result)
+            case Clear(), Cleared():
+                model.cleared(command, result)
+            case List(), Listed():
+                partition = model.partitions[command.partition]
+                named = partition.in_order() if command.samples is None else model.named(partition, command.samples)
+                model.check_view(named, result)
+            case CheckConsumption(), Consumption():
+                self.check_consumption(command, result)
+            case StatsReport(), _:
+                pass
+            case _:
+                self.plain_effect(name, command)
+
+    def plain_effect(self, name: Name, command: Command) -> None:
+        """What a `Done` means."""
+        model, session = self.model, name[0]
+        match command:
+            case Abort(reservation=number):
+                model.reserved.pop((session, number), None)
+            case Release(located=number):
+                model.pins.pop((session, number), None)
+            case Unclaim(claimed=number):
+                mine = [held for held in model.claims_of(session) if held.name[1] == number]
+                unconfirmed = number >= model.confirmed[session]
+                model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
+            case Nack(task=task):
+                for sample in model.named(model.partitions[command.partition], command.samples):
+                    sample.claims.pop(task, None)
+            case Ack(task=task):
+                for sample in model.named(model.partitions[command.partition], command.samples):
+                    sample.claims[task].until = None
+                    sample.claims[task].acked = True
+            case Extend(task=task):
+                for sample in model.named(model.partitions[command.partition], command.samples):
+                    sample.claims[task].until = model.now + command.lease_s
+            case SetTags():
+                merge_tags(model.named(model.partitions[command.partition], command.samples), command.tags)
+            case Bye():
+                self.clients[session].said_bye = True
+                for held in model.claims_of(session):
+                    held.limbo = True
+                model.give_back(lambda held: held.limbo and held.name[0] == session)
+                self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
+                for key in [key for key in model.reserved if key[0] == session]:
+                    del model.reserved[key]
+
+    def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
+        """The placements are free by the model's books."""
+        before = {unit: self.in_use(unit) for unit in self.units}
+        self.model.allocated(name, command, result)
+        for unit, offset, nbytes in self.model.reserved[name]:
+            assert offset % GRANULE_BYTES == 0
+            assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
+            for granule in granules(offset, nbytes):
+                assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
+
+    def check_claim(self, command: Claim, result: Claimed) -> None:
+        if command.group_size is None and not command.where and not self.model.may_be_lost(command):
+            expected = self.model.expected_claim(command)
+            assert expected is not None, f"{command} was served {result.ids} too early"
+            assert result.ids == tuple(sample.id for sample in expected)
+
+    def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
+        partition = self.model.partitions[command.partition]
+        claims = [s.claims.get(task) for s in partition.samples.values() for task in command.tasks]
+        if not any(held is not None and held.limbo for held in claims):
+            assert result.consumed == (partition.complete and all(claims))
+
+    def call(self, client: Client, command: Command, *, number: int | None = None) -> Answer | None:
+        """One command of the session; None if it parked."""
+        if number is None:
+            number = client.next
+            client.next += 1
+        name = (client.id, number)
+        faults = self.model.faults(client.id, command)
+        if name in self.withdrawn:
+            faults.must |= {"CallCancelledError"}
+        self.model.commands[name] = command
+        self.model.confirmed[client.id] = max(self.model.confirmed.get(client.id, 1), client.below)
+        client.heard = self.model.now
+        item = Call(session=client.id, number=number, watermark=client.below, command=command)
+        outputs = self.feed(item, name)
+        answers = [o for o in outputs if isinstance(o, Answer) and (o.session, o.number) == name]
+        assert len(answers) <= 1
+        if not answers:
+            assert not faults.must, (command, faults)
+            waits = isinstance(command, Allocate) and command.on_full is OnFull.WAIT
+            assert waits or (isinstance(command, Claim) and command.blocking), command
+            self.parked[name] = self.model.now + command.timeout_s  # type: ignore[attr-defined]
+            return None
+        self.judge(client, command, faults, answers[0])
+        return answers[0]
+
+    def judge(self, client: Client, command: Command, faults: Any, answer: Answer) -> None:
+        if isinstance(answer.result, DataPlaneError):
+            kind = type(answer.result).__name__
+            free = {"CapacityTimeoutError", "RequestTooLargeError"} if isinstance(command, Allocate) else set()
+            gone = {"SessionExpiredError"} if client.suspect else set()
+            assert kind in faults.must | faults.may | free | gone, (command, answer.result, faults)
+        else:
+            assert not faults.must, (command, answer.result, faults)
+
+    # --- sessions, units, time ---------------------------------------------------------------------------------
+
+    def open_session(self, host: str) -> Client:
+        self.opened += 1
+        item = OpenSession(
+            nonce=f"n{self.opened}", host=host, name=f"c{self.opened}", protocol_version=PROTOCOL_VERSION
+        )
+        first, again = self.feed(item), self.feed(item)
+        assert canonical(first) == canonical(again)
+        (opened,) = first
+        assert isinstance(opened, Opened)
+        assert opened.session not in self.clients
+        client = self.clients[opened.session] = Client(opened.session, host, heard=self.model.now)
+        return client
+
+    def quiet(self, client: Client) -> None:
+        """From now on the ledger may give this session up, if nothing shows that it lives."""
+        if not (client.alive and client.attached):
+            client.suspect = True
+            for held in self.model.claims_of(client.id):
+                held.limbo = True
+
+    def proven_gone(self, unit: Unit, client: Client) -> None:
+        client.suspect = True
+        for held in self.model.claims_of(client.id):
+            held.limbo = True
+        for name in [name for name in self.model.reserved if name[0] == client.id]:
+            self.model.reserved[name] = [held for held in self.model.reserved[name] if held[0] != unit.id]
+        for name in [name for name in self.model.pins if name[0] == client.id]:
+            self.model.pins[name] = {place for place in self.model.pins[name] if place.unit != unit.id}
+
+    def withdraw(self, name: Name, command: Command) -> None:
+        self.withdrawn.add(name)
+        self.call(self.clients[name[0]], command)
+
+    def carry_out(self, unit: Unit) -> None:
+        """A unit carries out its next order and reports."""
+        order = unit.orders.popleft()
+        if isinstance(order, GrowArena):
+            assert unit.backed < order.backed_bytes <= unit.capacity
+            unit.backed = order.backed_bytes
+            self.feed(Grown(unit=unit.id, backed_bytes=order.backed_bytes))
+            return
+        assert isinstance(order, FenceSession)
+        client = self.clients[order.session]
+        if unit.id in client.attached and client.alive:
+            self.feed(SessionAlive(unit=unit.id, session=client.id))
+            return
+        unit.fenced.add(client.id)
+        self.proven_gone(unit, client)
+        self.feed(SessionGone(unit=unit.id, session=client.id))
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock goes on; after a short while the clients that speak have been heard."""
+        self.model.now += seconds
+        for client in self.clients.values():
+            if client.speaks and seconds < 2.0:
+                client.heard = self.model.now
+                self.feed(Heartbeat(session=client.id))
+            if self.model.now - client.heard > HEARTBEAT_S:
+                self.quiet(client)
+        self.model.give_back(lambda held: held.until is not None and held.until <= self.model.now)
+        self.feed(Tick(now=self.model.now))
+        assert all(late > self.model.now for late in self.parked.values()), "a parked call outlived its deadline"
+
+    # --- invariants ------------------------------------------------------------------------------------------
+
+    def in_use(self, unit: int) -> dict[int, Any]:
+        """Granules in use by the model's books, and by whom; no two values share bytes, no two extents a granule."""
+        cells = {
+            place
+            for partition in self.model.partitions.values()
+            for sample in partition.samples.values()
+            for place in sample.cells.values()
+        }
+        for pinned in self.model.pins.values():
+            cells |= pinned
+        spans = sorted((p.offset, p.offset + p.nbytes, p.value) for p in cells if p.unit == unit and p.nbytes)
+        used: dict[int, Any] = {}
+        end = 0
+        for start, stop, value in spans:
+            assert start >= end, f"{value} overlaps what ends at {end}"
+            end = stop
+            for granule in granules(start, stop - start):
+                assert used.setdefault(granule, value)[:2] == value[:2], (
+                    f"{value} shares a granule with {used[granule]}"
+                )
+        for name, held in self.model.reserved.items():
+            for at, offset, nbytes in held:
+                if at == unit:
+                    for granule in granules(offset, nbytes):
+                        assert granule not in used, f"{name} may write to granule {granule} of {used[granule]}"
+                        used[granule] = (name, "reserved", granule)
+        return used
+
+    @invariant()
+    def space_is_sound(self) -> None:
+        for unit in self.units.values():
+            free = self.ledger.free_ranges(unit.id)
+            held = [(start, size) for at, start, size in self.ledger.held_ranges() if at == unit.id]
+            at = 0
+            for start, size in sorted([*free, *held]):
+                assert start == at, f"unit {unit.id}: a gap or an overlap at {at}, next {start}"
+                at = start + size
+            assert at == unit.backed, "free + used is not what is backed"
+            free_granules = {g for start, size in free for g in granules(start, size)}
+            used = self.in_use(unit.id)
+            assert not free_granules & set(used), f"in use and free: {[used[g] for g in free_granules & set(used)]}"
+            assert all(g < unit.backed // GRANULE_BYTES for g in used)
+
+    @invariant()
+    def nobody_waits_who_could_be_served(self) -> None:
+        for name in self.parked:
+            command = self.model.commands[name]
+            client = self.clients[name[0]]
+            if not isinstance(command, Claim) or client.suspect or not client.alive:
+                continue
+            if not command.where and command.group_size is None and not self.model.may_be_lost(command):
+                assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
+
+    def teardown(self) -> None:
+        """Everybody leaves, all is cleared: every byte must be free. Then the written-down inputs replay."""
+        if not self.units:
+            return
+        last = self.open_session(HOSTS[0])
+        self.call(last, Clear(partition="p", samples=None))
+        for client in self.clients.values():
+            client.alive = False
+            self.feed(SessionSilent(session=client.id))
+        for _ in range(8):
+            self.pass_time(23.9)
+            for unit in self.units.values():
+                while unit.orders:
+                    self.carry_out(unit)
+        assert not self.parked
+        for unit in self.units.values():
+            assert sum(size for _, size in self.ledger.free_ranges(unit.id)) == unit.backed, "bytes were lost"
+        again = Ledger(7)
+        replayed = [canonical(output) for item in self.log for output in again.apply(item)]
+        assert replayed == self.said == [canonical(output) for output in self.outputs]
+        assert again.fingerprint() == self.ledger.fingerprint()
+
+
+def granules(offset: int, nbytes: int) -> range:
+    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))

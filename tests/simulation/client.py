@@ -1,0 +1,431 @@
+"""A simulated client process: threads of scripts, numbering, retries, sessions that end and begin again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dataplane.errors import DataPlaneError, SessionExpiredError
+from dataplane.ledger.commands import (
+    Abort,
+    Allocate,
+    Answer,
+    Bye,
+    Call,
+    Claim,
+    Command,
+    Locate,
+    Opened,
+    OpenSession,
+    Release,
+    Result,
+    Unclaim,
+    UnitInfo,
+)
+from dataplane.types import PROTOCOL_VERSION
+from tests.simulation.record import Name
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Withdrawn(Exception):
+    """The caller gave up waiting (a timeout or a cancelled task)."""
+
+
+class SessionOver(Exception):
+    """The service, or a unit, no longer knows this session."""
+
+
+class Ask(NamedTuple):
+    """Send the command and wait; resumes with a `Reply`, or raises its error."""
+
+    command: Command
+
+
+class Post(NamedTuple):
+    """Send the command, resend until it is answered, do not wait."""
+
+    command: Command
+
+
+class Write(NamedTuple):
+    """Copy into the arena: at once on this host, else by a frame that is under way until `Drain`."""
+
+    unit: int
+    offset: int
+    data: bytes
+    grant: Name
+
+
+class Drain(NamedTuple):
+    """Wait until every frame of this thread has been acknowledged."""
+
+
+class Stop(NamedTuple):
+    """Wait until the unit has agreed to refuse what is still under way of a put; nothing to do on this host."""
+
+    unit: int
+    grant: Name
+
+
+class Read(NamedTuple):
+    """Copy out of the arena; resumes with the bytes."""
+
+    unit: int
+    offset: int
+    nbytes: int
+
+
+class Reply(NamedTuple):
+    number: int
+    result: Any
+
+
+Step = Ask | Post | Write | Drain | Stop | Read
+Script = Generator[Step, Any, None]
+
+GIVES_UP: dict[type[Command], Callable[[int], Command]] = {
+    Allocate: lambda number: Abort(reservation=number),
+    Locate: lambda number: Release(located=number),
+    Claim: lambda number: Unclaim(claimed=number),
+}
+
+
+class Numbering:
+    """Numbers and watermark of one session. The watermark passes neither an unanswered call nor an abandoned one
+    whose withdrawal is unanswered."""
+
+    def __init__(self) -> None:
+        self.next = 1
+        self.open: dict[int, Command] = {}
+        self.abandoned: dict[int, int] = {}
+
+    def begin(self, command: Command) -> int:
+        number = self.next
+        self.next += 1
+        self.open[number] = command
+        return number
+
+    def abandon(self, number: int, withdrawal: Command) -> int:
+        """Give up call `number` by posting `withdrawal`; returns the post's number."""
+        self.open.pop(number, None)
+        self.abandoned[number] = self.begin(withdrawal)
+        return self.abandoned[number]
+
+    def answered(self, number: int) -> bool:
+        """Whether the answer is news."""
+        if number not in self.open:
+            return False
+        del self.open[number]
+        self.abandoned = {old: post for old, post in self.abandoned.items() if post != number}
+        return True
+
+    @property
+    def watermark(self) -> int:
+        return min((*self.open, *self.abandoned), default=self.next)
+
+
+@dataclass
+class Thread:
+    """One script under way. `waits_for` is a call's number, a token of the bulk road, "drain", or None: it can run."""
+
+    make: Callable[[Client, Thread], Script]
+    script: Script | None = None
+    waits_for: Any = None
+    resume: Any = None
+    frames: set[int] = field(default_factory=set)
+    started: bool = False
+    shielded: bool = False
+    finished: bool = False
+    rounds: int = 0
+
+    def start(self, client: Client) -> None:
+        self.script = self.make(client, self)
+        self.waits_for = self.resume = None
+        self.frames = set()
+        self.started = self.shielded = False
+
+
+class Client:
+    """A process on `host`. `locks` are the sessions whose lock file it holds."""
+
+    def __init__(self, world: World, name: str, host: str, scripts: list[Callable[[Client, Thread], Script]]) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.paused = False
+        self.session = 0
+        self.state = "closed"
+        self.opens = 0
+        self.nonce = ""
+        self.locks: set[int] = set()
+        self.units: dict[int, UnitInfo] = {}
+        self.local: set[int] = set()
+        self.handshakes = 0
+        self.numbering = Numbering()
+        self.bye = 0
+        self.threads = [Thread(make) for make in scripts]
+        world.clients.append(self)
+
+    @property
+    def awake(self) -> bool:
+        return self.alive and not self.paused
+
+    @property
+    def finished(self) -> bool:
+        return not self.alive or self.state == "done"
+
+    # --- sessions --------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a session (again)."""
+        self.opens += 1
+        self.nonce = f"{self.name}.{self.opens}"
+        self.state = "opening"
+        self.session = 0
+        self.send_open()
+
+    def send_open(self) -> None:
+        self.world.call(
+            OpenSession(nonce=self.nonce, host=self.host, name=self.name, protocol_version=PROTOCOL_VERSION)
+        )
+
+    def opened(self, opened: Opened) -> None:
+        if not self.alive or self.state != "opening" or opened.nonce != self.nonce:
+            return
+        assert opened.error is None, opened.error
+        self.session = opened.session
+        assert self.session not in self.world.by_session, "a session number was given twice"
+        self.world.by_session[self.session] = self
+        self.locks.add(self.session)
+        self.units = {unit.unit: unit for unit in opened.units}
+        self.local = set()
+        self.numbering = Numbering()
+        self.state = "attaching"
+        near = [unit for unit in self.world.units if unit.host == self.host]
+        self.handshakes = len(near)
+        for unit in near:
+            self.world.send("handshake", lambda unit=unit, s=self.session: self.shake(unit, s), lossy=False)
+        self.maybe_ready()
+
+    def shake(self, unit: Any, session: int) -> None:
+        """The unit's half of the handshake; its reply comes back as a message."""
+        fine = session in self.locks and unit.attach(session, self)
+        self.world.send("handshake", lambda: self.shaken(unit.id, session, fine), lossy=False, to=self)
+
+    def shaken(self, unit: int, session: int, fine: bool) -> None:
+        if not self.alive or session != self.session or self.state != "attaching":
+            return
+        if not fine:
+            self.session_over()
+            return
+        self.local.add(unit)
+        self.handshakes -= 1
+        self.maybe_ready()
+
+    def maybe_ready(self) -> None:
+        if self.state == "attaching" and not self.handshakes:
+            self.state = "open"
+            for thread in self.threads:
+                if not thread.finished:
+                    thread.start(self)
+
+    def session_over(self) -> None:
+        """The session ends under us: threads end where they stand (none is in a copy), the lock goes."""
+        if self.state == "closing":
+            self.end()
+            return
+        for thread in self.threads:
+            if thread.script is not None and not thread.finished:
+                thread.script.close()
+                thread.script = None
+        self.locks.discard(self.session)
+        self.world.silent(self.session)
+        self.open()
+
+    def kill(self) -> None:
+        """kill -9: nothing runs any more, the kernel drops the locks, the streams break. Frames sent are sent."""
+        self.alive = False
+        self.locks.clear()
+        for thread in self.threads:
+            if thread.script is not None:
+                thread.script.close()
+                thread.script = None
+        if self.session:
+            self.world.silent(self.session)
+
+    def end(self) -> None:
+        self.state = "done"
+        self.locks.clear()
+        self.world.silent(self.session)
+
+    # --- commands --------------------------------------------------------------------------------------------
+
+    def send_call(self, number: int) -> None:
+        command = self.numbering.open[number]
+        watermark = self.numbering.watermark
+        self.world.call(Call(session=self.session, number=number, watermark=watermark, command=command))
+
+    def retry(self, pick: Callable[[int], int]) -> None:
+        """Resend something unanswered."""
+        if self.state == "opening":
+            self.send_open()
+        elif self.numbering.open and self.state in ("open", "closing"):
+            numbers = sorted(self.numbering.open)
+            self.send_call(numbers[pick(len(numbers))])
+
+    def retry_all(self) -> None:
+        if self.state == "opening":
+            self.send_open()
+        elif self.state in ("open", "closing"):
+            for number in sorted(self.numbering.open):
+                self.send_call(number)
+
+    def answered(self, answer: Answer) -> None:
+        if not self.alive or answer.session != self.session or self.state not in ("open", "closing"):
+            return
+        if isinstance(answer.result, SessionExpiredError):
+            self.session_over()
+            return
+        if not self.numbering.answered(answer.number):
+            return
+        if self.state == "closing" and answer.number == self.bye:
+            self.end()
+            return
+        for thread in self.threads:
+            if thread.waits_for == answer.number:
+                thread.waits_for = None
+                thread.resume = Reply(answer.number, answer.result)
+                return
+        assert isinstance(answer.result, Result), f"a posted call failed: {answer}"
+
+    # --- threads ---------------------------------------------------------------------------------------------
+
+    def runnable(self) -> list[Thread]:
+        if not self.awake or self.state != "open":
+            return []
+        return [t for t in self.threads if t.script is not None and not t.finished and t.waits_for is None]
+
+    def run(self, thread: Thread) -> None:
+        """One step of the thread, up to its next message boundary."""
+        value, thread.resume = thread.resume, None
+        if isinstance(value, Reply) and isinstance(value.result, DataPlaneError):
+            value = value.result
+        self.drive(thread, value)
+
+    def drive(self, thread: Thread, value: Any) -> None:
+        assert thread.script is not None
+        thread.started = True
+        try:
+            step = thread.script.throw(value) if isinstance(value, Exception) else thread.script.send(value)
+        except StopIteration:
+            thread.finished, thread.script = True, None
+            self.maybe_close()
+            return
+        self.take(thread, step)
+
+    def take(self, thread: Thread, step: Step) -> None:
+        match step:
+            case Ask(command):
+                thread.waits_for = self.numbering.begin(command)
+                self.send_call(thread.waits_for)
+            case Post(command):
+                thread.resume = self.numbering.begin(command)
+                self.send_call(thread.resume)
+            case Write(unit, offset, data, grant) if unit in self.local:
+                self.world.record.write(unit, offset, data, grant)
+            case Write(unit, offset, data, grant):
+                self.send_frame(thread, unit, offset, data, grant)
+            case Drain():
+                thread.waits_for = "drain" if thread.frames else None
+            case Stop(unit, grant) if unit not in self.local:
+                thread.waits_for = "stop"
+                self.send_stop(thread, unit, grant)
+            case Stop():
+                pass
+            case Read(unit, offset, nbytes) if unit in self.local:
+                thread.resume = self.world.record.read(unit, offset, nbytes)
+            case Read(unit, offset, nbytes):
+                thread.waits_for = "read"
+                self.send_read(thread, unit, offset, nbytes)
+
+    def withdraw(self, thread: Thread) -> None:
+        """The caller of this thread's call, or copy, gives up."""
+        if thread.shielded or not thread.started:
+            return
+        if thread.waits_for in (None, "drain"):
+            if thread.resume is None:
+                thread.waits_for, thread.frames = None, set()
+                self.drive(thread, Withdrawn())
+            return
+        command = self.numbering.open.get(thread.waits_for) if isinstance(thread.waits_for, int) else None
+        if command is not None and type(command) in GIVES_UP:
+            post = self.numbering.abandon(thread.waits_for, GIVES_UP[type(command)](thread.waits_for))
+            thread.waits_for = None
+            self.send_call(post)
+            self.drive(thread, Withdrawn())
+
+    def maybe_close(self) -> None:
+        if all(thread.finished for thread in self.threads):
+            self.state = "closing"
+            self.bye = self.numbering.begin(Bye())
+            self.send_call(self.bye)
+
+    # --- the bulk road ---------------------------------------------------------------------------------------
+
+    def send_frame(self, thread: Thread, unit: int, offset: int, data: bytes, grant: Name) -> None:
+        script, frame = thread.script, self.world.version()
+        thread.frames.add(frame)
+
+        def acknowledged(said: str) -> None:
+            if not self.alive or thread.script is not script or frame not in thread.frames:
+                return
+            if said == "fenced":
+                self.session_over()
+                return
+            thread.frames.discard(frame)
+            if not thread.frames and thread.waits_for == "drain":
+                thread.waits_for = None
+
+        def arrive() -> None:
+            said = self.world.unit(unit).write(grant, offset, data)
+            self.world.send("write ack", lambda: acknowledged(said), lossy=False, to=self)
+
+        self.world.send("write frame", arrive, lossy=False)
+
+    def send_stop(self, thread: Thread, unit: int, grant: Name) -> None:
+        script = thread.script
+
+        def agreed(said: str) -> None:
+            if not self.alive or thread.script is not script:
+                return
+            if said == "fenced":
+                self.session_over()
+                return
+            thread.waits_for = None
+
+        def arrive() -> None:
+            said = self.world.unit(unit).stop(grant)
+            self.world.send("stop ack", lambda: agreed(said), lossy=False, to=self)
+
+        self.world.send("stop frame", arrive, lossy=False)
+
+    def send_read(self, thread: Thread, unit: int, offset: int, nbytes: int) -> None:
+        script, session = thread.script, self.session
+
+        def received(data: bytes | None) -> None:
+            if not self.alive or thread.script is not script:
+                return
+            if data is None:
+                self.session_over()
+                return
+            thread.waits_for, thread.resume = None, data
+
+        def arrive() -> None:
+            data = self.world.unit(unit).read(session, offset, nbytes)
+            self.world.send("read reply", lambda: received(data), lossy=False, to=self)
+
+        self.world.send("read frame", arrive, lossy=False)

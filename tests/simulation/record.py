@@ -1,0 +1,407 @@
+"""What must be true, worked out from the ledger's inputs and outputs alone, and checked after every one of them.
+
+The recorder stands between the simulated world and the real ledger. It knows which bytes were granted to whom, which
+cell holds which value where, and who has pinned what; it owns the units' memory and poisons what the ledger frees.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataplane.errors import DataPlaneError, InternalError
+from dataplane.ledger import Ledger
+from dataplane.ledger.commands import (
+    Abort,
+    Ack,
+    AddUnit,
+    Allocate,
+    Allocated,
+    Answer,
+    Bye,
+    Call,
+    Claim,
+    Claimed,
+    Clear,
+    Cleared,
+    Command,
+    Commit,
+    Committed,
+    Heartbeat,
+    Input,
+    Locate,
+    Located,
+    Nack,
+    Opened,
+    Output,
+    Release,
+    Samples,
+    SessionAttached,
+    SessionGone,
+    Tick,
+    Unclaim,
+    UnitAdded,
+)
+from dataplane.types import GRANULE_BYTES
+from tests.ledger_values import canonical, placement_ranges, value_places
+from tests.simulation.rows import POISON, Value, content
+
+TIMEOUT_S = 20.0
+"""Silence after which the ledger may give up a session that no unit can prove alive."""
+Name = tuple[int, int]
+"""(session, number) of a call."""
+
+
+class Cell(NamedTuple):
+    """Where a value lies."""
+
+    value: Value
+    unit: int
+    offset: int
+
+
+@dataclass
+class PlannedColumn:
+    """One column of a put: its values, and which value each sample points at."""
+
+    name: str
+    values: list[Value]
+    index: list[int]
+
+
+@dataclass
+class Holder:
+    """Who has claimed a sample, until when it may keep it, whether it may have lost it since."""
+
+    name: Name
+    task: str
+    lease_until: float | None
+    given_back: bool = False
+    acked: bool = False
+
+
+@dataclass
+class Memory:
+    """The bytes of one unit's arena, and the call each granule was last granted to."""
+
+    data: bytearray
+    granted: list[Name | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, capacity: int) -> Memory:
+        return cls(bytearray([POISON]) * capacity, [None] * (capacity // GRANULE_BYTES))
+
+
+def granules(offset: int, nbytes: int) -> range:
+    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
+
+
+class Recorder:
+    """The real ledger, watched. `plans` says what each reservation will hold; clients fill it in before they commit."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.log: list[Input] = []
+        self.outputs: list[Output] = []
+        self.now = 0.0
+        self.memory: dict[int, Memory] = {}
+        self.free: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
+        self.plans: dict[Name, list[PlannedColumn]] = {}
+        self.calls: dict[Name, Command] = {}
+        self.answers: dict[Name, Any] = {}
+        self.grants: dict[Name, list[tuple[int, int, int]]] = {}
+        self.placements: dict[Name, Allocated] = {}
+        self.pins: dict[Name, list[Cell]] = {}
+        self.located: dict[Name, dict[str, list[Cell]]] = {}
+        self.withdrawn: set[Name] = set()
+        self.ids: dict[tuple[str, str], tuple[int, int]] = {}
+        self.cells: dict[tuple[str, int], dict[str, Cell]] = {}
+        self.born: set[tuple[str, int]] = set()
+        self.holders: dict[tuple[str, str, int], Holder] = {}
+        self.over: set[int] = set()
+        self.heard: dict[int, float] = {}
+        self.attached: set[int] = set()
+        self.counts: dict[str, int] = defaultdict(int)
+
+    def add_memory(self, unit: int, capacity: int) -> None:
+        self.memory[unit] = Memory.of(capacity)
+        self.free[unit] = np.zeros(capacity // GRANULE_BYTES, np.bool_)
+
+    # --- the ledger ------------------------------------------------------------------------------------------
+
+    def apply(self, item: Input) -> list[Output]:
+        """Give the input to the ledger, take note of what follows, check everything, poison what became free."""
+        self.log.append(item)
+        self.before(item)
+        outputs = self.ledger.apply(item)
+        self.outputs.extend(outputs)
+        for output in outputs:
+            if isinstance(output, Answer):
+                self.answered(output)
+            if isinstance(output, Opened):
+                self.heard.setdefault(output.session, self.now)
+            if isinstance(output, UnitAdded) and isinstance(item, AddUnit) and output.unit not in self.memory:
+                self.add_memory(output.unit, item.capacity_bytes)
+        self.check_space()
+        self.sweep()
+        return outputs
+
+    def before(self, item: Input) -> None:
+        match item:
+            case Tick(now=now):
+                self.now = now
+                for session, heard in self.heard.items():
+                    if session not in self.attached and now - heard >= TIMEOUT_S:
+                        self.over.add(session)
+            case Heartbeat(session=session):
+                self.heard[session] = self.now
+            case SessionAttached(session=session):
+                self.attached.add(session)
+            case SessionGone():
+                self.session_gone(item)
+            case Call():
+                self.heard[item.session] = self.now
+                self.calls.setdefault((item.session, item.number), item.command)
+                self.end_use(item)
+
+    def end_use(self, item: Call) -> None:
+        """A command by which a client says that it no longer uses something."""
+        session = item.session
+        match item.command:
+            case Abort(reservation=number):
+                self.grants.pop((session, number), None)
+                self.withdrawn.add((session, number))
+            case Commit(reservation=number) if number is not None and (session, item.number) not in self.answers:
+                self.grants.pop((session, number), None)
+            case Release(located=number):
+                self.pins.pop((session, number), None)
+                self.withdrawn.add((session, number))
+            case Unclaim(claimed=number):
+                self.withdrawn.add((session, number))
+                for holder in self.holders.values():
+                    if holder.name == (session, number):
+                        holder.given_back = True
+            case Bye():
+                self.over.add(session)
+                self.grants = {name: held for name, held in self.grants.items() if name[0] != session}
+
+    def session_gone(self, item: SessionGone) -> None:
+        """From now on nothing of the session can touch the unit's bytes."""
+        self.over.add(item.session)
+        for name in [name for name in self.grants if name[0] == item.session]:
+            self.grants[name] = [held for held in self.grants[name] if held[0] != item.unit]
+        for name in [name for name in self.pins if name[0] == item.session]:
+            self.pins[name] = [cell for cell in self.pins[name] if cell.unit != item.unit]
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    def answered(self, answer: Answer) -> None:
+        name = (answer.session, answer.number)
+        assert not isinstance(answer.result, InternalError), answer.result
+        said = canonical(answer.result)
+        if name in self.answers:
+            kind = type(answer.result).__name__
+            withdrawn = kind == "CallCancelledError" and name in self.withdrawn
+            over = kind in ("StaleCallError", "SessionExpiredError")
+            assert self.answers[name] == said or withdrawn or over, (
+                f"call {name} was answered twice, differently: {self.answers[name]} then {said}"
+            )
+            return
+        self.answers[name] = said
+        command = self.calls[name]
+        kind = type(answer.result).__name__
+        self.counts[f"{type(command).__name__}:{kind}"] += 1
+        if isinstance(answer.result, DataPlaneError):
+            return
+        match command, answer.result:
+            case Allocate(), Allocated():
+                self.allocated(name, command, answer.result)
+            case Commit(), Committed():
+                self.committed(name, command, answer.result)
+            case Locate(), Located():
+                self.locate(name, command, answer.result)
+            case Claim(), Claimed():
+                self.claimed(name, command, answer.result)
+            case Clear(), Cleared():
+                self.cleared(command, answer.result)
+            case ((Ack() | Nack()), _):
+                self.settled(command)
+
+    def allocated(self, name: Name, command: Allocate, result: Allocated) -> None:
+        assert name not in self.withdrawn, f"{name} was aborted, then granted"
+        ranges = placement_ranges([column.sizes.tolist() for column in command.columns], result)
+        for unit, offset, nbytes in ranges:
+            assert offset % GRANULE_BYTES == 0
+            assert 0 <= offset <= offset + nbytes <= len(self.memory[unit].data), (unit, offset, nbytes)
+            assert self.free_before(unit, offset, nbytes), f"{name} was given bytes in use: {unit, offset, nbytes}"
+            for granule in granules(offset, nbytes):
+                self.memory[unit].granted[granule] = name
+        self.grants[name] = ranges
+        self.placements[name] = result
+
+    def free_before(self, unit: int, offset: int, nbytes: int) -> bool:
+        """Whether nothing live, pinned or writable lies there, by the recorder's own books."""
+        wanted = set(granules(offset, nbytes))
+        return not any(wanted & set(granules(at, size)) for at, size, _ in self.in_use(unit))
+
+    def in_use(self, unit: int) -> list[tuple[int, int, str]]:
+        """(offset, nbytes, why) of everything that must not be reused."""
+        used = [
+            (offset, nbytes, f"granted to {name}")
+            for name, held in self.grants.items()
+            for at, offset, nbytes in held
+            if at == unit
+        ]
+        used += [
+            (cell.offset, cell.value.nbytes, f"live {cell.value}")
+            for cells in self.cells.values()
+            for cell in cells.values()
+            if cell.unit == unit
+        ]
+        used += [
+            (cell.offset, cell.value.nbytes, f"pinned by {name}")
+            for name, cells in self.pins.items()
+            for cell in cells
+            if cell.unit == unit
+        ]
+        return [entry for entry in used if entry[1]]
+
+    def committed(self, name: Name, command: Commit, result: Committed) -> None:
+        handles = list(zip(result.rows.tolist(), result.births.tolist(), strict=True))
+        assert len(handles) == len(command.samples)
+        for i, (row, birth) in enumerate(handles):
+            if command.samples.ids is not None:
+                key = (command.partition, command.samples.ids[i])
+                if self.ids.get(key) != (row, birth):
+                    assert key not in self.ids, f"{key} lives already as {self.ids[key]}"
+                    assert (command.partition, birth) not in self.born, f"birth {birth} was used before"
+                    self.born.add((command.partition, birth))
+                    self.ids[key] = (row, birth)
+                    self.cells[command.partition, birth] = {}
+            else:
+                assert (command.partition, birth) in self.cells, f"a ghost row: {birth}"
+        if command.reservation is None:
+            return
+        reservation = (name[0], command.reservation)
+        allocate = self.calls[reservation]
+        assert isinstance(allocate, Allocate)
+        plan = self.plans[reservation]
+        sizes = [column.sizes.tolist() for column in allocate.columns]
+        places = value_places(sizes, self.placements[reservation])
+        for column, at in zip(plan, places, strict=True):
+            for i, (_, birth) in enumerate(handles):
+                k = column.index[i]
+                self.cells[command.partition, birth][column.name] = Cell(column.values[k], *at[k])
+
+    def locate(self, name: Name, command: Locate, result: Located) -> None:
+        located: dict[str, list[Cell]] = {}
+        for found in result.fields:
+            cells = []
+            for i, birth in enumerate(result.births.tolist()):
+                cell = self.cells[command.partition, birth][found.name]
+                nbytes = int(found.lengths[i]) * found.spec.unit_bytes
+                assert nbytes == cell.value.nbytes, (cell, nbytes)
+                if nbytes:
+                    assert (int(found.units[i]), int(found.offsets[i])) == (cell.unit, cell.offset), (cell, found)
+                cells.append(cell)
+            located[found.name] = cells
+        assert set(located) == set(command.fields)
+        self.located[name] = located
+        assert name not in self.withdrawn, f"{name} was released, then pinned"
+        self.pins[name] = [cell for cells in located.values() for cell in cells]
+
+    def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
+        assert name not in self.withdrawn, f"{name} was withdrawn, then served"
+        for birth in result.births.tolist():
+            assert (command.partition, birth) in self.cells, f"{name} claimed a sample that is not there: {birth}"
+            assert set(command.fields) <= set(self.cells[command.partition, birth]), f"{name} claimed too early"
+            key = (command.partition, command.task, birth)
+            held = self.holders.get(key)
+            if held is not None:
+                lost = not held.acked and (held.given_back or held.name[0] in self.over)
+                late = held.lease_until is not None and held.lease_until <= self.now
+                assert lost or late, f"{key} was claimed by {held.name} and again by {name}"
+            until = None if command.lease_s is None else self.now + command.lease_s
+            self.holders[key] = Holder(name, command.task, until)
+
+    def settled(self, command: Ack | Nack) -> None:
+        """Samples acknowledged are held for good, those given back by nobody."""
+        for birth in self.named(command.partition, command.samples):
+            key = (command.partition, command.task, birth)
+            if isinstance(command, Nack):
+                self.holders.pop(key, None)
+            elif key in self.holders:
+                self.holders[key].lease_until, self.holders[key].acked = None, True
+
+    def cleared(self, command: Clear, result: Cleared) -> None:
+        gone = self.named(command.partition, command.samples)
+        assert result.count == len(gone), (result.count, gone)
+        self.ids = {
+            key: handle for key, handle in self.ids.items() if key[0] != command.partition or handle[1] not in gone
+        }
+        for birth in gone:
+            del self.cells[command.partition, birth]
+
+    def named(self, partition: str, samples: Samples | None) -> set[int]:
+        """Births of the live samples meant."""
+        if samples is None:
+            return {birth for at, birth in self.cells if at == partition}
+        if samples.ids is not None:
+            return {self.ids[partition, i][1] for i in samples.ids if (partition, i) in self.ids}
+        assert samples.births is not None
+        return {birth for birth in samples.births.tolist() if (partition, birth) in self.cells}
+
+    # --- memory ----------------------------------------------------------------------------------------------
+
+    def check_space(self) -> None:
+        """Nothing in use is free; what became free is poisoned."""
+        for unit, memory in self.memory.items():
+            free = np.zeros(len(self.free[unit]), np.bool_)
+            for offset, nbytes in self.ledger.free_ranges(unit):
+                free[offset // GRANULE_BYTES : (offset + nbytes) // GRANULE_BYTES] = True
+            for offset, nbytes, why in self.in_use(unit):
+                span = granules(offset, nbytes)
+                assert not free[span.start : span.stop].any(), f"unit {unit} [{offset}, +{nbytes}) is free but {why}"
+            for granule in np.flatnonzero(free & ~self.free[unit]).tolist():
+                memory.data[granule * GRANULE_BYTES : (granule + 1) * GRANULE_BYTES] = bytes([POISON]) * GRANULE_BYTES
+                memory.granted[granule] = None
+            self.free[unit] = free
+
+    def sweep(self) -> None:
+        """Every live or pinned cell holds the bytes of its value."""
+        for cells in self.cells.values():
+            for cell in cells.values():
+                self.verify(cell)
+        for pinned in self.pins.values():
+            for cell in pinned:
+                self.verify(cell)
+
+    def verify(self, cell: Cell) -> None:
+        if cell.value.nbytes:
+            data = self.memory[cell.unit].data[cell.offset : cell.offset + cell.value.nbytes]
+            assert data == content(cell.value), f"torn or stale: {cell}"
+
+    def write(self, unit: int, offset: int, data: bytes, grant: Name) -> None:
+        """A client's (or a unit's) copy into the arena."""
+        for granule in granules(offset, len(data)):
+            assert self.memory[unit].granted[granule] == grant, (
+                f"{grant} wrote to granule {granule} of unit {unit}, granted to {self.memory[unit].granted[granule]}"
+            )
+        self.memory[unit].data[offset : offset + len(data)] = data
+        self.sweep()
+
+    def read(self, unit: int, offset: int, nbytes: int) -> bytes:
+        return bytes(self.memory[unit].data[offset : offset + nbytes])
+
+    def check_read(self, name: Name, field_name: str, position: int, data: bytes) -> None:
+        """What a client read through the pin of call `name` is what was there when it was located."""
+        cell = self.located[name][field_name][position]
+        assert data == content(cell.value), f"{name} read other bytes than {cell}"
+        self.counts["rows read"] += 1
+
+    def all_free(self) -> bool:
+        """Whether every backed byte of every arena is free."""
+        return not self.ledger.held_ranges()

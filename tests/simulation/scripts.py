@@ -1,0 +1,257 @@
+"""What simulated clients do: put, update, read, claim, clear, in rounds, whatever the network does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import NamedTuple
+
+from dataplane.errors import NotThereError, RefusedError, StaleCallError, WaitTimeoutError
+from dataplane.ledger.commands import (
+    Abort,
+    Ack,
+    Allocate,
+    Claim,
+    Claimed,
+    Clear,
+    ColumnSizes,
+    Commit,
+    CommitColumn,
+    List,
+    Locate,
+    Mode,
+    Nack,
+    Register,
+    Release,
+    Samples,
+)
+from dataplane.types import FieldSpec
+from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
+from tests.simulation.client import Ask, Client, Drain, Post, Read, Script, Stop, Thread, Withdrawn, Write
+from tests.simulation.record import PlannedColumn
+from tests.simulation.rows import Value, content
+
+PARTITION = "train"
+TASKS = ("score", "train")
+FIELDS = {"tokens": WORDS, "prompt": BYTES, "score": BYTES}
+PIECE = 96
+"""Bytes copied between two message boundaries."""
+
+Make = Callable[[Client, Thread], Script]
+
+
+class Column(NamedTuple):
+    """One column to put: whose value, how long, and which value each sample points at."""
+
+    name: str
+    spec: FieldSpec
+    owners: Sequence[str]
+    lengths: Sequence[int]
+    index: Sequence[int] | None = None
+
+
+def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
+    """A script of `count` rounds; a round that the service refuses, or that is withdrawn, is over."""
+
+    def script(client: Client, thread: Thread) -> Script:
+        while thread.rounds < count:
+            thread.rounds += 1
+            thread.shielded = False
+            try:
+                yield from body(client, thread)
+            except Withdrawn:
+                client.world.record.counts["withdrawn"] += 1
+            except StaleCallError:
+                raise
+            except (NotThereError, RefusedError, WaitTimeoutError) as refused:
+                client.world.record.counts[type(refused).__name__] += 1
+
+    return script
+
+
+def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Column], mode: Mode) -> Script:
+    """Allocate, copy piece by piece, commit. Withdrawn: what is under way is stopped, then the room is given back."""
+    record = client.world.record
+    plan = [planned(client, column, len(samples)) for column in columns]
+    sizes = [[value.nbytes for value in column.values] for column in plan]
+    reply = yield Ask(
+        Allocate(
+            partition=PARTITION,
+            columns=tuple(ColumnSizes(name=c.name, sizes=int64s(s)) for c, s in zip(columns, sizes, strict=True)),
+            update=mode is Mode.UPDATE,
+            timeout_s=10.0,
+        )
+    )
+    grant = (client.session, reply.number)
+    record.plans[grant] = plan
+    try:
+        for column, places in zip(plan, value_places(sizes, reply.result), strict=True):
+            for value, (unit, offset) in zip(column.values, places, strict=True):
+                data = content(value)
+                for at in range(0, value.nbytes, PIECE):
+                    yield Write(unit, offset + at, data[at : at + PIECE], grant)
+        yield Drain()
+    except Withdrawn:
+        thread.shielded = True
+        for unit in sorted({placement.unit for placement in reply.result.placements}):
+            yield Stop(unit, grant)
+        yield Post(Abort(reservation=reply.number))
+        raise
+    thread.shielded = True
+    yield Ask(
+        Commit(
+            partition=PARTITION,
+            samples=samples,
+            mode=mode,
+            reservation=reply.number,
+            columns=tuple(
+                CommitColumn(
+                    name=c.name,
+                    spec=c.spec,
+                    lengths=int64s(c.lengths),
+                    index=None if c.index is None else int64s(c.index),
+                )
+                for c in columns
+            ),
+        )
+    )
+    thread.shielded = False
+
+
+def planned(client: Client, column: Column, count: int) -> PlannedColumn:
+    values = [
+        Value(owner, column.name, client.world.version(), length * column.spec.unit_bytes)
+        for owner, length in zip(column.owners, column.lengths, strict=True)
+    ]
+    return PlannedColumn(column.name, values, list(range(count) if column.index is None else column.index))
+
+
+def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str]) -> Script:
+    """Locate, read row by row, release; every row is checked."""
+    reply = yield Ask(Locate(partition=PARTITION, samples=samples, fields=tuple(fields)))
+    name = (client.session, reply.number)
+    try:
+        for found in reply.result.fields:
+            for i, length in enumerate(found.lengths.tolist()):
+                nbytes = length * found.spec.unit_bytes
+                if nbytes:
+                    data = yield Read(int(found.units[i]), int(found.offsets[i]), nbytes)
+                    client.world.record.check_read(name, found.name, i, data)
+    except Withdrawn:
+        thread.shielded = True
+        yield Post(Release(located=reply.number))
+        raise
+    yield Post(Release(located=reply.number))
+
+
+def producer(seed: int, count: int, *, shared: bool, mode: Mode) -> Make:
+    """Puts the same few ids again and again; some lengths are 0, a prompt may be shared by its group."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        ids = random.sample([f"s{i}" for i in range(6)], random.randint(1, 4))
+        tokens = Column("tokens", WORDS, ids, [random.choice([0, 1, 7, 8, 30]) for _ in ids])
+        if shared:
+            prompt = Column("prompt", BYTES, ["group"], [random.choice([5, 64, 130])], [0] * len(ids))
+        else:
+            prompt = Column("prompt", BYTES, ids, [random.choice([0, 3, 64, 100]) for _ in ids])
+        yield from put(client, thread, by_ids(ids), [tokens, prompt], mode)
+
+    return rounds(count, body)
+
+
+def scorer(seed: int, count: int, *, lease_s: float | None) -> Make:
+    """Claims, reads, writes a column back by handle, acknowledges or gives back."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        reply = yield Ask(
+            Claim(
+                partition=PARTITION,
+                task="score",
+                fields=("tokens",),
+                batch_size=random.randint(1, 3),
+                min_batch_size=1,
+                blocking=random.random() < 0.7,
+                timeout_s=5.0,
+                lease_s=lease_s,
+            )
+        )
+        samples = handles_of(reply.result)
+        if not len(samples):
+            return
+        yield from get(client, thread, samples, ["tokens"])
+        owners = reply.result.ids
+        score = Column("score", BYTES, owners, [random.choice([1, 8, 70]) for _ in owners])
+        yield from put(client, thread, samples, [score], Mode.UPDATE)
+        if lease_s is not None:
+            yield Ask(Ack(partition=PARTITION, task="score", samples=samples))
+        elif random.random() < 0.2:
+            yield Ask(Nack(partition=PARTITION, task="score", samples=samples))
+
+    return rounds(count, body)
+
+
+def trainer(seed: int, count: int) -> Make:
+    """Claims what is scored, reads it whole, clears it."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        reply = yield Ask(
+            Claim(
+                partition=PARTITION,
+                task="train",
+                fields=("tokens", "score") if random.random() < 0.7 else ("tokens",),
+                batch_size=random.randint(1, 4),
+                min_batch_size=1,
+                timeout_s=5.0,
+            )
+        )
+        samples = handles_of(reply.result)
+        if len(samples):
+            yield from get(client, thread, samples, [f for f in ("tokens", "prompt") if f in reply.result.fields])
+            yield Ask(Clear(partition=PARTITION, samples=samples))
+
+    return rounds(count, body)
+
+
+def reader(seed: int, count: int) -> Make:
+    """Reads what is there, by ids or by handles."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        reply = yield Ask(List(partition=PARTITION))
+        ids = reply.result.ids
+        if not ids:
+            return
+        chosen = sorted(random.sample(range(len(ids)), random.randint(1, len(ids))))
+        if random.random() < 0.5:
+            samples = by_ids(ids[i] for i in chosen)
+        else:
+            samples = Samples(rows=reply.result.rows[chosen], births=reply.result.births[chosen])
+        yield from get(client, thread, samples, random.choice([["tokens"], ["prompt", "tokens"], ["score"]]))
+
+    return rounds(count, body)
+
+
+def cleaner(seed: int, count: int) -> Make:
+    """Clears ids, whoever uses them."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        ids = random.sample([f"s{i}" for i in range(6)], random.randint(1, 5))
+        yield Ask(Clear(partition=PARTITION, samples=by_ids(ids)))
+
+    return rounds(count, body)
+
+
+def register(client: Client, thread: Thread) -> Script:
+    yield Ask(Register(partition=PARTITION, fields=FIELDS, num_samples=None, tasks=TASKS))
+
+
+def drop(client: Client, thread: Thread) -> Script:
+    yield Ask(Clear(partition=PARTITION, samples=None))
+
+
+def handles_of(claimed: Claimed) -> Samples:
+    return Samples(rows=claimed.rows, births=claimed.births)

@@ -1,0 +1,234 @@
+"""The simulated world: one controller, storage units, clients, and a network that does as the schedule says.
+
+Commands and their answers may be lost, doubled, delayed and reordered. Bulk frames may be delayed and reordered. What a
+unit and the controller tell each other is delayed but comes, in order. Every message boundary is a place where a
+client may stop, be killed, or wake up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dataplane.ledger import Ledger
+from dataplane.ledger.commands import (
+    AddUnit,
+    Answer,
+    FenceSession,
+    GrowArena,
+    Grown,
+    Heartbeat,
+    Input,
+    Opened,
+    Output,
+    SessionAlive,
+    SessionAttached,
+    SessionGone,
+    SessionSilent,
+    Tick,
+    UnitAdded,
+)
+from tests.simulation.record import Name, Recorder
+
+if TYPE_CHECKING:
+    from tests.simulation.client import Client
+
+
+@dataclass
+class Message:
+    """Something on its way: `deliver` is what happens when it arrives. `link` keeps an order, None keeps none. While
+    the client `to` is paused it waits before its door."""
+
+    what: str
+    deliver: Callable[[], None]
+    lossy: bool
+    link: Any = None
+    to: Client | None = None
+
+
+@dataclass
+class Unit:
+    """A storage unit: refuses fenced sessions, knows which local processes hold their lock, grows when told."""
+
+    world: World
+    host: str
+    capacity: int
+    id: int = 0
+    fenced: set[int] = field(default_factory=set)
+    attached: dict[int, Client] = field(default_factory=dict)
+    stopped: set[Name] = field(default_factory=set)
+
+    def order(self, order: Output) -> None:
+        """What the controller tells this unit."""
+        match order:
+            case FenceSession(session=session):
+                self.world.report(self, self.fence(session))
+            case GrowArena(backed_bytes=wanted):
+                self.world.report(self, Grown(unit=self.id, backed_bytes=min(wanted, self.capacity)))
+            case _:
+                raise AssertionError(order)
+
+    def fence(self, session: int) -> Input:
+        client = self.attached.get(session)
+        if client is not None and session in client.locks:
+            return SessionAlive(unit=self.id, session=session)
+        self.fenced.add(session)
+        return SessionGone(unit=self.id, session=session)
+
+    def attach(self, session: int, client: Client) -> bool:
+        """The handshake of a process on this host; it holds its lock."""
+        if session in self.fenced or session not in client.locks:
+            return False
+        self.attached[session] = client
+        self.world.report(self, SessionAttached(unit=self.id, session=session))
+        return True
+
+    def write(self, grant: Name, offset: int, data: bytes) -> str:
+        """A frame of a remote put: "written", or refused because the session is "fenced" or the put was "stopped"."""
+        if grant[0] in self.fenced:
+            self.world.record.counts["frames of fenced sessions"] += 1
+            return "fenced"
+        if grant in self.stopped:
+            self.world.record.counts["frames of stopped puts"] += 1
+            return "stopped"
+        self.world.record.write(self.id, offset, data, grant)
+        return "written"
+
+    def stop(self, grant: Name) -> str:
+        """The client gave up waiting for its frames: whatever of this put is still under way is refused from now on."""
+        if grant[0] in self.fenced:
+            return "fenced"
+        self.stopped.add(grant)
+        return "stopped"
+
+    def read(self, session: int, offset: int, nbytes: int) -> bytes | None:
+        if session in self.fenced:
+            return None
+        return self.world.record.read(self.id, offset, nbytes)
+
+
+class World:
+    """Everything there is. `schedule` decides (see `schedule.py`); the methods here are what can happen."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.record = Recorder(ledger)
+        self.now = 0.0
+        self.messages: list[Message] = []
+        self.units: list[Unit] = []
+        self.clients: list[Client] = []
+        self.by_session: dict[int, Client] = {}
+        self.versions = 0
+        self.apply(Tick(now=0.0))
+
+    # --- making it -------------------------------------------------------------------------------------------
+
+    def add_unit(self, host: str, capacity: int, backed: int) -> Unit:
+        unit = Unit(self, host, capacity)
+        index = len(self.units)
+        added = self.record.apply(
+            AddUnit(
+                name=f"unit{index}",
+                host=host,
+                epoch=1,
+                cookie=f"cookie{index}",
+                capacity_bytes=capacity,
+                backed_bytes=backed,
+                endpoints=(f"ipc://unit{index}",),
+                arena_path=f"/nowhere/unit{index}",
+            )
+        )
+        (answer,) = [output for output in added if isinstance(output, UnitAdded)]
+        assert answer.error is None, answer.error
+        unit.id = answer.unit
+        self.units.append(unit)
+        self.route([output for output in added if output is not answer])
+        return unit
+
+    def unit(self, number: int) -> Unit:
+        return next(unit for unit in self.units if unit.id == number)
+
+    def version(self) -> int:
+        self.versions += 1
+        return self.versions
+
+    # --- messages --------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        what: str,
+        deliver: Callable[[], None],
+        *,
+        lossy: bool = True,
+        link: Any = None,
+        to: Client | None = None,
+    ) -> None:
+        self.messages.append(Message(what, deliver, lossy, link, to))
+
+    def report(self, unit: Unit, item: Input) -> None:
+        """A unit's report to the controller, in order."""
+        link = ("report", unit.id)
+        self.send(f"{type(item).__name__} from {unit.id}", lambda: self.apply(item), lossy=False, link=link)
+
+    def call(self, item: Input) -> None:
+        """A client's message to the controller."""
+        self.send(type(item).__name__, lambda: self.apply(item))
+
+    def silent(self, session: int) -> None:
+        """A client's stream breaks; the controller will notice."""
+        item = SessionSilent(session=session)
+        self.send("silent", lambda: self.apply(item), lossy=False)
+
+    def apply(self, item: Input) -> None:
+        self.route(self.record.apply(item))
+
+    def route(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            match output:
+                case Answer(session=session):
+                    client = self.by_session.get(session)
+                    if client is not None:
+                        self.send("answer", partial(client.answered, output), to=client)
+                case Opened(nonce=nonce):
+                    client = next(client for client in self.clients if client.name == nonce.split(".")[0])
+                    self.send("opened", partial(client.opened, output), to=client)
+                case FenceSession(unit=number) | GrowArena(unit=number):
+                    unit = self.unit(number)
+                    link = ("order", number)
+                    self.send("order", partial(unit.order, output), lossy=False, link=link)
+                case _:
+                    raise AssertionError(output)
+
+    def deliverable(self) -> list[int]:
+        """Places of the messages that may arrive next: all without a link, the first of each link."""
+        seen: set[Any] = set()
+        places = []
+        for place, message in enumerate(self.messages):
+            paused = message.to is not None and message.to.paused
+            if not paused and (message.link is None or message.link not in seen):
+                places.append(place)
+            if message.link is not None:
+                seen.add(message.link)
+        return places
+
+    def deliver(self, place: int) -> None:
+        self.messages.pop(place).deliver()
+
+    def lose(self, place: int) -> None:
+        if self.messages[place].lossy:
+            del self.messages[place]
+
+    def double(self, place: int) -> None:
+        if self.messages[place].lossy:
+            self.messages.append(self.messages[place])
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Time goes by: clients that are awake say so, the ledger hears the clock."""
+        self.now += seconds
+        for client in self.clients:
+            if client.awake and client.session:
+                self.call(Heartbeat(session=client.session))
+        self.apply(Tick(now=self.now))

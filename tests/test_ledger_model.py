@@ -1,0 +1,456 @@
+"""The ledger, driven command by command against a plain-dict model (`ledger_model.py`), every invariant checked after
+every step: ranges in use never overlap or leave their arena, nothing pinned or writable is reused, free + used is the
+capacity, a commit is visible whole or not at all, each task claims each sample once, no claim waits that could be
+served.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger.commands import (
+    Abort,
+    Ack,
+    AddUnit,
+    Allocate,
+    Answer,
+    Bye,
+    Call,
+    CheckConsumption,
+    Claim,
+    Clear,
+    ColumnSizes,
+    Command,
+    Commit,
+    CommitColumn,
+    Extend,
+    Heartbeat,
+    List,
+    Locate,
+    Mode,
+    Nack,
+    OnFull,
+    Order,
+    Predicate,
+    Register,
+    Release,
+    Samples,
+    Seal,
+    SessionAttached,
+    SessionSilent,
+    SetTags,
+    Stats,
+    StatsReport,
+    TagColumn,
+    Tick,
+    Unclaim,
+    UnitAdded,
+)
+from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
+from tests.ledger_machine import HOSTS, Client, LedgerDriver, Unit
+from tests.ledger_model import Name, Sample, sizes_of
+from tests.ledger_values import BYTES, WORDS, by_handles, by_ids, canonical, int64s
+from tests.profiles import budget
+
+IDS = [f"s{i}" for i in range(7)]
+PAIRS = FieldSpec(FieldKind.DENSE, "int32", (2,))
+SPECS = {"a": BYTES, "b": WORDS, "c": PAIRS, "extra": BYTES}
+TASKS = ("score", "train")
+
+
+class LedgerMachine(LedgerDriver):
+    # --- what is there to choose from ------------------------------------------------------------------------
+
+    def draw_client(self, data: st.DataObject) -> Client:
+        return data.draw(st.sampled_from([c for c in self.clients.values() if c.speaks]), label="client")
+
+    def draw_samples(self, data: st.DataObject, *, births: bool = True) -> Samples:
+        """Ids, live or not, or handles, fresh or stale; none twice."""
+        live = [s for p in self.model.partitions.values() for s in p.samples.values()]
+        if births and live and data.draw(st.booleans()):
+            pool = sorted({(s.row, s.birth) for s in live})
+            chosen = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4, unique=True))
+            if data.draw(st.integers(0, 9)) == 0:
+                chosen.append((chosen[0][0], max(chosen[0][1] - 1, 1)))
+                chosen = sorted(set(chosen))
+            return by_handles(chosen)
+        pool_ids = sorted({s.id for s in live}) if live and data.draw(st.booleans()) else IDS
+        return by_ids(data.draw(st.lists(st.sampled_from(pool_ids), min_size=1, max_size=5, unique=True)))
+
+    def speaking(self) -> bool:
+        return any(client.speaks for client in self.clients.values())
+
+    # --- rules: sessions, units, time ------------------------------------------------------------------------
+
+    @initialize(granules=st.lists(st.integers(4, 48), min_size=1, max_size=2), backed=st.integers(0, 40))
+    def begin(self, granules: list[int], backed: int) -> None:
+        self.feed(Tick(now=0.0))
+        for i, count in enumerate(granules):
+            size = count * GRANULE_BYTES
+            start = min(backed * GRANULE_BYTES, size)
+            self.units[i + 1] = Unit(i + 1, HOSTS[i], size, start)
+            outputs = self.feed(
+                AddUnit(
+                    name=f"unit{i}",
+                    host=HOSTS[i],
+                    epoch=1,
+                    cookie=f"cookie{i}",
+                    capacity_bytes=size + 5 * i,
+                    backed_bytes=start,
+                    endpoints=(f"ipc://{i}",),
+                    arena_path=f"/none/{i}",
+                )
+            )
+            assert canonical(outputs[0]) == canonical(UnitAdded(cookie=f"cookie{i}", unit=i + 1))
+        client = self.open_session(host=HOSTS[0])
+        self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
+
+    @rule(host=st.sampled_from(HOSTS))
+    def open(self, host: str) -> None:
+        if sum(client.speaks for client in self.clients.values()) < 4:
+            self.open_session(host)
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        client = self.draw_client(data)
+        for unit in self.units.values():
+            if unit.host == client.host and client.id not in unit.fenced:
+                client.attached.add(unit.id)
+                self.feed(SessionAttached(unit=unit.id, session=client.id))
+
+    @precondition(speaking)
+    @rule(data=st.data(), how=st.sampled_from(["bye", "kill", "kill", "silent", "vanish"]))
+    def leave(self, data: st.DataObject, how: str) -> None:
+        client = self.draw_client(data)
+        if how == "bye":
+            self.call(client, Bye())
+            return
+        client.alive = client.alive and how == "silent"
+        if how != "vanish":
+            self.quiet(client)
+            self.feed(SessionSilent(session=client.id))
+
+    @precondition(lambda self: any(unit.orders for unit in self.units.values()))
+    @rule(data=st.data())
+    def obey(self, data: st.DataObject) -> None:
+        """A unit carries out its next order."""
+        self.carry_out(data.draw(st.sampled_from([unit for unit in self.units.values() if unit.orders])))
+
+    @rule(seconds=st.sampled_from([0.3, 1.1, 2.7, 7.3, 23.9]))
+    def tick(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        """The client takes note of all its answers: its watermark moves."""
+        client = self.draw_client(data)
+        waiting = [number for session, number in self.parked if session == client.id]
+        client.below = max(client.below, min(waiting, default=client.next))
+
+    # --- rules: partitions -----------------------------------------------------------------------------------
+
+    @precondition(speaking)
+    @rule(
+        data=st.data(),
+        names=st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
+        count=st.sampled_from([None, 2, 5, 9]),
+        tasks=st.sampled_from([TASKS, TASKS, ("score",), ("train", "other")]),
+        strict=st.booleans(),
+    )
+    def register(
+        self, data: st.DataObject, names: set[str], count: int | None, tasks: tuple[str, ...], strict: bool
+    ) -> None:
+        fields = {name: SPECS[name] if name != "a" else FieldSpec() for name in sorted(names)}
+        command = Register(partition="p", fields=fields, num_samples=count, tasks=tasks, strict=strict)
+        self.call(self.draw_client(data), command)
+
+    @precondition(speaking)
+    @rule(data=st.data(), rarely=st.integers(0, 4))
+    def seal_or_drop(self, data: st.DataObject, rarely: int) -> None:
+        command = Clear(partition="p", samples=None) if rarely == 0 else Seal(partition="p")
+        self.call(self.draw_client(data), command)
+
+    # --- rules: bytes ----------------------------------------------------------------------------------------
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        """Allocate, and if room was found commit at once, later, wrongly or never."""
+        client = self.draw_client(data)
+        samples = self.draw_samples(data)
+        update = samples.ids is None
+        names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=3, unique=True))
+        columns = tuple(self.draw_column(data, name, len(samples)) for name in names)
+        mode = data.draw(st.sampled_from([Mode.UPSERT, Mode.UPSERT, Mode.CREATE, Mode.UPDATE]))
+        sizes = tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c))) for c in columns)
+        wait = data.draw(st.sampled_from([OnFull.WAIT, OnFull.REJECT]))
+        wish = data.draw(st.sampled_from([None, *self.units]))
+        allocate = Allocate(partition="p", columns=sizes, update=update, on_full=wait, timeout_s=3.05, unit_wish=wish)
+        answer = self.call(client, allocate)
+        if answer is None or isinstance(answer.result, DataPlaneError):
+            return
+        fate = data.draw(st.sampled_from(["commit"] * 6 + ["abort", "leave", "double", "short"]))
+        if fate == "abort":
+            self.call(client, Abort(reservation=answer.number))
+        if fate == "double" and samples.ids is not None:
+            samples = by_ids((*samples.ids, samples.ids[0]))
+        if fate == "short":
+            columns = (msg_with_longer(columns[0]), *columns[1:])
+        if fate in ("commit", "double", "short"):
+            tags = self.draw_tags(data, len(samples))
+            commit = Commit(
+                partition="p", samples=samples, mode=mode, reservation=answer.number, columns=columns, tags=tags
+            )
+            self.call(client, commit)
+
+    def draw_column(self, data: st.DataObject, name: str, count: int) -> CommitColumn:
+        spec = SPECS[name] if data.draw(st.integers(0, 11)) else WORDS
+        shared = data.draw(st.integers(0, 3)) == 0
+        values = data.draw(st.integers(1, 2)) if shared else count
+        index = [i % values for i in range(count)] if shared else None
+        if index is not None:
+            values = max(index) + 1
+        if spec.kind is FieldKind.DENSE:
+            lengths = [1] * values
+        else:
+            most = 200 // spec.unit_bytes
+            lengths = data.draw(st.lists(st.integers(0, most), min_size=values, max_size=values))
+        index_array = None if index is None else int64s(index)
+        return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array)
+
+    def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
+        names = data.draw(st.lists(st.sampled_from(["group", "score"]), max_size=2, unique=True))
+        columns = []
+        for name in names:
+            places = data.draw(st.sampled_from([None, [0], [count - 1]]))
+            size = count if places is None else 1
+            scalar = st.one_of(st.integers(0, 2), st.sampled_from([None, True, "x", 0.5, 1 << 70]))
+            if name == "group":
+                scalar = st.integers(0, 1)
+            values = data.draw(st.lists(scalar, min_size=size, max_size=size))
+            positions = None if places is None else int64s(places)
+            columns.append(TagColumn(name=name, values=tuple(values), positions=positions))
+        return tuple(columns)
+
+    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
+    @rule(data=st.data())
+    def abort_late(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name in self.model.reserved if self.clients[name[0]].speaks]))
+        self.withdraw(name, Abort(reservation=name[1]))
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def tags_only(self, data: st.DataObject) -> None:
+        client, samples = self.draw_client(data), self.draw_samples(data)
+        tags = self.draw_tags(data, len(samples))
+        if data.draw(st.booleans()):
+            self.call(client, SetTags(partition="p", samples=samples, tags=tags))
+        else:
+            self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags))
+
+    @precondition(speaking)
+    @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
+    def locate(self, data: st.DataObject, names: list[str]) -> None:
+        client = self.draw_client(data)
+        self.call(client, Locate(partition="p", samples=self.draw_samples(data), fields=tuple(names)))
+
+    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.pins))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name in self.model.pins if self.clients[name[0]].speaks]))
+        self.call(self.clients[name[0]], Release(located=name[1]))
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def clear(self, data: st.DataObject) -> None:
+        self.call(self.draw_client(data), Clear(partition="p", samples=self.draw_samples(data)))
+
+    # --- rules: claims ---------------------------------------------------------------------------------------
+
+    @precondition(speaking)
+    @rule(
+        data=st.data(),
+        task=st.sampled_from([*TASKS, *TASKS, "other"]),
+        names=st.lists(st.sampled_from(["a", "b", "c", "extra"]), max_size=2, unique=True),
+        size=st.integers(1, 4),
+        least=st.sampled_from([None, None, 1, 2]),
+        blocking=st.booleans(),
+        order=st.sampled_from(list(Order)),
+        lease=st.sampled_from([None, None, 4.0]),
+        extra=st.sampled_from(["", "", "", "where", "group"]),
+    )
+    def claim(
+        self,
+        data: st.DataObject,
+        task: str,
+        names: list[str],
+        size: int,
+        least: int | None,
+        blocking: bool,
+        order: Order,
+        lease: float | None,
+        extra: str,
+    ) -> None:
+        where = (Predicate(tag="score", op="<=", value=1),) if extra == "where" else ()
+        if extra == "where" and data.draw(st.booleans()):
+            where = (Predicate(tag="score", op="in", value=(1, "x", None)),)
+        command = Claim(
+            partition="p",
+            task=task,
+            fields=tuple(names),
+            batch_size=2 * size if extra == "group" else size,
+            min_batch_size=None if least is None or extra == "group" else min(least, size),
+            blocking=blocking,
+            timeout_s=5.05,
+            where=where,
+            group_size=2 if extra == "group" else None,
+            order=order,
+            lease_s=lease,
+        )
+        self.call(self.draw_client(data), command)
+
+    def holdings(self, *, leased: bool) -> list[tuple[Name, str, Sample]]:
+        """Claimed samples whose session still speaks."""
+        return [
+            (held.name, task, sample)
+            for partition in self.model.partitions.values()
+            for sample in partition.samples.values()
+            for task, held in sample.claims.items()
+            if self.clients[held.name[0]].speaks and (held.until is not None) == leased
+        ]
+
+    @precondition(lambda self: self.holdings(leased=True))
+    @rule(data=st.data(), what=st.sampled_from(["ack", "nack", "extend", "foreign"]))
+    def end_lease(self, data: st.DataObject, what: str) -> None:
+        name, task, sample = data.draw(st.sampled_from(self.holdings(leased=True)))
+        client = self.clients[name[0]]
+        samples = by_handles([(sample.row, sample.birth)])
+        match what:
+            case "ack":
+                self.call(client, Ack(partition="p", task=task, samples=samples))
+            case "nack":
+                self.call(client, Nack(partition="p", task=task, samples=samples))
+            case "extend":
+                self.call(client, Extend(partition="p", task=task, samples=samples, lease_s=9.0))
+            case _:
+                self.call(self.draw_client(data), Ack(partition="p", task=task, samples=samples))
+
+    @precondition(lambda self: self.holdings(leased=False))
+    @rule(data=st.data())
+    def nack(self, data: st.DataObject) -> None:
+        name, task, sample = data.draw(st.sampled_from(self.holdings(leased=False)))
+        self.call(self.clients[name[0]], Nack(partition="p", task=task, samples=by_ids([sample.id])))
+
+    # --- rules: numbers --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.parked))
+    @rule(data=st.data())
+    def withdraw_parked(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name in self.parked if self.clients[name[0]].speaks]))
+        claim = isinstance(self.model.commands[name], Claim)
+        self.withdraw(name, Unclaim(claimed=name[1]) if claim else Abort(reservation=name[1]))
+        assert name not in self.parked or self.clients[name[0]].suspect
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def unclaim_answered(self, data: st.DataObject) -> None:
+        client = self.draw_client(data)
+        mine = {held.name for held in self.model.claims_of(client.id) if held.until is None and not held.acked}
+        if mine:
+            self.call(client, Unclaim(claimed=data.draw(st.sampled_from(sorted(mine)))[1]))
+
+    @precondition(speaking)
+    @rule(data=st.data(), kind=st.sampled_from(["allocate", "locate", "claim"]))
+    def withdraw_ahead(self, data: st.DataObject, kind: str) -> None:
+        """The withdrawal overtakes its call: the call never takes effect."""
+        client = self.draw_client(data)
+        number = client.next
+        client.next += 1
+        sizes = (ColumnSizes(name="a", sizes=int64s([64])),)
+        calls: dict[str, tuple[Command, Command]] = {
+            "allocate": (Allocate(partition="p", columns=sizes), Abort(reservation=number)),
+            "locate": (Locate(partition="p", samples=by_ids(["s0"]), fields=("a",)), Release(located=number)),
+            "claim": (Claim(partition="p", task="score", fields=(), batch_size=1), Unclaim(claimed=number)),
+        }
+        self.withdraw((client.id, number), calls[kind][1])
+        if not client.over:
+            answer = self.call(client, calls[kind][0], number=number)
+            assert answer is not None
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        """A number again: the same answer, or if the watermark has passed it a refusal; nothing changes."""
+        client = self.draw_client(data)
+        client.heard = self.model.now
+        used = [number for session, number in self.model.commands if session == client.id]
+        if not used:
+            return
+        number = data.draw(st.sampled_from(sorted(used)[-12:]))
+        name = (client.id, number)
+        self.feed(Heartbeat(session=client.id))
+        before = self.ledger.fingerprint()
+        call = Call(session=client.id, number=number, watermark=1, command=self.model.commands[name])
+        self.log.append(call)
+        outputs = self.ledger.apply(call)
+        self.outputs += outputs
+        self.said += [canonical(output) for output in outputs]
+        mine = [o for o in outputs if isinstance(o, Answer)]
+        if client.suspect:
+            return
+        assert outputs == mine or not mine, outputs
+        if name in self.parked:
+            assert not outputs
+        else:
+            assert len(mine) == 1
+            stale = type(mine[0].result).__name__ == "StaleCallError"
+            assert stale == (number < self.model.confirmed[client.id])
+            kept = canonical(mine[0].result) == self.answers[name]
+            assert stale or kept or (name in self.withdrawn and type(mine[0].result).__name__ == "CallCancelledError")
+        self.feed(Heartbeat(session=client.id))
+        assert self.ledger.fingerprint() == before, "a repeated call changed something"
+
+    # --- rules: looking --------------------------------------------------------------------------------------
+
+    @precondition(speaking)
+    @rule(data=st.data(), task=st.sampled_from(TASKS))
+    def look(self, data: st.DataObject, task: str) -> None:
+        client = self.draw_client(data)
+        partition = self.model.partitions.get("p")
+        self.call(client, List(partition="p"))
+        if partition is not None and task in partition.tasks:
+            self.call(client, CheckConsumption(partition="p", tasks=(task,)))
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def stats(self, data: st.DataObject) -> None:
+        answer = self.call(self.draw_client(data), Stats())
+        assert answer is not None
+        if not isinstance(answer.result, StatsReport):
+            return
+        for unit in answer.result.units:
+            used = unit.free_bytes + unit.reserved_bytes + unit.live_bytes + unit.retired_bytes
+            assert used + unit.unbacked_bytes == unit.capacity_bytes
+            assert unit.capacity_bytes - unit.unbacked_bytes >= self.units[unit.unit].backed
+        for report in answer.result.partitions:
+            partition = self.model.partitions[report.partition]
+            assert (report.live, report.born) == (len(partition.samples), partition.born)
+            assert report.sealed == partition.sealed
+            for name, count in report.produced.items():
+                assert count == sum(name in s.cells for s in partition.samples.values())
+            assert report.waiting_claims == sum(isinstance(self.model.commands[n], Claim) for n in self.parked)
+
+
+def msg_with_longer(column: CommitColumn) -> CommitColumn:
+    """The column claiming one unit more for its first value than was allocated."""
+    lengths = column.lengths.copy()
+    lengths[0] += 1
+    return CommitColumn(name=column.name, spec=column.spec, lengths=lengths, index=column.index)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = budget(40, steps=50)
