@@ -128,7 +128,7 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
     by_number = [next(iter(members)), *members]
     numbers = {member: number for number, member in enumerate(members, 1)}
 
-    def from_pb(number: int) -> enum.StrEnum:
+    def from_pb(number: int) -> Any:
         if not 0 <= number < len(by_number):
             raise InvalidRequestError(f"unknown {members.__name__} {number}; is the client newer than the service?")
         return by_number[number]

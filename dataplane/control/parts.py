@@ -30,6 +30,7 @@ _KINDS: tuple[FieldKind | None, ...] = (
     FieldKind.OBJECT,
 )
 """By their number in the enum `FieldKind` of the protocol."""
+_KIND_NUMBERS: dict[FieldKind | None, Any] = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def _big_integer(digits: str) -> int:
 def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
     """Shared between calls: not to be changed."""
     inner = None if spec.inner is None else pb.Shape(sizes=spec.inner)
-    return pb.FieldSpec(kind=pb.FieldKind.ValueType(_KINDS.index(spec.kind)), dtype=spec.dtype, inner=inner)
+    return pb.FieldSpec(kind=_KIND_NUMBERS[spec.kind], dtype=spec.dtype, inner=inner)
 
 
 def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:

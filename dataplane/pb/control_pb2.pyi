@@ -263,20 +263,22 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host")
+    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     DOORS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     nonce: str
     session: int
     epoch: int
     units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
     doors: _containers.RepeatedScalarFieldContainer[str]
     host: str
-    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ...) -> None: ...
+    heartbeat_s: float
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session",)

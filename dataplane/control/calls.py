@@ -1,0 +1,170 @@
+"""The calls of one session, as both drivers keep them: numbers, frames, deadlines, and why no more can be made.
+
+Knows no socket: the sync and the async channel send the frames and bring back the replies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control import codec, wire
+from dataplane.control.numbering import Numbering
+from dataplane.control.opening import Session
+from dataplane.errors import (
+    CallTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    ServiceUnavailableError,
+    SessionExpiredError,
+    from_wire,
+    to_wire,
+)
+from dataplane.ledger import commands as c
+
+RESEND_S = 2.0
+"""Silence after which a call is repeated under its number."""
+RESEND_GROWTH = 1.5
+RESEND_MAX_S = 10.0
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A call on its way: what to send now, when to send again, when to give up (`time.monotonic`)."""
+
+    number: int
+    method: str
+    frames: list[bytes]
+    since: float
+    deadline: float
+    resend_at: float
+    patience_s: float = RESEND_S
+
+    @property
+    def wake_at(self) -> float:
+        """When its driver must look at it again, answer or not."""
+        return min(self.deadline, self.resend_at)
+
+
+class Calls:
+    """Thread-safe. Every method returns at once."""
+
+    def __init__(self, session: Session, config: DataPlaneConfig) -> None:
+        self.session = session
+        self._token = (config.secret() or "").encode()
+        self._timeout_s = config.call_timeout_s
+        self._numbering = Numbering(session.number)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._over: DataPlaneError | None = None
+        self._lost = ""
+
+    # --- whether calls can be made
+
+    def check(self) -> None:
+        """Raises what makes calls impossible: a fork, the end of the client or of the session, a lost service."""
+        if self._pid != os.getpid():
+            raise ClientClosedError(why="it belongs to the parent of this forked process; open one here")
+        if self._over is not None:
+            # A fresh one each time: raised objects gather tracebacks.
+            raise from_wire(*to_wire(self._over))
+        if self._lost:
+            raise ServiceUnavailableError(address=self.session.address, why=self._lost)
+
+    @property
+    def over(self) -> bool:
+        """Whether the session can make no more calls, ever."""
+        return self._over is not None or self._pid != os.getpid()
+
+    def end(self, error: DataPlaneError) -> None:
+        """No more calls: `check` raises this from now on."""
+        if self._over is None or isinstance(error, ClientClosedError):
+            self._over = error
+
+    def lose(self, why: str) -> None:
+        """The service does not answer ("": it does again): `check` raises `ServiceUnavailableError` meanwhile."""
+        self._lost = why
+
+    # --- calls
+
+    def begin(self, command: c.Command, timeout_s: float | None = None) -> Outgoing:
+        """A call to send. Its deadline: a command that can wait gets its own timeout and then the time of any other,
+        so that the ledger's answer comes first; `timeout_s` replaces the latter."""
+        now = time.monotonic()
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        if isinstance(command, c.Allocate) or (isinstance(command, c.Claim) and command.blocking):
+            patience_s += command.timeout_s
+        with self._lock:
+            call = self._numbering.issue(command, now=now)
+        return self._outgoing(call, now, now + patience_s)
+
+    def begin_post(self, command: c.Command) -> Outgoing:
+        """A call to send and not to wait for; `due` brings it back until it is answered."""
+        now = time.monotonic()
+        with self._lock:
+            call = self._numbering.issue(command, now=now, posted=True)
+        return self._outgoing(call, now, now + self._timeout_s)
+
+    def again(self, outgoing: Outgoing) -> list[bytes]:
+        """The frames of a call that got no answer yet, to send once more. Raises `CallTimeoutError` at its deadline
+        and what `check` raises."""
+        now = time.monotonic()
+        if now >= outgoing.deadline:
+            raise CallTimeoutError(
+                what=outgoing.method, waited_s=now - outgoing.since, peer=f"the controller at {self.session.address}"
+            )
+        self.check()
+        outgoing.patience_s = min(outgoing.patience_s * RESEND_GROWTH, RESEND_MAX_S)
+        outgoing.resend_at = now + outgoing.patience_s
+        with self._lock:
+            if not self._numbering.is_open(outgoing.number):
+                return outgoing.frames
+            call = self._numbering.repeat(outgoing.number, now=now)
+        return wire.request(call, self._token)
+
+    def heard(self, reply: wire.Reply) -> None:
+        """A reply came, to whatever call of the session."""
+        self._lost = ""
+        if reply.number:
+            with self._lock:
+                self._numbering.answered(reply.number)
+        if reply.outcome == SessionExpiredError.__name__:
+            error = reply.error
+            assert error is not None
+            self.end(error)
+
+    def settle(self, outgoing: Outgoing, reply: wire.Reply) -> c.Result:
+        """What the call got. Raises the error it got."""
+        if reply.outcome != "ok":
+            self.heard(reply)
+        result = codec.decode_result(outgoing.method, reply.good_body())
+        self.heard(reply)
+        return result
+
+    def abandon(self, number: int) -> Outgoing | None:
+        """Nobody will use that call's answer. What to send to undo it, if anything; not waited for."""
+        now = time.monotonic()
+        with self._lock:
+            undo = self._numbering.abandon(number, now=now)
+        return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
+
+    def due(self) -> list[Outgoing]:
+        """All posted calls that have been unanswered for long, to send again."""
+        now = time.monotonic()
+        with self._lock:
+            numbers = self._numbering.due(now - RESEND_S)
+            calls = [self._numbering.repeat(number, now=now) for number in numbers]
+        return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
+
+    def _outgoing(self, call: c.Call, now: float, deadline: float) -> Outgoing:
+        try:
+            frames = wire.request(call, self._token)
+        except BaseException:
+            with self._lock:
+                self._numbering.answered(call.number)
+            raise
+        name = type(call.command).__name__
+        return Outgoing(call.number, name, frames, now, deadline, now + RESEND_S)

@@ -1,0 +1,249 @@
+"""A session's commands, for threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control import wire
+from dataplane.control.calls import Calls, Outgoing
+from dataplane.control.keeper import Keeper
+from dataplane.control.opening import Session, Socket, door_socket, open_session
+from dataplane.control.waker import Waker
+from dataplane.errors import ClientClosedError
+from dataplane.failpoints import hit
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""How long each part of closing may take."""
+
+
+class Channel:
+    """An open session. Thread-safe: each call takes a socket of its own and polls it itself.
+
+    A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
+    """
+
+    def __init__(self, config: DataPlaneConfig, session: Session, context: zmq.Context[Socket], dealer: Socket) -> None:
+        """Use `open`."""
+        self._calls = Calls(session, config)
+        self._context = context
+        self._pid = os.getpid()
+        self._idle: list[Socket] = []
+        self._using = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._waker = Waker()
+        self._keeper = Keeper(self._calls, dealer, config.secret(), self._maintain)
+
+    @classmethod
+    def open(cls, config: DataPlaneConfig) -> Channel:
+        """Connect to `config.address` and open a session. Blocks for `config.connect_timeout_s` at most. Raises as
+        `open_session`."""
+        context: zmq.Context[Socket] = zmq.Context()
+        try:
+            session, dealer = open_session(config, context)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        return cls(config, session, context, dealer)
+
+    @property
+    def session(self) -> int:
+        """The session's number."""
+        return self._calls.session.number
+
+    @property
+    def epoch(self) -> int:
+        """The service's epoch."""
+        return self._calls.session.epoch
+
+    @property
+    def units(self) -> tuple[c.UnitInfo, ...]:
+        """The storage units there were when the session was opened; a `Units` call tells of later ones."""
+        return self._calls.session.units
+
+    @property
+    def address(self) -> str:
+        """Where the service is, "host:port"."""
+        return self._calls.session.address
+
+    @property
+    def door(self) -> str:
+        """The ZMQ endpoint that commands go to."""
+        return self._calls.session.door
+
+    # --- calls
+
+    def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
+        """Send a command and wait for its answer: its number and result.
+
+        Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim) plus
+        `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
+        `ServiceUnavailableError` when the service is gone, `ClientClosedError` when `close` is called meanwhile.
+        However it fails, what the command may have taken is given back.
+        """
+        name = type(command).__name__
+        self._calls.check()
+        hit(f"call.{name}.before")
+        outgoing = self._calls.begin(command, timeout_s)
+        try:
+            reply = self._exchange(outgoing)
+            hit(f"call.{name}.after")
+            return outgoing.number, self._calls.settle(outgoing, reply)
+        except BaseException:
+            self._abandon(outgoing)
+            raise
+
+    def post(self, command: c.Command) -> None:
+        """Send a command and do not wait for its answer; it is repeated until there is one. Does not block."""
+        name = type(command).__name__
+        self._calls.check()
+        hit(f"call.{name}.before")
+        self._send_once(self._calls.begin_post(command))
+        hit(f"call.{name}.after")
+
+    def _exchange(self, outgoing: Outgoing) -> wire.Reply:
+        dealer = self._take()
+        try:
+            send(dealer, outgoing.frames)
+            while True:
+                reply = self._await(dealer, outgoing)
+                if reply is not None:
+                    return reply
+                self._calls.check()
+                if time.monotonic() >= outgoing.wake_at:
+                    send(dealer, self._calls.again(outgoing))
+        finally:
+            self._put_back([dealer])
+
+    def _await(self, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
+        """The call's answer, if it comes before the call must be looked at."""
+        patience_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
+        zmq.zmq_poll([(dealer, zmq.POLLIN), (self._waker.fd, zmq.POLLIN)], patience_ms)
+        for reply in arrived(dealer):
+            if reply.number in (outgoing.number, 0):
+                return reply
+            self._calls.heard(reply)
+        return None
+
+    def _abandon(self, outgoing: Outgoing) -> None:
+        """Nobody waits for this call any more: give back what it may have taken."""
+        undo = self._calls.abandon(outgoing.number)
+        if undo is not None and not self._calls.over:
+            self._send_once(undo)
+
+    def _send_once(self, outgoing: Outgoing) -> None:
+        dealer = self._take()
+        try:
+            send(dealer, outgoing.frames)
+        finally:
+            self._put_back([dealer])
+
+    def _maintain(self) -> None:
+        """With every heartbeat: take in answers to posted calls, and repeat what has none."""
+        with self._changed:
+            if self._closing:
+                return
+            dealers, self._idle = self._idle, []
+            self._using += len(dealers)
+        try:
+            for dealer in dealers:
+                for reply in arrived(dealer):
+                    self._calls.heard(reply)
+        finally:
+            self._put_back(dealers)
+        if not self._calls.over:
+            for outgoing in self._calls.due():
+                self._send_once(outgoing)
+
+    # --- sockets
+
+    def _take(self) -> Socket:
+        with self._changed:
+            if self._closing:
+                raise ClientClosedError()
+            self._using += 1
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return door_socket(self._context, self.door)
+        except BaseException:
+            self._put_back([], missing=1)
+            raise
+
+    def _put_back(self, dealers: list[Socket], *, missing: int = 0) -> None:
+        with self._changed:
+            self._idle += dealers
+            self._using -= len(dealers) + missing
+            if self._closing:
+                self._changed.notify_all()
+
+    # --- the end
+
+    def close(self) -> None:
+        """Say Bye and let go of everything. Blocks for some seconds at most, also when the service does not answer.
+        Calls under way in other threads raise `ClientClosedError`. Idempotent; does nothing in a forked child.
+
+        Call it when no copy into or out of shared memory is under way.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        silent = self._calls.over
+        self._calls.end(ClientClosedError())
+        self._waker.wake()
+        with self._changed:
+            left = self._changed.wait_for(lambda: self._using == 0, CLOSE_S)
+        if not silent:
+            self._say_bye()
+        self._keeper.close(CLOSE_S)
+        if not left:
+            log.error("closed with %d calls under way that did not end in %.1f s", self._using, CLOSE_S)
+            return
+        for dealer in self._idle:
+            dealer.close()
+        self._context.term()
+        self._waker.close()
+
+    def _say_bye(self) -> None:
+        bye = self._calls.begin(c.Bye(), CLOSE_S)
+        dealer = self._idle[-1] if self._idle else door_socket(self._context, self.door)
+        if not self._idle:
+            self._idle.append(dealer)
+        send(dealer, bye.frames)
+        while (left_s := bye.deadline - time.monotonic()) > 0:
+            if not dealer.poll(int(left_s * 1000) + 1):
+                break
+            if any(reply.number == bye.number for reply in arrived(dealer)):
+                return
+        log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
+
+
+def send(dealer: Socket, frames: list[bytes]) -> None:
+    """Never blocks: what finds the queue full is lost, and repeated with the call."""
+    try:
+        dealer.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        log.debug("the queue to the controller is full")
+
+
+def arrived(dealer: Socket) -> Iterator[wire.Reply]:
+    """The replies that are there now."""
+    while True:
+        try:
+            frames = dealer.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield wire.Reply.parse(frames)

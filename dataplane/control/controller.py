@@ -1,0 +1,116 @@
+"""The controller: the ledger in its shell, behind the two doors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Self
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.grpc_import import import_grpc_door
+from dataplane.control.handlers import Facts
+from dataplane.control.secret import Secret
+from dataplane.control.shell import LedgerLike, LedgerShell
+from dataplane.control.zmq_door import ZmqDoor
+from dataplane.host import boot_id, join_address, reachable_host, require_token_beyond_loopback, resolve_host
+from dataplane.ledger.ledger import Ledger
+
+if TYPE_CHECKING:
+    from dataplane.control.grpc_door import GrpcDoor
+
+log = logging.getLogger(__name__)
+
+PORT_TRIES = 64
+STOP_S = 5.0
+"""How long each part of stopping may take."""
+
+
+class Controller:
+    """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above.
+
+    `epoch` must grow from one life of the service to the next (default: the time). A context manager.
+    """
+
+    def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
+        self._config = config
+        self._epoch = time.time_ns() if epoch is None else epoch
+        self._ledger = ledger or Ledger(
+            self._epoch,
+            reserve_fraction=config.reserve_fraction,
+            heartbeat_s=config.heartbeat_s,
+            session_timeout_s=config.session_timeout_s,
+        )
+        self._shell: LedgerShell | None = None
+        self._grpc: GrpcDoor | None = None
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as others reach it; "" before `start`."""
+        return self._address
+
+    def start(self) -> Self:
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback without a token, OSError where
+        a port is taken; nothing is left running then."""
+        token = self._config.secret()
+        require_token_beyond_loopback(self._config.host, token)
+        try:
+            self._start(Secret(token))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self, secret: Secret) -> None:
+        config = self._config
+        self._grpc = import_grpc_door()(secret)
+        port, door = self._bind(self._grpc, secret)
+        self._address = join_address(reachable_host(config.host), port)
+        facts = Facts(
+            address=self._address,
+            epoch=self._epoch,
+            host=boot_id(),
+            doors=door.endpoints,
+            heartbeat_s=config.heartbeat_s,
+        )
+        door.introduce(facts)
+        self._shell = LedgerShell(self._ledger, door, facts)
+        self._shell.start()
+        self._grpc.serve(self._shell, facts)
+
+    def _bind(self, grpc: GrpcDoor, secret: Secret) -> tuple[int, ZmqDoor]:
+        """Both doors on neighboring ports."""
+        host = self._config.host
+        if self._config.port:
+            return self._bind_pair(grpc, secret, ZmqDoor(host, self._config.port + 1, secret))
+        for _ in range(PORT_TRIES):
+            door = ZmqDoor(host, 0, secret)
+            try:
+                return self._bind_pair(grpc, secret, door)
+            except OSError:
+                log.debug("port %d is taken, trying others", door.port - 1)
+        raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
+
+    def _bind_pair(self, grpc: GrpcDoor, secret: Secret, door: ZmqDoor) -> tuple[int, ZmqDoor]:
+        try:
+            grpc.bind(join_address(resolve_host(self._config.host), door.port - 1))
+        except BaseException:
+            door.close()
+            raise
+        return door.port - 1, door
+
+    def stop(self) -> None:
+        """End both doors and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
+        seconds at most. Idempotent."""
+        shell, self._shell = self._shell, None
+        grpc, self._grpc = self._grpc, None
+        if shell is not None:
+            shell.stop(STOP_S)
+        if grpc is not None:
+            grpc.stop(STOP_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,296 @@
+"""The gRPC door: every command for any language, health, reflection, and the links of storage units.
+
+One thread with an event loop of its own. A parked command is an awaited future there: it holds no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from dataplane.control import codec, unit_messages
+from dataplane.control.handlers import Facts, heartbeat_reply, message_of
+from dataplane.control.secret import Secret
+from dataplane.control.shell import LedgerShell, Orders
+from dataplane.control.statuses import to_status
+from dataplane.control.wire import MAX_MESSAGE_BYTES
+from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from dataplane.pb import control_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "tq.v1.Control"
+START_S = 30.0
+GRACE_S = 0.5
+"""How long calls under way may take once the door closes."""
+MAX_CALLS = 16384
+"""Calls at once, streams included; one more is refused with RESOURCE_EXHAUSTED."""
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+class GrpcDoor:
+    """`bind` (until it works), `serve`, `stop`."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="tq-grpc", daemon=True)
+        self._thread.start()
+        self._ready.wait(START_S)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
+        # could take apart.
+        server = self._server = grpc.aio.server(
+            interceptors=[_Guard(self._secret)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._ready.set()
+        await self._ended.wait()
+        await server.stop(GRACE_S)
+
+    def bind(self, address: str) -> None:
+        """Listen on `address`. OSError if it cannot be had."""
+        try:
+            self._run(self._bind(address))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+
+    async def _bind(self, address: str) -> None:
+        self._server.add_insecure_port(address)
+
+    def serve(self, shell: LedgerShell, facts: Facts) -> None:
+        """Begin to answer."""
+        self._run(self._serve(_Service(shell, facts, self._loop)))
+
+    async def _serve(self, service: _Service) -> None:
+        self._server.add_generic_rpc_handlers((service.handler(),))
+        await self._server.start()
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, timeout_s: float) -> None:
+        """End all calls and the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.error("the gRPC door did not close within %.1f s", timeout_s)
+
+    def _run(self, job: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """Checks the token of every call but health checks, which probes make without one."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        if details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return await continuation(details)
+        shown = dict(details.invocation_metadata or ()).get("authorization", "")
+        try:
+            self._secret.check(str(shown).removeprefix("Bearer ").encode(), peer="the controller")
+        except DataPlaneError as error:
+            return grpc.stream_stream_rpc_method_handler(_refuser(error))
+        return await continuation(details)
+
+
+def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
+    async def refuse(requests: Any, context: Context) -> AsyncIterator[Message]:
+        await _abort(context, error)
+        yield pb.Done()  # never reached: it makes this a stream, which fits any kind of call
+
+    return refuse
+
+
+async def _abort(context: Context, error: DataPlaneError) -> None:
+    code, text, metadata = to_status(error)
+    await context.abort(code, text, metadata)
+
+
+class _Service:
+    """The methods, by the same table as the ZMQ door's."""
+
+    def __init__(self, shell: LedgerShell, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+        self._shell = shell
+        self._facts = facts
+        self._loop = loop
+        self._streams: Counter[int] = Counter()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server takes."""
+        unary: dict[str, tuple[type[Message], Callable[[Any], c.Input]]] = {
+            name: (method.request, lambda wire, method=method: codec.call_from_pb(method, wire))  # type: ignore[misc]
+            for name, method in codec.METHODS.items()
+        }
+        for report in (c.OpenSession, c.DropUnit):
+            unary[report.__name__] = (
+                codec.message_type(report),
+                lambda wire, report=report: codec.from_pb(report, wire),  # type: ignore[misc]
+            )
+        methods = {name: _unary(self._answer(parse), request_type) for name, (request_type, parse) in unary.items()}
+        methods["Heartbeat"] = _unary(self._heartbeat, pb.HeartbeatRequest)
+        methods["KeepSession"] = _stream(self._keep_session, pb.HeartbeatRequest)
+        methods["AttachUnit"] = _stream(self._attach_unit, pb.UnitReport)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def _answer(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
+        async def answer(request: Any, context: Context) -> Message:
+            try:
+                return message_of(await self._ask(parse(request)), self._facts)
+            except DataPlaneError as error:
+                await _abort(context, error)
+                raise
+
+        return answer
+
+    async def _ask(self, item: c.Input, orders: Orders | None = None) -> c.Output:
+        """The output that answers `item`."""
+        answered: asyncio.Future[c.Output] = self._loop.create_future()
+
+        def settle(output: c.Output) -> None:
+            if not answered.done():
+                answered.set_result(output)
+            elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
+                self._shell.detach(output.unit, orders)
+
+        def reply(output: c.Output) -> None:
+            self._loop.call_soon_threadsafe(settle, output)
+
+        self._shell.submit(item, reply, orders=orders)
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            if orders is None:
+                with contextlib.suppress(ServiceUnavailableError):
+                    self._shell.withdraw(item, reply)
+            raise
+
+    async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
+        try:
+            self._shell.submit(codec.from_pb(c.Heartbeat, request))
+        except DataPlaneError as error:
+            await _abort(context, error)
+        return heartbeat_reply(self._facts)
+
+    async def _keep_session(
+        self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
+    ) -> AsyncIterator[Message]:
+        session = None
+        try:
+            async for request in requests:
+                beat: c.Heartbeat = codec.from_pb(c.Heartbeat, request)
+                if session is None:
+                    session = beat.session
+                    self._streams[session] += 1
+                    yield heartbeat_reply(self._facts)
+                elif beat.session != session:
+                    await _abort(context, InvalidRequestError("a stream keeps one session alive, not several"))
+                self._shell.submit(beat)
+        finally:
+            if session is not None:
+                self._streams[session] -= 1
+                if not self._streams[session]:
+                    del self._streams[session]
+                    with contextlib.suppress(ServiceUnavailableError):
+                        self._shell.submit(c.SessionSilent(session=session))
+
+    async def _attach_unit(self, requests: AsyncIterator[pb.UnitReport], context: Context) -> AsyncIterator[Message]:
+        orders: asyncio.Queue[c.Output | DataPlaneError | None] = asyncio.Queue()
+
+        def order(output: c.Output) -> None:
+            self._loop.call_soon_threadsafe(orders.put_nowait, output)
+
+        reading, unit = None, None
+        try:
+            unit = await self._add_unit(requests, order)
+            yield unit_messages.order_to_pb(unit)
+            reading = asyncio.create_task(self._read_reports(requests, unit.unit, orders))
+            while (item := await orders.get()) is not None:
+                if isinstance(item, DataPlaneError):
+                    raise item
+                yield unit_messages.order_to_pb(item)
+        except DataPlaneError as error:
+            await _abort(context, error)
+        finally:
+            if reading is not None:
+                reading.cancel()
+            if unit is not None:
+                with contextlib.suppress(ServiceUnavailableError):
+                    self._shell.detach(unit.unit, order)
+
+    async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
+        async for request in requests:
+            add = unit_messages.report_from_pb(request)
+            if not isinstance(add, c.AddUnit):
+                raise InvalidRequestError("a storage unit says AddUnit first")
+            output = await self._ask(add, order)
+            assert isinstance(output, c.UnitAdded)
+            if output.error is not None:
+                raise output.error
+            return output
+        raise InvalidRequestError("the stream ended before AddUnit")
+
+    async def _read_reports(
+        self,
+        requests: AsyncIterator[pb.UnitReport],
+        unit: int,
+        orders: asyncio.Queue[c.Output | DataPlaneError | None],
+    ) -> None:
+        """Until the stream ends; says so, or why it must, through `orders`."""
+        try:
+            async for request in requests:
+                report = unit_messages.report_from_pb(request)
+                if isinstance(report, c.AddUnit) or report.unit != unit:
+                    raise InvalidRequestError(f"a stream speaks for one storage unit; this one is unit {unit}")
+                self._shell.submit(report)
+            orders.put_nowait(None)
+        except DataPlaneError as error:
+            orders.put_nowait(error)
+        except Exception as error:
+            log.exception("failed on a report of storage unit %d", unit)
+            orders.put_nowait(InternalError(what=repr(error)))
+
+
+def _unary(behavior: Any, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(
+        behavior, request_deserializer=request_type.FromString, response_serializer=_serialize
+    )
+
+
+def _stream(behavior: Any, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.stream_stream_rpc_method_handler(
+        behavior, request_deserializer=request_type.FromString, response_serializer=_serialize
+    )
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

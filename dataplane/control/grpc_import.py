@@ -1,0 +1,63 @@
+"""The one way gRPC gets into a process of ours.
+
+gRPC's fork support, on by default, runs handlers at every fork of a process that uses gRPC, and when gRPC's threads are
+busy these kill the child now and then (grpcio 1.85: 1 to 10 of 100 plain forks under load; none with support off). The
+switch is an environment variable that is read when grpc is imported. So it is set for that moment, unless the user has
+set it, and processes that serve nothing never import grpc at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from dataplane.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from dataplane.control.grpc_door import GrpcDoor
+    from dataplane.control.grpc_link import GrpcLink
+
+_SWITCH = "GRPC_ENABLE_FORK_SUPPORT"
+_used_in: list[int] = []
+
+
+def import_grpc_door() -> type[GrpcDoor]:
+    """The class, with grpc imported. Raises as `_import`."""
+    door: type[GrpcDoor] = _import("dataplane.control.grpc_door").GrpcDoor
+    return door
+
+
+def import_grpc_link() -> type[GrpcLink]:
+    """The class, with grpc imported. Raises as `_import`."""
+    link: type[GrpcLink] = _import("dataplane.control.grpc_link").GrpcLink
+    return link
+
+
+def _import(name: str) -> ModuleType:
+    """`InvalidRequestError` in a child forked from a process that served over gRPC: gRPC does not work there."""
+    if _used_in and _used_in[0] != os.getpid():
+        raise InvalidRequestError(
+            "this process was forked from one that runs a data plane service; gRPC cannot serve in it. Start the "
+            "service in a fresh process (multiprocessing's 'spawn', subprocess, tq serve); clients work after a fork"
+        )
+    with _fork_support_off():
+        module = importlib.import_module(name)
+    _used_in[:] = [os.getpid()]
+    return module
+
+
+@contextlib.contextmanager
+def _fork_support_off() -> Iterator[None]:
+    if "grpc" in sys.modules or _SWITCH in os.environ:
+        yield
+        return
+    os.environ[_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_SWITCH]

@@ -1,0 +1,59 @@
+"""The gRPC stream under a storage unit's link."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from dataplane.control import unit_messages
+from dataplane.control.statuses import from_status
+from dataplane.control.wire import MAX_MESSAGE_BYTES
+from dataplane.ledger import commands as c
+from dataplane.pb import control_pb2 as pb
+from dataplane.pb import control_pb2_grpc
+
+OPTIONS = (
+    # The way to a controller in the same cluster never leads through the proxy that downloads use.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class GrpcLink:
+    """Sends `add`, then what `reports` yields until None; gives what the controller orders."""
+
+    def __init__(
+        self, address: str, token: str | None, add: c.AddUnit, reports: queue.SimpleQueue[c.Input | None]
+    ) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._since = time.monotonic()
+        self._call = stub.AttachUnit(_messages(add, reports), metadata=metadata)
+
+    def orders(self) -> Iterator[c.Output]:
+        """Until the stream ends. Raises the error it ended with."""
+        try:
+            for wire in self._call:
+                yield unit_messages.order_from_pb(wire)
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - self._since
+            raise from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s) from error
+
+    def close(self) -> None:
+        """End the stream, if it has not ended."""
+        self._call.cancel()
+        self._channel.close()
+
+
+def _messages(add: c.AddUnit, reports: queue.SimpleQueue[c.Input | None]) -> Iterator[pb.UnitReport]:
+    yield unit_messages.report_to_pb(add)
+    while (item := reports.get()) is not None:
+        yield unit_messages.report_to_pb(item)

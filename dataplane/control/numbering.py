@@ -1,0 +1,109 @@
+"""The client's half of "exactly once": numbers, the watermark, and what becomes of calls that nobody waits for.
+
+No I/O, no clock and no locks: whoever drives it says what was sent and answered, one thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.ledger.commands import Abort, Allocate, Call, Claim, Command, Commit, Locate, Release, Unclaim
+
+
+@dataclass(slots=True)
+class _Open:
+    """A number without an answer. `settles`: the abandoned number whose fate is known when this one is answered."""
+
+    command: Command
+    posted: bool
+    sent_at: float
+    settles: int | None = None
+    abandoned: bool = False
+
+
+class Numbering:
+    """Numbers the calls of one session and knows which are unanswered.
+
+    The watermark is the lowest unanswered number. It never passes an abandoned call before the command that undoes it
+    is answered, so that an undo always finds what it is to undo, and an answered claim whose answer nobody took is
+    never confirmed.
+    """
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self._next = 1
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def watermark(self) -> int:
+        """The lowest unanswered number; the next number if all are answered."""
+        return next(iter(self._open), self._next)
+
+    @property
+    def unanswered(self) -> int:
+        """How many numbers are."""
+        return len(self._open)
+
+    def issue(self, command: Command, *, now: float, posted: bool = False) -> Call:
+        """A new number for `command`, about to be sent. `posted`: nobody waits; `due` tells when to repeat it."""
+        number = self._next
+        self._next += 1
+        self._open[number] = _Open(command, posted, now)
+        return self._call(number)
+
+    def repeat(self, number: int, *, now: float) -> Call:
+        """The call of an unanswered number again, about to be sent once more."""
+        self._open[number].sent_at = now
+        return self._call(number)
+
+    def is_open(self, number: int) -> bool:
+        """Whether the number was issued and not settled yet."""
+        return number in self._open
+
+    def answered(self, number: int) -> None:
+        """An answer came (also a second time, also late). An abandoned number stays open until its undo is answered."""
+        entry = self._open.get(number)
+        if entry is None or entry.abandoned:
+            return
+        del self._open[number]
+        if entry.settles is not None:
+            self._open.pop(entry.settles, None)
+
+    def abandon(self, number: int, *, now: float) -> Call | None:
+        """Nobody will use the answer of `number`. The posted call to send that undoes it; None if nothing is to undo.
+
+        A call without an undo is below the watermark at once: if it has not been executed yet, it never will be.
+        """
+        entry = self._open.get(number)
+        if entry is None or entry.abandoned:
+            return None
+        undo = undo_of(number, entry.command)
+        if undo is None:
+            del self._open[number]
+            return None
+        entry.abandoned = True
+        call = self.issue(undo, now=now, posted=True)
+        self._open[call.number].settles = number
+        return call
+
+    def due(self, sent_before: float) -> list[int]:
+        """Posted numbers still unanswered that were last sent before `sent_before`."""
+        return [number for number, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
+
+    def _call(self, number: int) -> Call:
+        return Call(session=self.session, number=number, watermark=self.watermark, command=self._open[number].command)
+
+
+def undo_of(number: int, command: Command) -> Command | None:
+    """What takes back a call whose fate is unknown, if it may hold something."""
+    match command:
+        case Allocate():
+            return Abort(reservation=number)
+        case Commit(reservation=int(reservation)):
+            # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.
+            return Abort(reservation=reservation)
+        case Locate():
+            return Release(located=number)
+        case Claim():
+            return Unclaim(claimed=number)
+    return None

@@ -1,0 +1,237 @@
+"""The ledger's shell: the one thread that owns the ledger and the ZMQ door, and hands outputs to whom they are for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+
+from dataplane.control.handlers import Facts, Key, Reply, key_of, refused
+from dataplane.control.waker import Waker
+from dataplane.control.zmq_door import ZmqDoor
+from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.005
+"""The ledger's clock is at most this old when it handles something."""
+FORGET_S = 300.0
+"""A caller of the ZMQ door repeats its unanswered calls far more often than this; older ones have nobody waiting."""
+
+Orders = Callable[[c.Output], None]
+
+
+class LedgerLike(Protocol):
+    """What the shell needs of a ledger."""
+
+    def apply(self, item: c.Input) -> list[c.Output]: ...
+    def next_deadline(self) -> float | None: ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Who waits for one answer: replies by caller, so that a caller who repeats itself is answered once."""
+
+    replies: dict[object, Reply] = field(default_factory=dict)
+    orders: Orders | None = None
+    last: float = 0.0
+    lasting: bool = False
+
+
+class LedgerShell:
+    """Runs `ledger` in a thread of its own: inputs come from the ZMQ door and from `submit` (any thread).
+
+    Every wake handles what arrived in order of arrival, after a `Tick` if the last is older than `TICK_S`; outputs
+    leave in the ledger's order. An exception in the ledger is logged with its input and answered with `InternalError`.
+    """
+
+    def __init__(
+        self, ledger: LedgerLike, door: ZmqDoor, facts: Facts, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ledger = ledger
+        self._door = door
+        self._facts = facts
+        self._clock = clock
+        self._ticked = -math.inf
+        self._swept = clock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._waker = Waker()
+        self._asked: dict[Key, _Asked] = {}
+        self._units: dict[int, Orders] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
+
+    # --- any thread
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def submit(self, item: c.Input, reply: Reply | None = None, *, orders: Orders | None = None) -> None:
+        """Have `item` applied. `reply` gets the output that answers it; `orders`, with an `AddUnit`, gets what the
+        ledger orders of the unit once it is accepted. Both are called in the ledger's thread. Does not block.
+        """
+        self._enqueue(lambda: self.handle(item, reply, caller=reply, orders=orders, lasting=True))
+
+    def withdraw(self, item: c.Input, reply: Reply) -> None:
+        """Nobody waits for `reply` any more. The item itself stands."""
+        self._enqueue(lambda: self._forget(item, reply))
+
+    def detach(self, unit: int, orders: Orders) -> None:
+        """The link that `orders` led to is gone: the unit is lost, unless it has another link by now."""
+        self._enqueue(lambda: self._detach(unit, orders))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread and its door. Calls still parked are answered with `ServiceUnavailableError`. Idempotent."""
+        self._stopping.set()
+        self._waker.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.error("the ledger's thread did not end within %.1f s", timeout_s)
+                return
+        else:
+            self._door.close()
+        self._waker.close()
+
+    def _enqueue(self, job: Callable[[], None]) -> None:
+        if self._stopping.is_set():
+            raise self._unavailable()
+        self._inbox.append(job)
+        self._waker.wake()
+
+    def _unavailable(self) -> ServiceUnavailableError:
+        return ServiceUnavailableError(address=self._facts.address, why="the service is stopping")
+
+    # --- the ledger's thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._door.socket, self._door.monitor, self._waker.fd):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._stopping.is_set():
+                poller.poll(self._patience_ms())
+                self._waker.clear()
+                self._tick()
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._door.serve(self)
+                self._sweep()
+        finally:
+            self._end()
+
+    def _patience_ms(self) -> int | None:
+        deadline = self._ledger.next_deadline()
+        if deadline is None:
+            return None
+        return max(0, math.ceil((deadline - self._clock()) * 1000))
+
+    def _tick(self) -> None:
+        now = self._clock()
+        deadline = self._ledger.next_deadline()
+        if now - self._ticked >= TICK_S or (deadline is not None and deadline <= now):
+            self._ticked = now
+            self._apply(c.Tick(now=now))
+
+    def handle(
+        self,
+        item: c.Input,
+        reply: Reply | None,
+        *,
+        caller: object = None,
+        orders: Orders | None = None,
+        lasting: bool = False,
+    ) -> None:
+        """Apply `item` now (the ledger's thread only). `caller` is who `reply` leads to; `lasting`: the caller does not
+        repeat itself."""
+        key = key_of(item)
+        if key is not None and reply is not None:
+            asked = self._asked.setdefault(key, _Asked())
+            asked.replies[caller] = reply
+            asked.last = self._ticked
+            asked.lasting = asked.lasting or lasting
+            asked.orders = orders or asked.orders
+        self._apply(item)
+
+    def _apply(self, item: c.Input) -> None:
+        try:
+            outputs = self._ledger.apply(item)
+        except Exception as error:
+            log.exception("the ledger failed on %r", item)
+            answer = refused(item, InternalError(what=f"{_name(item)}: {error!r}"))
+            outputs = [] if answer is None else [answer]
+        for output in outputs:
+            self._deliver(output)
+
+    def _deliver(self, output: c.Output) -> None:
+        if isinstance(output, c.FenceSession | c.GrowArena):
+            orders = self._units.get(output.unit)
+            if orders is not None:
+                orders(output)
+            return
+        key = key_of(output)
+        asked = None if key is None else self._asked.pop(key, None)
+        if asked is None:
+            return
+        if isinstance(output, c.UnitAdded) and output.error is None and asked.orders is not None:
+            self._units[output.unit] = asked.orders
+        for reply in asked.replies.values():
+            _hand_over(reply, output)
+
+    def _detach(self, unit: int, orders: Orders) -> None:
+        if self._units.get(unit) == orders:
+            del self._units[unit]
+            self._apply(c.UnitLost(unit=unit))
+
+    def _forget(self, item: c.Input, reply: Reply) -> None:
+        key = key_of(item)
+        asked = None if key is None else self._asked.get(key)
+        if key is not None and asked is not None:
+            asked.replies.pop(reply, None)
+            if not asked.replies:
+                del self._asked[key]
+
+    def _sweep(self) -> None:
+        if self._ticked - self._swept < FORGET_S:
+            return
+        self._swept = self._ticked
+        old = [k for k, asked in self._asked.items() if not asked.lasting and self._ticked - asked.last > FORGET_S]
+        for key in old:
+            del self._asked[key]
+
+    def _end(self) -> None:
+        error: DataPlaneError = self._unavailable()
+        for kind, first, second in list(self._asked):
+            asked = self._asked.pop((kind, first, second))
+            answer: c.Output
+            if kind == "call":
+                answer = c.Answer(session=int(first), number=second, result=error)
+            elif kind == "open":
+                answer = c.Opened(nonce=str(first), error=error)
+            elif kind == "add":
+                answer = c.UnitAdded(cookie=str(first), error=error)
+            else:
+                answer = c.UnitDropped(unit=int(first), error=error)
+            for reply in asked.replies.values():
+                _hand_over(reply, answer)
+        self._door.close()
+
+
+def _hand_over(reply: Reply, output: c.Output) -> None:
+    try:
+        reply(output)
+    except Exception:
+        log.exception("could not hand over %s", type(output).__name__)
+
+
+def _name(item: c.Input) -> str:
+    return type(item.command if isinstance(item, c.Call) else item).__name__

@@ -1,0 +1,142 @@
+"""The ZMQ door: a ROUTER that our own clients send their commands to, and that notices when they are cut off."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dataplane.control import wire
+from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
+from dataplane.control.secret import Secret
+from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, InvalidRequestError
+from dataplane.host import join_address, resolve_host
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 256
+"""After so many requests the ledger's thread looks at its other work."""
+BACKLOG = 1024
+GOODBYE_MS = 500
+"""How long closing waits for the last replies to leave."""
+
+
+class Handler(Protocol):
+    """Who applies inputs, in the thread that calls `ZmqDoor.serve`."""
+
+    def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None: ...
+
+
+class ZmqDoor:
+    """Binds at once, to `host`:`port` (0: any free one) and an ipc name; serves when `serve` is called, in one thread.
+
+    The connection that a session's heartbeats come from stands for its client: when it ends before the session said
+    Bye, the handler gets `SessionSilent`. Raises OSError if the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, secret: Secret) -> None:
+        self._secret = secret
+        self._facts: Facts | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.set(zmq.BACKLOG, BACKLOG)
+        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        self._sessions: dict[int, int] = {}
+        self._closed = False
+        try:
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self.port = self._bind_tcp(host, port)
+            ipc = f"ipc://@tq-control-{secrets.token_hex(16)}"
+            self.socket.bind(ipc)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoints = (ipc, f"tcp://*:{self.port}")
+
+    def _bind_tcp(self, host: str, port: int) -> int:
+        ip = resolve_host(host)
+        if ":" in ip:
+            self.socket.set(zmq.IPV6, 1)
+        try:
+            self.socket.bind(f"tcp://[{ip}]:{port or '*'}" if ":" in ip else f"tcp://{ip}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(bound.rpartition(":")[2])
+
+    def introduce(self, facts: Facts) -> None:
+        """What the door tells of the service; before `serve`."""
+        self._facts = facts
+
+    def serve(self, handler: Handler) -> None:
+        """Handle what has arrived, without blocking."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                peer = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            frames = self.socket.recv_multipart() if peer.more else []
+            self._take(handler, peer, frames)
+        self._notice_disconnects(handler)
+
+    def _take(self, handler: Handler, peer: zmq.Frame, frames: list[bytes]) -> None:
+        caller = peer.bytes
+        try:
+            if len(frames) != 3:
+                raise InvalidRequestError(f"a request has 3 frames (method, token, message), not {len(frames)}")
+            method, token, body = frames
+            self._secret.check(token, peer="the controller")
+            item = parse(method.decode(errors="replace"), body)
+            if isinstance(item, c.Heartbeat):
+                self._beat(handler, item, peer)
+            else:
+                handler.handle(item, functools.partial(self._reply, caller), caller=caller)
+        except DataPlaneError as error:
+            if not isinstance(error, AuthenticationError):
+                log.warning("refused a request: %s", error)
+            self._send(caller, wire.refusal(0, error))
+        except Exception as error:
+            log.exception("failed on a request")
+            self._send(caller, wire.refusal(0, InternalError(what=repr(error))))
+
+    def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
+        assert self._facts is not None
+        # Nobody else has this connection's descriptor now, so whatever session it stood for before is not meant.
+        self._sessions[int(peer.get(zmq.SRCFD))] = item.session
+        handler.handle(item, None, caller=peer.bytes)
+        self._send(peer.bytes, wire.answer(0, heartbeat_reply(self._facts).SerializeToString()))
+
+    def _reply(self, caller: bytes, output: c.Output) -> None:
+        assert self._facts is not None
+        number = output.number if isinstance(output, c.Answer) else 0
+        try:
+            frames = wire.answer(number, message_of(output, self._facts).SerializeToString())
+        except DataPlaneError as error:
+            frames = wire.refusal(number, error)
+        self._send(caller, frames)
+
+    def _send(self, caller: bytes, frames: list[bytes]) -> None:
+        """Never blocks: a ROUTER drops what its peer does not take, and the peer asks again."""
+        self.socket.send_multipart([caller, *frames])
+
+    def _notice_disconnects(self, handler: Handler) -> None:
+        while self.monitor.poll(0):
+            descriptor = int(recv_monitor_message(self.monitor)["value"])
+            session = self._sessions.pop(descriptor, None)
+            if session is not None and session not in self._sessions.values():
+                handler.handle(c.SessionSilent(session=session), None, caller=None)
+
+    def close(self) -> None:
+        """Let the last replies leave, then close. Idempotent; only in the thread that served, or before it did."""
+        if self._closed:
+            return
+        self._closed = True
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=GOODBYE_MS)
+        self._context.term()

@@ -1,0 +1,54 @@
+"""Names of this host, and addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """Names this boot of this machine's kernel: equal in two processes only if they run on one host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port" in parts; IPv6 hosts in brackets, which are taken off. ValueError for anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"address {address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve_host(host: str) -> str:
+    """The IP address to bind for `host`. OSError if it has none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def require_token_beyond_loopback(host: str, token: str | None) -> None:
+    """ValueError if others than this machine could reach `host` and no token guards it."""
+    if token is None and not ipaddress.ip_address(resolve_host(host)).is_loopback:
+        raise ValueError(
+            f"host {host!r} can be reached from other machines, so the service needs a token: set config.token, "
+            "token_file (tq serve --token-file) or TQ_TOKEN, or listen on 127.0.0.1"
+        )
+
+
+def reachable_host(host: str) -> str:
+    """What others should call a service that binds `host`: itself, or for a wildcard this machine's main address."""
+    address = ipaddress.ip_address(resolve_host(host))
+    if not address.is_unspecified:
+        return host
+    family, somewhere = (socket.AF_INET, "192.0.2.1") if address.version == 4 else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only picks the address that packets would leave from.
+            probe.connect((somewhere, 9))
+        except OSError:
+            return "127.0.0.1" if address.version == 4 else "::1"
+        return str(probe.getsockname()[0])
