@@ -247,6 +247,44 @@ def test_a_killed_client_is_gone_and_leaves_no_file(unit):
         unit.connect(session=5)
 
 
+def test_a_client_killed_before_it_attached_leaves_no_file_either(unit):
+    code = "from dataplane.bulk.lock import SessionLock; lock = SessionLock.create(); print(lock.path, flush=True)"
+    with Process(f"{code}; input()") as process:
+        path = process.line()
+        process.kill()
+    assert os.path.exists(path)
+    unit.server.order(FenceSession(unit=UNIT, session=5))
+    unit.expect(SessionGone)
+    assert not os.path.exists(path)
+
+
+REMOTE_WRITER = """
+import os, signal, sys, msgspec
+from dataplane import failpoints
+from dataplane.bulk.client import UnitConnection
+from dataplane.ledger.commands import UnitInfo
+connection = UnitConnection(msgspec.json.decode(sys.argv[1], type=UnitInfo), session=5, token=sys.argv[2])
+frames = iter(range(100))
+def die_between_the_frames_of_the_second_request():
+    if next(frames) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+failpoints.arm("bulk.write.between_frames", die_between_the_frames_of_the_second_request)
+connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, timeout_s=20)
+"""
+
+
+def test_a_writer_killed_between_frames_leaves_whole_requests_and_is_fenced(unit, road):
+    with Process(REMOTE_WRITER, msgspec.json.encode(unit.by(road)).decode(), TOKEN) as process:
+        assert process.line() == ""
+        process.kill()
+    unit.server.order(FenceSession(unit=UNIT, session=5))
+    assert unit.expect(SessionGone).session == 5
+    with unit.connect(road) as other:
+        other.write([12 * MIB], [b"after"], timeout_s=WAIT_S)
+    assert not unit.arena.data[CHUNK_BYTES : 8 * MIB].any(), "of the torn request nothing"
+    assert len(set(unit.arena.data[:CHUNK_BYTES].tolist())) == 1, "of the request before it all or nothing"
+
+
 def test_a_stopped_client_is_alive(unit):
     with local_client(unit) as process:
         process.line()

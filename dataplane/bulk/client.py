@@ -206,10 +206,10 @@ class UnitConnection:
     def _take(self, wire: Wire, fetch: _Fetch, buffers: list[Bytes], timeout_s: float) -> None:
         wire.receive(fetch.call, time.monotonic() + timeout_s)
         if fetch.target is not None:
-            wire.payload_into(memoryview(fetch.target))
+            wire.payload_into(fetch.target.data)
         else:
             # One copy less; such frames are allocated by ZMQ one by one, so that they are aligned to 8 bytes.
-            buffers[fetch.buffer] = np.frombuffer(wire.payload(fetch.nbytes), np.uint8)
+            buffers[fetch.buffer] = np.frombuffer(wire.payload(fetch.nbytes).buffer, np.uint8)
 
     def _header(self, wire: Wire) -> pb.BulkRequest:
         return wire.request(session=self._session, epoch=self.info.epoch, token=self._token)

@@ -15,6 +15,8 @@ from dataplane.errors import ServiceUnavailableError
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+KEEPALIVE_IDLE_S = 60
+"""A tcp peer whose host vanished is noticed, and its queue freed, some minutes after this silence."""
 
 
 def bind(
@@ -50,11 +52,15 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, *, se
         raise ValueError(f"host {host!r} is not loopback: give the service a token, or host 127.0.0.1")
     if family == socket.AF_INET6:
         router.set(zmq.IPV6, 1)
+    router.set(zmq.TCP_KEEPALIVE, 1)
+    router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     try:
         router.bind(f"tcp://{_bracketed(ip)}:*")
     except zmq.ZMQError as error:
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
-    port = router.last_endpoint.decode().rpartition(":")[2]
+    bound = router.last_endpoint
+    assert isinstance(bound, bytes)
+    port = bound.decode().rpartition(":")[2]
     return (f"tcp://{_bracketed(advertise or ip)}:{port}",)
 
 

@@ -50,9 +50,11 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 16
 """After so many messages the thread looks at its orders."""
-PEER_QUEUE = 64
-"""Requests of one peer that may wait here, and replies that may wait for it. A peer beyond the first is slowed down by
-its socket; one beyond the second, which keeps no window, loses replies and times out. The thread never waits for it."""
+PEER_REQUESTS = 4
+"""Requests of one peer that may wait here. Beyond that its socket slows it down."""
+PEER_REPLIES = 64
+"""Replies that may wait for one peer. One that asks for more without taking them, so keeps no window, loses replies
+and gives up; the thread never waits for it."""
 STOP_WAIT_S = 30.0
 
 Order = FenceSession | GrowArena
@@ -106,8 +108,8 @@ class BulkServer:
         self._wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._router.linger = 0
-            self._router.set(zmq.SNDHWM, PEER_QUEUE)
-            self._router.set(zmq.RCVHWM, PEER_QUEUE)
+            self._router.set(zmq.SNDHWM, PEER_REPLIES)
+            self._router.set(zmq.RCVHWM, PEER_REQUESTS)
             self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             self.endpoints = bind(self._router, *self._tcp, secured=bool(self._token))
         except BaseException:
@@ -302,7 +304,7 @@ class BulkServer:
 
     def _write(self, request: pb.WriteRanges) -> int:
         offsets, sizes = self._ranges(request.offsets, request.sizes)
-        arena = memoryview(self._arena.data)
+        arena = self._arena.data.data
         at = 0
         for count in request.frame_ranges:
             if count < 1 or at + count > len(offsets):
@@ -336,7 +338,7 @@ class BulkServer:
     def _read(self, request: pb.ReadRanges) -> bytes:
         """A copy: nothing refers to the arena when this returns."""
         offsets, sizes = self._ranges(request.offsets, request.sizes)
-        arena = memoryview(self._arena.data)
+        arena = self._arena.data.data
         return b"".join([arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
     def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:

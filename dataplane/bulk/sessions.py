@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from pathlib import Path
 from dataplane.arena import Arena
 from dataplane.bulk.lock import PeerLock, boot_id
 from dataplane.errors import InvalidRequestError, SessionExpiredError
+from dataplane.lockfile import sweep
 from dataplane.pb import bulk_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,15 @@ class Sessions:
         if lock is not None:
             del self._attached[session]
             lock.bury()
+        else:
+            self._sweep()
         return True
+
+    def _sweep(self) -> None:
+        """A client that was killed before it attached here leaves a lock file that nobody holds."""
+        for directory in self._directories:
+            with contextlib.suppress(OSError):
+                sweep(directory)
 
     def bury_dead(self) -> list[int]:
         """Fence every attached session whose lock is free; which ones. Keeps the descriptors of sessions that ended in
