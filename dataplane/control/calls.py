@@ -168,3 +168,35 @@ class Calls:
             raise
         name = type(call.command).__name__
         return Outgoing(call.number, name, frames, now, deadline, now + RESEND_S)
+
+
+class OpenChannel:
+    """What both channels tell of their session."""
+
+    def __init__(self, session: Session, config: DataPlaneConfig) -> None:
+        self._calls = Calls(session, config)
+
+    @property
+    def session(self) -> int:
+        """The session's number."""
+        return self._calls.session.number
+
+    @property
+    def epoch(self) -> int:
+        """The service's epoch."""
+        return self._calls.session.epoch
+
+    @property
+    def units(self) -> tuple[c.UnitInfo, ...]:
+        """The storage units there were when the session was opened; a `Units` call tells of later ones."""
+        return self._calls.session.units
+
+    @property
+    def address(self) -> str:
+        """Where the service is, "host:port"."""
+        return self._calls.session.address
+
+    @property
+    def door(self) -> str:
+        """The ZMQ endpoint that commands go to."""
+        return self._calls.session.door

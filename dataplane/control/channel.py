@@ -12,7 +12,7 @@ import zmq
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
-from dataplane.control.calls import Calls, Outgoing
+from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
 from dataplane.control.waker import Waker
@@ -26,7 +26,7 @@ CLOSE_S = 5.0
 """How long each part of closing may take."""
 
 
-class Channel:
+class Channel(OpenChannel):
     """An open session. Thread-safe: each call takes a socket of its own and polls it itself.
 
     A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
@@ -34,7 +34,7 @@ class Channel:
 
     def __init__(self, config: DataPlaneConfig, session: Session, context: zmq.Context[Socket], dealer: Socket) -> None:
         """Use `open`."""
-        self._calls = Calls(session, config)
+        super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
         self._idle: list[Socket] = []
@@ -55,31 +55,6 @@ class Channel:
             context.destroy(linger=0)
             raise
         return cls(config, session, context, dealer)
-
-    @property
-    def session(self) -> int:
-        """The session's number."""
-        return self._calls.session.number
-
-    @property
-    def epoch(self) -> int:
-        """The service's epoch."""
-        return self._calls.session.epoch
-
-    @property
-    def units(self) -> tuple[c.UnitInfo, ...]:
-        """The storage units there were when the session was opened; a `Units` call tells of later ones."""
-        return self._calls.session.units
-
-    @property
-    def address(self) -> str:
-        """Where the service is, "host:port"."""
-        return self._calls.session.address
-
-    @property
-    def door(self) -> str:
-        """The ZMQ endpoint that commands go to."""
-        return self._calls.session.door
 
     # --- calls
 

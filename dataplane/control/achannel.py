@@ -1,0 +1,175 @@
+"""A session's commands, for one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+
+import zmq
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control import wire
+from dataplane.control.calls import OpenChannel, Outgoing
+from dataplane.control.channel import CLOSE_S, arrived, send
+from dataplane.control.keeper import Keeper
+from dataplane.control.opening import Session, Socket, door_socket, open_session
+from dataplane.errors import ClientClosedError
+from dataplane.failpoints import hit
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+
+class AsyncChannel(OpenChannel):
+    """An open session whose calls are awaited: one socket, any number of calls at once. Its methods are for the loop it
+    was opened in. The session is kept alive by a thread, so that a busy loop does not lose it.
+
+    A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
+    """
+
+    def __init__(self, config: DataPlaneConfig, session: Session, context: zmq.Context[Socket], dealer: Socket) -> None:
+        """Use `open`."""
+        super().__init__(session, config)
+        self._context = context
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._dealer = door_socket(context, session.door)
+        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._left = asyncio.Event()
+        self._left.set()
+        self._closing = False
+        self._loop.add_reader(self._dealer.fileno(), self._receive)
+        self._keeper = Keeper(self._calls, dealer, config.secret(), self._ask_to_maintain)
+
+    @classmethod
+    async def open(cls, config: DataPlaneConfig) -> AsyncChannel:
+        """Connect to `config.address` and open a session, within `config.connect_timeout_s`. Raises as
+        `open_session`."""
+        context: zmq.Context[Socket] = zmq.Context()
+        opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context)
+        try:
+            session, dealer = await asyncio.shield(opening)
+        except BaseException:
+            opening.add_done_callback(lambda done: _discard(done, context))
+            raise
+        return cls(config, session, context, dealer)
+
+    # --- calls
+
+    async def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
+        """As `Channel.call`; cancelling it gives back what the command may have taken."""
+        name = type(command).__name__
+        self._calls.check()
+        hit(f"call.{name}.before")
+        outgoing = self._calls.begin(command, timeout_s)
+        self._left.clear()
+        try:
+            reply = await self._exchange(outgoing)
+            hit(f"call.{name}.after")
+            return outgoing.number, self._calls.settle(outgoing, reply)
+        except BaseException:
+            self._abandon(outgoing)
+            raise
+        finally:
+            self._waiting.pop(outgoing.number, None)
+            if not self._waiting:
+                self._left.set()
+
+    def post(self, command: c.Command) -> None:
+        """Send a command and do not wait for its answer; it is repeated until there is one. Does not block."""
+        name = type(command).__name__
+        self._calls.check()
+        hit(f"call.{name}.before")
+        self._send(self._calls.begin_post(command).frames)
+        hit(f"call.{name}.after")
+
+    async def _exchange(self, outgoing: Outgoing) -> wire.Reply:
+        answered: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self._waiting[outgoing.number] = answered
+        self._send(outgoing.frames)
+        while True:
+            await asyncio.wait([answered], timeout=max(0.0, outgoing.wake_at - time.monotonic()))
+            if answered.done():
+                return answered.result()
+            self._calls.check()
+            if time.monotonic() >= outgoing.wake_at:
+                self._send(self._calls.again(outgoing))
+
+    def _abandon(self, outgoing: Outgoing) -> None:
+        undo = self._calls.abandon(outgoing.number)
+        if undo is not None and not self._calls.over:
+            self._send(undo.frames)
+
+    def _send(self, frames: list[bytes]) -> None:
+        send(self._dealer, frames)
+        # ZMQ's descriptor tells of changes only, and sending may have swallowed one.
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        if self._dealer.closed:
+            return
+        for reply in arrived(self._dealer):
+            self._pass_on(reply)
+
+    def _pass_on(self, reply: wire.Reply) -> None:
+        if reply.number == 0:
+            # A refusal of something that could not even be read: whoever waits here sent the like of it.
+            for answered in self._waiting.values():
+                if not answered.done():
+                    answered.set_result(reply)
+            return
+        answered_or_none = self._waiting.get(reply.number)
+        if answered_or_none is None:
+            self._calls.heard(reply)
+        elif not answered_or_none.done():
+            answered_or_none.set_result(reply)
+
+    def _ask_to_maintain(self) -> None:
+        """Called by the keeper's thread with every heartbeat."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody makes calls any more
+            self._loop.call_soon_threadsafe(self._maintain)
+
+    def _maintain(self) -> None:
+        if not self._closing and not self._calls.over:
+            for outgoing in self._calls.due():
+                self._send(outgoing.frames)
+
+    # --- the end
+
+    async def close(self) -> None:
+        """As `Channel.close`."""
+        if self._closing or self._pid != os.getpid():
+            return
+        self._closing = True
+        silent = self._calls.over
+        self._calls.end(ClientClosedError())
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_exception(ClientClosedError())
+        await self._left.wait()
+        try:
+            if not silent:
+                await self._say_bye()
+        finally:
+            self._loop.remove_reader(self._dealer.fileno())
+            self._dealer.close()
+            await self._loop.run_in_executor(None, self._keeper.close, CLOSE_S)
+            self._context.term()
+
+    async def _say_bye(self) -> None:
+        bye = self._calls.begin(c.Bye(), CLOSE_S)
+        answered = self._waiting[bye.number] = self._loop.create_future()
+        self._send(bye.frames)
+        await asyncio.wait([answered], timeout=CLOSE_S)
+        if not answered.done():
+            log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
+
+
+def _discard(opening: asyncio.Future[tuple[Session, Socket]], context: zmq.Context[Socket]) -> None:
+    """Nobody wants the session that was being opened; its socket's end tells the service."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].close()
+    context.destroy(linger=0)
