@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import MIB
-from dataplane.errors import ArenaSpaceError
+from dataplane.errors import ArenaSpaceError, ClientClosedError
 from dataplane.lockfile import create_locked, new_arena_name, sweep
 from dataplane.memory import room
 
@@ -210,20 +210,24 @@ class MappedArena:
 
     def header(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file's header, counted from its first byte."""
-        assert self._readonly is not None, "the arena is closed"
+        data = self._open(self._readonly)
         if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are not in the header of {HEADER_BYTES} bytes")
-        return self._readonly[offset : offset + nbytes].tobytes()
+        return data[offset : offset + nbytes].tobytes()
 
     def writable(self, offset: int, nbytes: int) -> Bytes:
         """Bytes [offset, offset + nbytes) of the usable area, to be written only while they are reserved by us."""
-        assert self._writable is not None, "the arena is closed, or was opened for reading"
-        return self._slice(self._writable, offset, nbytes)
+        return self._slice(self._open(self._writable), offset, nbytes)
 
     def readonly(self, offset: int, nbytes: int) -> Bytes:
         """The same bytes from the read-only mapping: writing to them, even past numpy's flag, faults."""
-        assert self._readonly is not None, "the arena is closed"
-        return self._slice(self._readonly, offset, nbytes)
+        return self._slice(self._open(self._readonly), offset, nbytes)
+
+    @staticmethod
+    def _open(data: Bytes | None) -> Bytes:
+        if data is None:
+            raise ClientClosedError(why="the arena was unmapped, or was mapped for reading only")
+        return data
 
     def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:

@@ -13,7 +13,7 @@ import pytest
 from dataplane import arena as arena_module
 from dataplane.arena import HEADER_BYTES, PAGE_BYTES, Arena, MappedArena, default_capacity, sweep
 from dataplane.config import MIB
-from dataplane.errors import ArenaSpaceError
+from dataplane.errors import ArenaSpaceError, ClientClosedError
 from dataplane.lockfile import new_arena_name
 from dataplane.memory import Room
 
@@ -145,6 +145,9 @@ def test_arrays_outlive_the_mapping_and_the_arena():
         mapped.close()
         mapped.close()
         assert mapped.closed
+        for use in (mapped.writable, mapped.readonly, mapped.header):
+            with pytest.raises(ClientClosedError):
+                use(0, 1)
     assert view.tolist() == [9, 9, 9]
 
 

@@ -2,6 +2,7 @@ import logging
 import threading
 
 import pytest
+import zmq
 
 from dataplane.bulk import server as server_module
 from dataplane.bulk.lock import SessionLock, boot_id
@@ -10,7 +11,7 @@ from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, from_wire
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
 from dataplane.pb import bulk_pb2 as pb
-from tests.bulk_unit import TOKEN, UNIT, Peer, Unit
+from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit
 
 
 @pytest.fixture
@@ -310,6 +311,17 @@ def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkey
     assert type(refused(peer.ask(b"x", token=b"", write=write((0, 1))))).__name__ == "AuthenticationError"
     assert "the controller is gone" in caplog.text
     assert unit.server.alive
+
+
+def test_the_thread_does_not_die_in_silence(unit, peer, monkeypatch, caplog):
+    monkeypatch.setattr(BulkServer, "_serve_some", lambda _: 1 / 0)
+    monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.send(read=read((0, 1)))
+    assert monitor.poll(WAIT_S * 1000), "peers find the socket closed"
+    monitor.close()
+    assert "the bulk server of unit 7 died" in caplog.text
+    unit.server.stop()
+    assert not unit.server.alive
 
 
 def test_stopping_twice_and_ordering_after_is_harmless():

@@ -130,7 +130,7 @@ class BulkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread serves."""
+        """Whether the thread serves. Should it die, its log says why and its peers find the socket closed."""
         return self._thread is not None and self._thread.is_alive()
 
     def order(self, order: Order) -> None:
@@ -182,7 +182,7 @@ class BulkServer:
                     self._guarded("GrowArena", self._grow_a_step)
         except BaseException:
             log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
-            raise
+            self._router.close()
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:

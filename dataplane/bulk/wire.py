@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 import traceback
 from collections import deque
@@ -41,7 +42,7 @@ class Wire:
         self._socket.linger = 0
         if endpoint.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._monitor = self._socket.get_monitor_socket(_LOST, f"inproc://tq-lost-{secrets.token_hex(8)}")
         self._monitor.linger = 0
         self._wake = wake
         self._poller = zmq.Poller()
