@@ -1,6 +1,7 @@
 """Real Gloo ranks for tests: processes that form a fresh process group for every scenario they are given.
 
-A scenario is a module-level function `scenario(rank, *args)`; it runs on every rank inside an initialised default group
+The fixtures here are session-wide by way of `tests/conftest.py`. A scenario is a module-level function
+`scenario(rank, *args)`; it runs on every rank inside an initialised default group
 and its results come back in rank order, an exception as the exception itself.
 """
 
@@ -12,11 +13,11 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,13 +31,13 @@ class RankDied:
     """Stands for the result of a rank whose process ended during the scenario."""
 
 
-def _serve(connection: Connection, rank: int, world: int) -> None:
+def _serve(connection: Connection, rank: int) -> None:
     torch.set_num_threads(1)
     while True:
         task = connection.recv()
         if task is None:
             return
-        store, scenario, args = task
+        store, world, scenario, args = task
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
@@ -51,34 +52,37 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
         connection.send(outcome)
 
 
-class Ranks:
-    """`world` processes that run scenarios together; those that died are started again for the next scenario."""
+class Pool:
+    """Processes that run scenarios together; those that died are started again for the next scenario."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="gloo-")
         self._numbers = itertools.count()
-        self._processes: list[Any] = [None] * world
-        self._connections: list[Any] = [None] * world
+        self._processes: list[Any] = []
+        self._connections: list[Any] = []
 
-    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
-        """Each rank's result or exception; `RankDied` for one whose process ended."""
-        for rank in range(self.world):
-            if self._processes[rank] is None or not self._processes[rank].is_alive():
-                self._start(rank)
+    def run(self, world: int, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        """Each of `world` ranks' result or exception; `RankDied` for one whose process ended."""
+        for rank in range(world):
+            self._see_to(rank)
         store = os.path.join(self._directory.name, str(next(self._numbers)))
-        for connection in self._connections:
-            connection.send((store, scenario, args))
-        return [self._outcome(rank) for rank in range(self.world)]
+        for connection in self._connections[:world]:
+            connection.send((store, world, scenario, args))
+        return [self._outcome(rank) for rank in range(world)]
 
-    def _start(self, rank: int) -> None:
-        if self._connections[rank] is not None:
-            self._connections[rank].close()
+    def _see_to(self, rank: int) -> None:
+        if rank < len(self._processes) and self._processes[rank].is_alive():
+            return
         ours, theirs = _spawn.Pipe()
-        process = _spawn.Process(target=_serve, args=(theirs, rank, self.world), daemon=True)
+        process = _spawn.Process(target=_serve, args=(theirs, rank), daemon=True)
         process.start()
         theirs.close()
-        self._processes[rank], self._connections[rank] = process, ours
+        if rank < len(self._processes):
+            self._connections[rank].close()
+            self._processes[rank], self._connections[rank] = process, ours
+        else:
+            self._processes.append(process)
+            self._connections.append(ours)
 
     def _outcome(self, rank: int) -> Any:
         if not self._connections[rank].poll(WAIT_S):
@@ -91,11 +95,10 @@ class Ranks:
 
     def close(self) -> None:
         for process, connection in zip(self._processes, self._connections, strict=True):
-            if process is None:
-                continue
             if process.is_alive():
                 connection.send(None)
-                process.join(10)
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -104,10 +107,39 @@ class Ranks:
         self._directory.cleanup()
 
 
-@contextmanager
-def ranks(world: int) -> Iterator[Ranks]:
-    group = Ranks(world)
+class Ranks:
+    """`world` ranks of a pool."""
+
+    def __init__(self, pool: Pool, world: int) -> None:
+        self._pool = pool
+        self.world = world
+
+    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._pool.run(self.world, scenario, *args)
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[Pool]:
+    pool = Pool()
     try:
-        yield group
+        yield pool
     finally:
-        group.close()
+        pool.close()
+
+
+@pytest.fixture(params=[2, 4])
+def gloo(gloo_pool: Pool, request: pytest.FixtureRequest) -> Ranks:
+    """2 ranks, then 4."""
+    return Ranks(gloo_pool, request.param)
+
+
+@pytest.fixture
+def pair(gloo_pool: Pool) -> Ranks:
+    """2 ranks."""
+    return Ranks(gloo_pool, 2)
+
+
+@pytest.fixture
+def four(gloo_pool: Pool) -> Ranks:
+    """4 ranks."""
+    return Ranks(gloo_pool, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,12 @@ import torch.distributed as dist
 from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
-from tests.gloo import RankDied, Ranks, ranks
+from tests.gloo import RankDied, Ranks
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
 from workers.siblings import ReplicaGroupError, ReplicaLostError
 
 PROMPT_S = 20.0
 """Far below the deadlines that scenarios give their collectives where nothing should wait for one."""
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def gloo(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with ranks(request.param) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks(2) as group:
-        yield group
 
 
 def sample_batch() -> dict[str, Any]:
@@ -101,9 +88,8 @@ def in_a_subgroup(rank: int) -> list[str]:
     return [name for name, value in sample_batch().items() if not same(value, got[name])]
 
 
-def test_a_replica_group_is_part_of_the_world() -> None:
-    with ranks(4) as four:
-        assert four.run(in_a_subgroup) == [[]] * 4
+def test_a_replica_group_is_part_of_the_world(four: Ranks) -> None:
+    assert four.run(in_a_subgroup) == [[]] * 4
 
 
 def count_collectives(rank: int, fields: int) -> dict[str, int]:

@@ -22,10 +22,10 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from dataplane.batch import BatchedDataDict
 from torch import Tensor
 
 from dataplane import failpoints
+from dataplane.batch import BatchedDataDict
 from workers.payload import Header, pack, unpack
 from workers.siblings import Deadline, Fault, ReplicaGroupError, Siblings
 

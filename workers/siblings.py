@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -108,16 +109,32 @@ class Siblings:
         try:
             start().wait(deadline.left)
         except RuntimeError as error:
-            if deadline.left_s <= 0:
+            if deadline.left_s <= 0 or "timed out" in str(error).lower():
                 raise errors.CallTimeoutError(
                     what="fetch through a replica group (a sibling did not take part; is it running the same method?)",
                     waited_s=deadline.timeout_s,
                     peer=f"its {self.size} ranks",
                 ) from error
+            self._hang_up()
             raise ReplicaLostError(
                 f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Look for the rank that "
                 "died or gave up first; the process group has to be made again."
             ) from error
+
+    def _hang_up(self) -> None:
+        """Close this rank's Gloo connections, so that siblings that wait for it, not for the rank that died, learn too.
+
+        Gloo has no call for that; but it closes them all when an operation times out, so one is made to: a receive from
+        a rank that sends nothing. NCCL siblings do not wait for one another, and have their own deadlines.
+        """
+        if self.device.type != "cpu":
+            return
+        for root in range(self.size):
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(milliseconds=1)
+            if root != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self.group.broadcast([torch.empty(1, dtype=torch.uint8)], options).wait(timedelta(seconds=1))
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
