@@ -1,10 +1,12 @@
 import logging
+import os
 import threading
 
 import pytest
 import zmq
 
 from dataplane.bulk import server as server_module
+from dataplane.bulk import sessions as sessions_module
 from dataplane.bulk.lock import SessionLock, boot_id
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
@@ -231,6 +233,23 @@ def test_who_cannot_be_local_stays_remote(unit, peer, facts, why):
         assert not challenge.local
         assert why in challenge.why
         assert challenge.arena_path == ""
+
+
+def test_an_arena_on_a_network_is_never_mapped(monkeypatch):
+    monkeypatch.setattr(sessions_module, "is_local", lambda _: False)
+    with Unit() as unit, Peer(unit) as peer, SessionLock.create() as lock:
+        challenge = peer.ask(attach=pb.Attach(lock_path=str(lock.path), boot_id=boot_id()))[0].challenge
+        assert (challenge.local, challenge.why) == (False, "the arena is not on a local file system")
+
+
+def test_a_forked_child_that_closes_everything_hurts_nobody(unit, peer):
+    child = os.fork()
+    if child == 0:
+        unit.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert unit.arena.path.exists()
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
 
 
 def test_descriptors_of_sessions_that_ended_do_not_pile_up(unit, peer):

@@ -12,7 +12,7 @@ from pathlib import Path
 from dataplane.arena import Arena
 from dataplane.bulk.lock import PeerLock, boot_id
 from dataplane.errors import InvalidRequestError, SessionExpiredError
-from dataplane.lockfile import sweep
+from dataplane.lockfile import is_local, sweep
 from dataplane.pb import bulk_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Sessions:
         self._arena = arena
         self._directories = frozenset(lock_directories)
         self._host = boot_id()
+        self._arena_is_local = is_local(arena.path)
         self._pending: dict[int, _Pending] = {}
         self._attached: dict[int, PeerLock] = {}
         self._fenced: set[int] = set()
@@ -48,6 +49,8 @@ class Sessions:
             return pb.Challenge(local=False, why="the client asked for the remote road")
         if request.boot_id != self._host:
             return pb.Challenge(local=False, why="the client runs on another host")
+        if not self._arena_is_local:
+            return pb.Challenge(local=False, why="the arena is not on a local file system")
         lock = PeerLock.open(request.lock_path, directories=self._directories)
         if isinstance(lock, str):
             return pb.Challenge(local=False, why=lock)
