@@ -1,0 +1,59 @@
+"""Frames of the ZMQ door, the token check, and addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.control import wire
+from dataplane.control.opening import door_address
+from dataplane.control.resolve import register_resolver, resolve
+from dataplane.control.secret import Secret
+from dataplane.errors import AuthenticationError, InternalError, PartitionNotFoundError
+from dataplane.ledger import commands as c
+
+
+def test_a_request_is_method_token_message() -> None:
+    method, token, body = wire.request(c.Heartbeat(session=3), b"secret")
+    assert (method, token) == (b"Heartbeat", b"secret")
+    assert body
+
+
+def test_answers_and_refusals_come_back() -> None:
+    reply = wire.Reply.parse(wire.answer(7, b"body"))
+    assert (reply.number, reply.error, reply.good_body()) == (7, None, b"body")
+    refusal = wire.Reply.parse(wire.refusal(8, PartitionNotFoundError(partition="p")))
+    assert refusal.number == 8
+    with pytest.raises(PartitionNotFoundError, match="'p'"):
+        refusal.good_body()
+
+
+@pytest.mark.parametrize("frames", [[], [b"x" * 8, b"ok"], [b"short", b"ok", b""]])
+def test_other_frames_are_no_reply(frames: list[bytes]) -> None:
+    with pytest.raises(InternalError, match="no reply of the ZMQ door"):
+        wire.Reply.parse(frames)
+
+
+def test_the_token_is_checked_only_where_there_is_one() -> None:
+    Secret(None).check(b"whatever", peer="x")
+    Secret("s").check(b"s", peer="x")
+    with pytest.raises(AuthenticationError, match="the token is wrong"):
+        Secret("s").check(b"t", peer="x")
+    with pytest.raises(AuthenticationError, match="no token was given"):
+        Secret("s").check(b"", peer="x")
+
+
+def test_addresses_resolve() -> None:
+    register_resolver("somewhere", lambda rest: f"{rest}:80")
+    assert resolve("somewhere:there") == "there:80"
+    assert resolve("localhost:1") == "localhost:1"
+    assert resolve("[::1]:1") == "[::1]:1"
+    assert door_address("[::1]:1") == "[::1]:2"
+    for bad in ("localhost", "host:port", ":80", "host:0", "host:99999", "host:²"):
+        with pytest.raises(ValueError, match="is not host:port"):
+            resolve(bad)
+
+
+def test_an_actors_address_needs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.control.resolve._resolvers", {})
+    with pytest.raises(ValueError, match="import workers first"):
+        resolve("actor:tq")

@@ -1,0 +1,41 @@
+"""Names of this host, and addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from dataplane.host import (
+    boot_id,
+    join_address,
+    reachable_host,
+    require_token_beyond_loopback,
+    resolve_host,
+    split_address,
+)
+
+
+def test_the_boot_id_stays() -> None:
+    assert boot_id() == boot_id() != ""
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "10.0.0.1:65535", "[::1]:80"])
+def test_addresses_split_and_join(address: str) -> None:
+    assert join_address(*split_address(address)) == address
+
+
+def test_a_host_beyond_loopback_needs_a_token() -> None:
+    require_token_beyond_loopback("127.0.0.1", None)
+    require_token_beyond_loopback("localhost", None)
+    require_token_beyond_loopback("0.0.0.0", "secret")
+    for host in ("0.0.0.0", "192.0.2.1", "::"):
+        with pytest.raises(ValueError, match="needs a token: set config.token"):
+            require_token_beyond_loopback(host, None)
+
+
+def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
+    assert reachable_host("127.0.0.1") == "127.0.0.1"
+    assert reachable_host("localhost") == "localhost"
+    assert not ipaddress.ip_address(reachable_host("0.0.0.0")).is_unspecified
+    assert resolve_host("127.0.0.1") == "127.0.0.1"
