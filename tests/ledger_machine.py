@@ -109,6 +109,7 @@ class LedgerDriver(RuleBasedStateMachine):
         self.parked: dict[Name, float] = {}
         self.answers: dict[Name, Any] = {}
         self.withdrawn: set[Name] = set()
+        self.plans: dict[Name, Commit] = {}
         self.opened = 0
 
     # --- driving ---------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class LedgerDriver(RuleBasedStateMachine):
             self.model.reserved.pop((name[0], command.reservation), None)
         if late is not None:
             allowed = {
-                "CapacityTimeoutError": late <= self.model.now,
+                "CapacityTimeoutError": late <= self.model.now or getattr(command, "on_full", None) is OnFull.REJECT,
                 "ClaimTimeoutError": late <= self.model.now,
                 "CallCancelledError": name in self.withdrawn,
                 "SessionExpiredError": self.clients[name[0]].over,
@@ -206,6 +207,9 @@ class LedgerDriver(RuleBasedStateMachine):
     def plain_effect(self, name: Name, command: Command) -> None:
         """What a `Done` means."""
         model, session = self.model, name[0]
+        match command:
+            case Abort(reservation=number) | Release(located=number) | Unclaim(claimed=number):
+                self.withdrawn.add((session, number))
         match command:
             case Abort(reservation=number):
                 model.reserved.pop((session, number), None)
@@ -276,7 +280,7 @@ class LedgerDriver(RuleBasedStateMachine):
         assert len(answers) <= 1
         if not answers:
             assert not faults.must, (command, faults)
-            waits = isinstance(command, Allocate) and command.on_full is OnFull.WAIT
+            waits = isinstance(command, Allocate)  # with REJECT too, while an arena grows
             assert waits or (isinstance(command, Claim) and command.blocking), command
             self.parked[name] = self.model.now + command.timeout_s  # type: ignore[attr-defined]
             return None

@@ -88,6 +88,7 @@ class Partition:
     num_samples: int | None
     tasks: tuple[str, ...]
     strict: bool
+    life: int
     sealed: bool = False
     born: int = 0
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -123,7 +124,8 @@ class Model:
         self.commands: dict[Name, Command] = {}
         self.reserved: dict[Name, list[tuple[int, int, int]]] = {}
         self.granted: dict[Name, Allocated] = {}
-        self.spent: set[Name] = set()
+        self.lives = 0
+        self.reserved_in: dict[Name, int] = {}
         self.pins: dict[Name, set[Place]] = {}
         self.births: dict[str, set[int]] = {}
         self.confirmed: dict[int, int] = {}
@@ -186,7 +188,9 @@ class Model:
         faults = Faults()
         ids = command.samples.ids
         if command.reservation is not None and (session, command.reservation) not in self.reserved:
-            faults.must |= {"InvalidRequestError", "SessionExpiredError", "CallCancelledError"}
+            faults.must.add("InvalidRequestError")
+        elif command.reservation is not None and self.reserved_in[session, command.reservation] != partition.life:
+            faults.must.add("PartitionDroppedError")
         if ids is None:
             faults.must |= self.missing(partition, command.samples)
         else:
@@ -275,7 +279,9 @@ class Model:
 
     def register(self, command: Register) -> None:
         old = self.partitions.get(command.partition)
-        new = Partition(dict(command.fields), command.num_samples, command.tasks, command.strict)
+        self.lives += old is None
+        life = self.lives if old is None else old.life
+        new = Partition(dict(command.fields), command.num_samples, command.tasks, command.strict, life)
         if old is not None:
             new.samples, new.live = old.samples, old.live
             new.born = len(old.samples)
@@ -288,6 +294,7 @@ class Model:
         value_places(sizes, result)
         self.reserved[name] = placement_ranges(sizes, result)
         self.granted[name] = result
+        self.reserved_in[name] = self.partitions[command.partition].life
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
         partition = self.partitions[command.partition]

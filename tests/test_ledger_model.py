@@ -9,7 +9,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import (
     Abort,
     Ack,
@@ -66,26 +65,35 @@ class LedgerMachine(LedgerDriver):
     def draw_client(self, data: st.DataObject) -> Client:
         return data.draw(st.sampled_from([c for c in self.clients.values() if c.speaks]), label="client")
 
-    def draw_samples(self, data: st.DataObject, *, births: bool = True) -> Samples:
-        """Ids, live or not, or handles, fresh or stale; none twice."""
+    def rarely(self, data: st.DataObject, one_in: int) -> bool:
+        return data.draw(st.sampled_from([False] * (one_in - 1) + [True]))
+
+    def draw_samples(self, data: st.DataObject, how: str | None = None) -> Samples:
+        """Live ids, any ids, or handles, sometimes a stale one; none twice."""
         live = [s for p in self.model.partitions.values() for s in p.samples.values()]
-        if births and live and data.draw(st.booleans()):
-            pool = sorted({(s.row, s.birth) for s in live})
-            chosen = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4, unique=True))
-            if data.draw(st.integers(0, 9)) == 0:
-                chosen.append((chosen[0][0], max(chosen[0][1] - 1, 1)))
-                chosen = sorted(set(chosen))
-            return by_handles(chosen)
-        pool_ids = sorted({s.id for s in live}) if live and data.draw(st.booleans()) else IDS
-        return by_ids(data.draw(st.lists(st.sampled_from(pool_ids), min_size=1, max_size=5, unique=True)))
+        how = how or data.draw(st.sampled_from(["live", "handles", "any"]))
+        if not live or how == "any":
+            return by_ids(data.draw(st.lists(st.sampled_from(IDS), min_size=1, max_size=5, unique=True)))
+        chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique_by=lambda s: s.birth))
+        if how == "live":
+            return by_ids([s.id for s in chosen])
+        pairs = [(s.row, s.birth) for s in chosen]
+        if self.rarely(data, 12):
+            pairs = [*pairs[1:], (pairs[0][0], pairs[0][1] + data.draw(st.sampled_from([-1, 1])))]
+        return by_handles(pairs)
 
     def speaking(self) -> bool:
         return any(client.speaks for client in self.clients.values())
 
+    def living(self) -> bool:
+        return self.speaking() and any(p.samples for p in self.model.partitions.values())
+
     # --- rules: sessions, units, time ------------------------------------------------------------------------
 
-    @initialize(granules=st.lists(st.integers(4, 48), min_size=1, max_size=2), backed=st.integers(0, 40))
-    def begin(self, granules: list[int], backed: int) -> None:
+    @initialize(
+        data=st.data(), granules=st.lists(st.integers(12, 64), min_size=1, max_size=2), backed=st.integers(0, 40)
+    )
+    def begin(self, data: st.DataObject, granules: list[int], backed: int) -> None:
         self.feed(Tick(now=0.0))
         for i, count in enumerate(granules):
             size = count * GRANULE_BYTES
@@ -106,6 +114,7 @@ class LedgerMachine(LedgerDriver):
             assert canonical(outputs[0]) == canonical(UnitAdded(cookie=f"cookie{i}", unit=i + 1))
         client = self.open_session(host=HOSTS[0])
         self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
+        self.write(data, by_ids(IDS[:4]), ["a", "b"], Mode.CREATE, OnFull.WAIT)
 
     @rule(host=st.sampled_from(HOSTS))
     def open(self, host: str) -> None:
@@ -127,11 +136,12 @@ class LedgerMachine(LedgerDriver):
         client = self.draw_client(data)
         if how == "bye":
             self.call(client, Bye())
-            return
-        client.alive = client.alive and how == "silent"
-        if how != "vanish":
+        client.alive = client.alive and how in ("silent", "bye")
+        if how not in ("bye", "vanish"):
             self.quiet(client)
             self.feed(SessionSilent(session=client.id))
+        if not self.speaking():
+            self.open_session(client.host)
 
     @precondition(lambda self: any(unit.orders for unit in self.units.values()))
     @rule(data=st.data())
@@ -168,48 +178,77 @@ class LedgerMachine(LedgerDriver):
         command = Register(partition="p", fields=fields, num_samples=count, tasks=tasks, strict=strict)
         self.call(self.draw_client(data), command)
 
-    @precondition(speaking)
-    @rule(data=st.data(), rarely=st.integers(0, 4))
-    def seal_or_drop(self, data: st.DataObject, rarely: int) -> None:
-        command = Clear(partition="p", samples=None) if rarely == 0 else Seal(partition="p")
-        self.call(self.draw_client(data), command)
+    @precondition(lambda self: self.speaking() and len(self.log) > 40)
+    @rule(data=st.data(), drop=st.booleans())
+    def seal_or_drop(self, data: st.DataObject, drop: bool) -> None:
+        client = self.draw_client(data)
+        self.call(client, Clear(partition="p", samples=None) if drop else Seal(partition="p"))
+        if client.speaks and not self.rarely(data, 3):
+            self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
 
     # --- rules: bytes ----------------------------------------------------------------------------------------
 
     @precondition(speaking)
     @rule(data=st.data())
     def put(self, data: st.DataObject) -> None:
-        """Allocate, and if room was found commit at once, later, wrongly or never."""
-        client = self.draw_client(data)
-        samples = self.draw_samples(data)
-        update = samples.ids is None
+        """Whole rows, at once."""
+        self.write(data, self.draw_samples(data, "any"), ["a", "b"], Mode.UPSERT, OnFull.REJECT)
+        if self.living() and data.draw(st.booleans()):
+            self.write(data, self.draw_samples(data, "handles"), ["c"], Mode.UPDATE, OnFull.REJECT)
+
+    @precondition(living)
+    @rule(data=st.data())
+    def write_back(self, data: st.DataObject) -> None:
+        """New versions of old cells, or cells of another field."""
+        names = data.draw(st.sampled_from([["a"], ["c", "b"], ["extra"]]))
+        samples = self.draw_samples(data, data.draw(st.sampled_from(["live", "handles"])))
+        self.write(data, samples, names, Mode.UPDATE, data.draw(st.sampled_from(list(OnFull))))
+
+    @precondition(speaking)
+    @rule(data=st.data())
+    def put_somehow(self, data: st.DataObject) -> None:
+        """Anything, committed wrongly, later or never."""
         names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=3, unique=True))
-        columns = tuple(self.draw_column(data, name, len(samples)) for name in names)
-        mode = data.draw(st.sampled_from([Mode.UPSERT, Mode.UPSERT, Mode.CREATE, Mode.UPDATE]))
-        sizes = tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c))) for c in columns)
-        wait = data.draw(st.sampled_from([OnFull.WAIT, OnFull.REJECT]))
-        wish = data.draw(st.sampled_from([None, *self.units]))
-        allocate = Allocate(partition="p", columns=sizes, update=update, on_full=wait, timeout_s=3.05, unit_wish=wish)
+        mode = data.draw(st.sampled_from(list(Mode)))
+        fate = data.draw(st.sampled_from(["commit", "abort", "later", "later", "double", "short"]))
+        self.write(data, self.draw_samples(data), names, mode, data.draw(st.sampled_from(list(OnFull))), fate)
+
+    def write(
+        self, data: st.DataObject, samples: Samples, names: list[str], mode: Mode, on_full: OnFull, fate: str = "commit"
+    ) -> None:
+        client = self.draw_client(data)
+        columns = tuple(self.draw_column(data, name, len(samples), wrong=fate != "commit") for name in names)
+        allocate = Allocate(
+            partition="p",
+            columns=tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c))) for c in columns),
+            update=mode is Mode.UPDATE,
+            on_full=on_full,
+            timeout_s=3.05,
+            unit_wish=data.draw(st.sampled_from([None, *self.units])),
+        )
         answer = self.call(client, allocate)
-        if answer is None or isinstance(answer.result, DataPlaneError):
-            return
-        fate = data.draw(st.sampled_from(["commit"] * 6 + ["abort", "leave", "double", "short"]))
-        if fate == "abort":
-            self.call(client, Abort(reservation=answer.number))
         if fate == "double" and samples.ids is not None:
             samples = by_ids((*samples.ids, samples.ids[0]))
         if fate == "short":
-            columns = (msg_with_longer(columns[0]), *columns[1:])
-        if fate in ("commit", "double", "short"):
-            tags = self.draw_tags(data, len(samples))
-            commit = Commit(
-                partition="p", samples=samples, mode=mode, reservation=answer.number, columns=columns, tags=tags
-            )
-            self.call(client, commit)
+            columns = (with_longer(columns[0]), *columns[1:])
+        tags = self.draw_tags(data, len(samples))
+        number = client.next - 1
+        commit = Commit(partition="p", samples=samples, mode=mode, reservation=number, columns=columns, tags=tags)
+        self.plans[client.id, number] = commit
+        if (client.id, number) not in self.model.reserved or fate == "later":
+            return
+        assert answer is not None
+        self.call(client, Abort(reservation=number) if fate == "abort" else commit)
 
-    def draw_column(self, data: st.DataObject, name: str, count: int) -> CommitColumn:
-        spec = SPECS[name] if data.draw(st.integers(0, 11)) else WORDS
-        shared = data.draw(st.integers(0, 3)) == 0
+    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
+    @rule(data=st.data())
+    def commit_late(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name in self.model.reserved if self.clients[name[0]].speaks]))
+        self.call(self.clients[name[0]], self.plans[name])
+
+    def draw_column(self, data: st.DataObject, name: str, count: int, *, wrong: bool) -> CommitColumn:
+        spec = WORDS if wrong and self.rarely(data, 6) else SPECS[name]
+        shared = self.rarely(data, 4)
         values = data.draw(st.integers(1, 2)) if shared else count
         index = [i % values for i in range(count)] if shared else None
         if index is not None:
@@ -218,7 +257,8 @@ class LedgerMachine(LedgerDriver):
             lengths = [1] * values
         else:
             most = 200 // spec.unit_bytes
-            lengths = data.draw(st.lists(st.integers(0, most), min_size=values, max_size=values))
+            length = st.one_of(st.just(1), st.integers(0, most))
+            lengths = data.draw(st.lists(length, min_size=values, max_size=values))
         index_array = None if index is None else int64s(index)
         return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array)
 
@@ -252,11 +292,15 @@ class LedgerMachine(LedgerDriver):
         else:
             self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags))
 
-    @precondition(speaking)
+    @precondition(living)
     @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
     def locate(self, data: st.DataObject, names: list[str]) -> None:
-        client = self.draw_client(data)
-        self.call(client, Locate(partition="p", samples=self.draw_samples(data), fields=tuple(names)))
+        samples = self.draw_samples(data)
+        partition = self.model.partitions.get("p")
+        named = self.model.named(partition, samples) if partition is not None else []
+        if named and not self.rarely(data, 4):
+            names = [name for name in SPECS if all(name in s.cells for s in named)] or names
+        self.call(self.draw_client(data), Locate(partition="p", samples=samples, fields=tuple(names)))
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.pins))
     @rule(data=st.data())
@@ -445,7 +489,7 @@ class LedgerMachine(LedgerDriver):
             assert report.waiting_claims == sum(isinstance(self.model.commands[n], Claim) for n in self.parked)
 
 
-def msg_with_longer(column: CommitColumn) -> CommitColumn:
+def with_longer(column: CommitColumn) -> CommitColumn:
     """The column claiming one unit more for its first value than was allocated."""
     lengths = column.lengths.copy()
     lengths[0] += 1
