@@ -119,5 +119,5 @@ def kv_first_write(
         extra_info={**(extra_info or {}), **({PAD_TO_MULTIPLE: pad_to_multiple} if pad_to_multiple > 1 else {})},
         tags=[dict(tag) for tag in tags] if tags is not None else None,
     ).stamp_tags(stamped)
-    written = dp_client.put_samples(named.sample_ids, partition_id, fields=fields, tags=named.tags, mode="create")
+    written = dp_client.put_samples(named, partition_id, fields=fields, tags=named.tags, mode="create")
     return named if written.handles is None else named.with_handles(*written.handles)

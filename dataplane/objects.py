@@ -22,6 +22,7 @@ import numpy.lib.format as npy
 import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane.errors import InternalError, UnsupportedValueError
 from dataplane.jagged import DTYPE_NAMES, TORCH_DTYPES, byte_view
@@ -157,13 +158,15 @@ def _tensor(tensor: Tensor) -> Ext:
 def plain_tensor(tensor: Tensor) -> Tensor | None:
     """`tensor` detached and with conjugation and negation done; None if it is not an ordinary strided tensor with
     memory of its own and a dtype that columns carry (sparse, quantized, meta, DTensor and other wrappers are not)."""
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type == "meta":
-        return None
-    if tensor.dtype not in DTYPE_NAMES or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return None
     if type(tensor) is not Tensor:
+        if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+            return None
         tensor = tensor.as_subclass(Tensor)
-    return tensor.detach().resolve_conj().resolve_neg()
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach()
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -19,6 +19,7 @@ from dataplane.jagged import (
     DTYPE_NAMES,
     as_lengths,
     byte_view,
+    detached_values,
     is_jagged,
     row_lengths,
     row_offsets,
@@ -136,8 +137,10 @@ class _FieldEncoder:
         value = self._normal(value)
         if isinstance(value, list) and not value and not rows and self.spec.kind is None:
             return None
-        if len(value) != rows:
-            raise InvalidRequestError(f"field {self.name!r} has {len(value)} rows, expected {rows} (one per sample)")
+        if _row_count(value) != rows:
+            raise InvalidRequestError(
+                f"field {self.name!r} has {_row_count(value)} rows, expected {rows} (one per sample)"
+            )
         spec, lengths, values = self._settled(value)
         if not self.spec.accepts(spec):
             raise self._differs(str(spec))
@@ -146,7 +149,7 @@ class _FieldEncoder:
     def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
         index = self._index(shared.index, rows)
         values = self._normal(shared.values)
-        plain = dataclasses.replace(self, token_lengths=None).column(values, len(values))
+        plain = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
         if plain is None:
             return None
         if rows and index.max() >= len(plain.sizes):
@@ -243,7 +246,7 @@ class _FieldEncoder:
             return self._objects(value) if tensors is None else self._tensor_list(tensors)
         if kind is FieldKind.OBJECT:
             raise self._differs(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
-        if value.is_nested:
+        if is_jagged(value):
             if kind is FieldKind.RAGGED:
                 return self._tensor_list([self._plain(row, i) for i, row in enumerate(value.unbind())])
             return self._nested(value)
@@ -301,8 +304,7 @@ class _FieldEncoder:
         return spec, lengths, _row_values(tensor, lengths)
 
     def _nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        nested = nested.detach()
-        values = self._plain(nested.values(), None)
+        values = self._plain(detached_values(nested), None)
         lengths = row_lengths(nested).cpu().numpy()
         starts = row_starts(nested).cpu().numpy()
         if len(lengths) and (lengths.min() < 0 or starts.min() < 0 or (starts + lengths).max() > len(values)):
@@ -328,13 +330,13 @@ class _FieldEncoder:
             ragged = RaggedValues(tensors)
             return FieldSpec(kind, DTYPE_NAMES[first.dtype]), ragged.sizes, ragged
         skip = 0 if kind is FieldKind.DENSE else 1
-        inner = tuple(first.shape[skip:])
+        inner = first.shape[skip:]
         for row, tensor in enumerate(tensors):
-            if tensor.dim() < skip or tuple(tensor.shape[skip:]) != inner:
+            if tensor.dim() < skip or tensor.shape[skip:] != inner:
                 raise self._differs(f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})")
-        spec = self._spec(kind, first, inner)
-        lengths = np.array([len(tensor) if skip else 1 for tensor in tensors], dtype=np.int64)
-        return spec, lengths, ListValues(tensors)
+        spec = self._spec(kind, first, tuple(inner))
+        lengths = np.array([tensor.shape[0] if skip else 1 for tensor in tensors], dtype=np.int64)
+        return spec, lengths, ListValues(tensors if skip else [tensor.unsqueeze(0) for tensor in tensors])
 
     def _empty_list(self) -> tuple[FieldSpec, Int64s, Values]:
         if not self.spec.settled:
@@ -355,6 +357,10 @@ class _FieldEncoder:
 
     def _unsupported(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
         return UnsupportedValueError(field=self.name, row=row, got=got, hint=hint)
+
+
+def _row_count(value: Tensor | list[Any]) -> int:
+    return len(value) if isinstance(value, list) else int(value.shape[0])
 
 
 def _list_kind(tensors: list[Tensor]) -> FieldKind:

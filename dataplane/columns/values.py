@@ -24,6 +24,9 @@ from dataplane.rowcopy import Int64s, UInt8s, gather, merge_runs
 RAGGED_ALIGN_BYTES = 16
 """Ragged rows are padded to multiples of this, and their data begins at one."""
 
+_WORTH_A_BUFFER_BYTES = 16384
+"""Rows shorter than this on average are joined for `buffers`: a frame of its own costs more than the copy."""
+
 
 class Values(Protocol):
     """What the module's docstring says."""
@@ -86,24 +89,37 @@ class TensorValues:
 
 
 class ListValues:
-    """Values that are a tensor each, anywhere."""
+    """Values that are a tensor `[len, *inner]` each, anywhere, alike but for their length."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
 
     def write(self, first: int, last: int, target: UInt8s) -> None:
-        position = 0
-        for tensor in self.tensors[first:last]:
-            end = position + tensor.nbytes
-            copy_tensor(tensor, target[position:end])
-            position = end
+        chosen = self.tensors[first:last]
+        if not target.nbytes:
+            return
+        if all(tensor.is_cpu for tensor in chosen):
+            out = torch.from_numpy(target).view(chosen[0].dtype).view(-1, *chosen[0].shape[1:])
+            torch.cat(chosen, out=out)
+        else:
+            copy_tensor(_on_one_device(chosen), target)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        return [byte_view(tensor.cpu().contiguous()) for tensor in self.tensors[first:last] if tensor.nbytes]
+        chosen = self.tensors[first:last]
+        if not self.sizes[first:last].any():
+            return []
+        if int(self.sizes[first:last].sum()) < len(chosen) * _WORTH_A_BUFFER_BYTES:
+            return [byte_view(_on_one_device(chosen).cpu())]
+        return [byte_view(tensor.cpu().contiguous()) for tensor in chosen if tensor.nbytes]
 
     def take(self, which: Int64s) -> ListValues:
         return ListValues([self.tensors[k] for k in which.tolist()])
+
+
+def _on_one_device(tensors: list[Tensor]) -> Tensor:
+    device = tensors[0].device
+    return torch.cat([tensor.to(device) for tensor in tensors])
 
 
 class RaggedValues:

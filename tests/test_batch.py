@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane.batch import BatchedDataDict, materialize
+from dataplane.jagged import is_jagged
+from tests.columns_helpers import nested_of, same_rows
+
+ROWS = [torch.arange(3), torch.zeros(0, dtype=torch.int64), torch.arange(5), torch.arange(1)]
+
+
+def objects(*values: Any) -> np.ndarray[Any, Any]:
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
+def batch_of() -> BatchedDataDict[Any]:
+    return BatchedDataDict(
+        {
+            "ids": torch.arange(12).reshape(4, 3),
+            "jagged": nested_of(ROWS),
+            "list": ["a", "b", "c", "d"],
+            "objects": objects({"x": 1}, [1, 2], None, "s"),
+            "numbers": np.arange(4),
+        }
+    )
+
+
+def rows_of(batch: BatchedDataDict[Any]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            batch["ids"][i].tolist(),
+            batch["jagged"].unbind()[i].tolist(),
+            batch["list"][i],
+            batch["objects"][i],
+            int(batch["numbers"][i]),
+        )
+        for i in range(batch.size)
+    ]
+
+
+def test_rows_stay_together_through_every_method() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    assert rows_of(batch.slice(1, 3)) == rows[1:3]
+    assert rows_of(batch.chunk(1, 2)) == rows[2:]
+    assert rows_of(batch.select_indices([3, 0, 3])) == [rows[3], rows[0], rows[3]]
+    assert rows_of(batch.select_indices(torch.tensor([2]))) == [rows[2]]
+    assert rows_of(batch.select_indices(np.array([], dtype=np.int64))) == []
+    assert rows_of(batch.repeat_interleave(2)) == [row for row in rows for _ in range(2)]
+    assert rows_of(batch.get_batch(1, 3)) == rows[3:]
+    assert rows_of(batch.get_batch(0, 3)) == rows[:3]
+    order = [2, 0, 3, 1]
+    shuffled = batch.select_indices(order)
+    shuffled.reorder_data(order)
+    assert rows_of(shuffled) == rows
+    assert rows_of(BatchedDataDict.from_batches([batch.slice(0, 1), batch.slice(1, 4)])) == rows
+    for part in (batch.slice(0, 1), batch.select_indices([0])):
+        assert type(part) is BatchedDataDict
+        assert part["objects"].dtype == object
+        assert is_jagged(part["jagged"])
+
+
+def test_a_slice_of_a_dense_column_is_a_view() -> None:
+    batch = batch_of()
+    batch.slice(1, 2)["ids"][:] = -1
+    assert batch["ids"][1].tolist() == [-1, -1, -1]
+
+
+def test_size_and_dict() -> None:
+    batch = batch_of()
+    assert batch.size == 4
+    assert batch.get_dict() == dict(batch.items())
+    assert type(batch.get_dict()) is dict
+    assert BatchedDataDict().size == 0
+    with pytest.raises(ValueError, match="'b' has 3 rows, 'a' has 2"):
+        _ = BatchedDataDict({"a": torch.zeros(2), "b": [1, 2, 3]}).size
+    with pytest.raises(ValueError, match="'a' has no rows: float"):
+        _ = BatchedDataDict({"a": 1.0}).size
+
+
+def test_rows_that_are_not_there() -> None:
+    batch = batch_of()
+    for start, end in ((0, 5), (-1, 2), (3, 2)):
+        with pytest.raises(ValueError, match="slice"):
+            batch.slice(start, end)
+    with pytest.raises(ValueError, match="4 rows cannot be split evenly into 3"):
+        batch.chunk(0, 3)
+    with pytest.raises(ValueError, match="chunk 2 of 2"):
+        batch.chunk(2, 2)
+    with pytest.raises(ValueError, match="index 4 is outside a batch of 4"):
+        batch.select_indices([4])
+    with pytest.raises(ValueError, match="index -1"):
+        batch.select_indices([-1])
+    with pytest.raises(ValueError, match="integers"):
+        batch.select_indices([True, False])
+    for order in ([0, 1, 2], [0, 1, 2, 2]):
+        with pytest.raises(ValueError, match="permutation"):
+            batch.reorder_data(order)
+    for index, size in ((2, 3), (-1, 3), (0, 0), (0, None)):
+        with pytest.raises(ValueError, match="batch"):
+            batch.get_batch(index, size)
+
+
+def test_get_batch_of_a_shard_with_packing() -> None:
+    shard = batch_of()
+    shard.elem_counts_per_gb = [1, 3]
+    shard.micro_batch_indices = [[[0, 1]], [[0, 2], [2, 3]]]
+    shard.micro_batch_lengths = [[3], [8, 4]]
+    second = shard.get_batch(1)
+    assert rows_of(second) == rows_of(batch_of())[1:]
+    assert second.micro_batch_indices == [[[0, 2], [2, 3]]]
+    assert second.micro_batch_lengths == [[8, 4]]
+    with pytest.raises(ValueError, match="leave batch_size out"):
+        shard.get_batch(1, 2)
+
+
+def test_from_batches_pads_token_columns() -> None:
+    wide, narrow = {"ids": torch.ones(1, 4), "n": torch.ones(1)}, {"ids": torch.ones(2, 2), "n": torch.ones(2)}
+    joined = BatchedDataDict.from_batches([wide, narrow], pad_value_dict={"ids": 7})
+    assert joined["ids"].tolist() == [[1, 1, 1, 1], [1, 1, 7, 7], [1, 1, 7, 7]]
+    assert joined["n"].tolist() == [1, 1, 1]
+    masks = BatchedDataDict.from_batches([{"m": torch.ones(1, 1, dtype=torch.bool)}, {"m": torch.ones(1, 2).bool()}])
+    assert masks["m"].tolist() == [[True, False], [True, True]]
+
+
+def test_from_batches_that_do_not_match() -> None:
+    one = {"a": torch.zeros(1, 2)}
+    with pytest.raises(KeyError, match="'b'"):
+        BatchedDataDict.from_batches([one, {"a": torch.zeros(1, 2), "b": torch.zeros(1)}])
+    with pytest.raises(KeyError, match="'a'"):
+        BatchedDataDict.from_batches([one, {}, {"c": torch.zeros(1)}])
+    for other in (torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 2, 1), torch.zeros(1), [0], nested_of([ROWS[0]])):
+        with pytest.raises(ValueError, match="'a'"):
+            BatchedDataDict.from_batches([one, {"a": other}])
+    assert BatchedDataDict.from_batches([{}, one]).size == 1
+    assert BatchedDataDict.from_batches([]).size == 0
+
+
+def test_truncate_tensors() -> None:
+    batch = batch_of()
+    batch.truncate_tensors(1, 2)
+    assert batch["ids"].shape == (4, 2)
+    assert same_rows(batch["jagged"], ROWS)
+    batch.truncate_tensors(1, 5)
+    assert batch["ids"].shape == (4, 2)
+
+
+def test_to_moves_tensors_in_place_and_keeps_offsets_shared() -> None:
+    jagged = nested_of(ROWS)
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {"a": jagged, "b": jagged * 2, "dense": torch.zeros(4), "list": [torch.zeros(1)] * 4, "text": ["x"] * 4}
+    )
+    assert batch.to("meta") is batch
+    assert batch["dense"].device.type == batch["a"].device.type == batch["list"][0].device.type == "meta"
+    assert batch["a"].offsets() is batch["b"].offsets()
+    assert batch["text"] == ["x"] * 4
+
+
+# --- materialize --------------------------------------------------------------------------------------------------
+
+
+def td_of() -> TensorDict:
+    return TensorDict(
+        {
+            "ids": nested_of(ROWS),
+            "fixed": torch.ones(4, 2),
+            "reward": torch.ones(4),
+            "text": NonTensorStack("a", {"b": 1}, None, [1]),
+            "ragged": NonTensorStack(torch.zeros(1, 2), torch.zeros(2, 1), torch.zeros(0), torch.zeros(())),
+        },
+        batch_size=[4],
+    )
+
+
+def test_materialize_pads_jagged_fields_only() -> None:
+    td = td_of()
+    batch = materialize(td, pad_value_dict={"ids": 9}, pad_to_seqlen=6)
+    assert list(batch) == list(td.keys())
+    assert batch["ids"].shape == (4, 6)
+    assert batch["ids"][3].tolist() == [0, 9, 9, 9, 9, 9]
+    assert batch["fixed"].shape == (4, 2)
+    assert batch["reward"].shape == (4,)
+    assert batch["text"].dtype == object
+    assert batch["text"].tolist() == ["a", {"b": 1}, None, [1]]
+    assert [list(row.shape) for row in batch["ragged"]] == [[1, 2], [2, 1], [0], []]
+    assert materialize(td)["ids"].shape == (4, 5), "the longest row"
+
+
+def test_materialize_jagged_leaves_them() -> None:
+    td = td_of()
+    batch = materialize(td, layout="jagged")
+    assert is_jagged(batch["ids"])
+    assert same_rows(batch["ids"], ROWS)
+
+
+def test_materialize_errors_name_the_field() -> None:
+    with pytest.raises(ValueError, match=r"'ids'.*cannot pad to 4.*longest row has 5"):
+        materialize(td_of(), pad_to_seqlen=4)
+    with pytest.raises(ValueError, match=r"'ids'.*does not fit"):
+        materialize(td_of(), pad_value_dict={"ids": 0.5})
+    with pytest.raises(ValueError, match="layout"):
+        materialize(td_of(), layout="packed")  # type: ignore[arg-type]
+
+
+def test_materialize_takes_object_arrays_of_a_tensordict() -> None:
+    td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    td["o"] = objects("a", 1)
+    assert materialize(td)["o"].tolist() == ["a", 1]
