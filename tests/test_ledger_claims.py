@@ -210,6 +210,15 @@ def test_predicates_filter_by_tags(client: Client) -> None:
     assert where("==", 2.0) == ("b",)
 
 
+@pytest.mark.parametrize("order", list(c.Order))
+def test_a_filter_looks_past_many_that_do_not_match(client: Client, order: c.Order) -> None:
+    client.put([f"s{i}" for i in range(6000)], tags={"n": list(range(6000))})
+    middle = c.Predicate(tag="n", op="in", value=(2999, 3000, 3001))
+    got = client.claimed(2, where=(middle,), order=order)
+    assert got == (("s2999", "s3000") if order is c.Order.OLDEST else ("s3001", "s3000"))
+    assert client.claimed(2, where=(middle,), blocking=False) == (("s3001",) if got[0] == "s2999" else ("s2999",))
+
+
 def test_a_tag_set_later_wakes_a_filtered_claim(client: Client) -> None:
     client.put(["a", "b"])
     keep = (c.Predicate(tag="keep", op="==", value=True),)

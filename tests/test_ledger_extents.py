@@ -209,7 +209,7 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     driver = Driver()
     extents: Extents = driver.ledger._state.extents
     field = Field(BYTES, 8)
-    field.spec = BYTES
+    field.settle(BYTES)
     rows = np.arange(3)
     offset = extents.all_units[1].space.take(192)
     assert offset == 0

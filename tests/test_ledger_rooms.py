@@ -169,6 +169,18 @@ def test_an_arena_grows_ahead_of_demand_and_puts_wait_for_it() -> None:
     assert client.unit().unbacked_bytes == 196 * MIB
 
 
+def test_a_put_that_does_not_wait_for_room_waits_for_an_arena_that_grows() -> None:
+    driver = Driver(units=0, reserve_fraction=0.0)
+    client = driver.client()
+    client.register()
+    driver.add_unit(capacity=100 * MIB, backed=0)
+    first = client.waits(client.allocate({"x": [80 * MIB]}, on_full=c.OnFull.REJECT))
+    second = client.waits(client.allocate({"x": [80 * MIB]}, on_full=c.OnFull.REJECT))
+    driver.apply(c.Grown(unit=1, backed_bytes=100 * MIB))
+    assert isinstance(client.result(first), c.Allocated)
+    assert isinstance(client.result(second), CapacityTimeoutError)
+
+
 def test_an_arena_that_cannot_grow_is_as_large_as_it_is() -> None:
     driver = Driver(units=0, reserve_fraction=0.0)
     client = driver.client()

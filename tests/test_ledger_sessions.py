@@ -292,6 +292,15 @@ def test_only_ticks_end_a_wait(driver: Driver) -> None:
     assert isinstance(client.result(waiting), ClaimTimeoutError)
 
 
+def test_orders_of_an_input_that_failed_leave_with_the_next(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = driver.client()
+    monkeypatch.setitem(driver.ledger._handlers, c.Units, lambda *_: 1 / 0)
+    driver.ledger._state.out.append(c.FenceSession(unit=1, session=9))
+    with pytest.raises(ZeroDivisionError):
+        call(driver, client.session, 1, 1, c.Units())
+    assert [type(item) for item in driver.apply(c.Tick(now=0.0))] == [c.FenceSession]
+
+
 def test_next_deadline() -> None:
     driver = Driver()
     assert driver.ledger.next_deadline() is None

@@ -142,6 +142,7 @@ class UnitReports:
         if unit is not None:
             unit.connected = False
             unit.asked = 0
+            self.state.extents.freed = True
 
     def grown(self, item: c.Grown) -> None:
         unit = self.state.units.get(item.unit)

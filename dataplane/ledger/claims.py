@@ -189,11 +189,12 @@ class Claims:
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         interest, command = parked.interest, parked.command
         assert interest is not None
+        ready = parked.partition.rows.order[interest.ready()]
         return ClaimTimeoutError(
             partition=command.partition,
             task=command.task,
             wanted=selection.least_of(command),
-            ready=interest.count,
+            ready=int(np.count_nonzero(parked.partition.tags.matches(command.where, ready))),
             waited_s=self.state.now - parked.since,
             why=selection.why(parked.partition, interest, command),
         )

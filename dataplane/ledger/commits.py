@@ -61,7 +61,7 @@ class Commits:
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
-        return Committed(rows=rows, births=partition.births_of(rows))
+        return Committed(rows=rows.copy(), births=partition.births_of(rows))
 
     # --- checks
 
@@ -200,7 +200,7 @@ class Commits:
             extents, offsets, lengths = _cells(column, sizes, pieces)
             unused += self._enliven(partition, field, column, pieces, own)
             old = field.write(rows, extents, offsets, lengths)
-            field.spec = column.spec
+            field.settle(column.spec)
             if not old[0].all():
                 written.add(column.name)
             if old[0].any():

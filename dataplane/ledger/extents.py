@@ -9,7 +9,7 @@ import numpy as np
 from dataplane.ledger.arrays import Bools, grown, room_for
 from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.ledger.units import Unit
-from dataplane.types import GRANULE_BYTES, FieldSpec
+from dataplane.types import GRANULE_BYTES
 
 FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
 
@@ -20,10 +20,10 @@ Pieces = list[tuple[int, int]]
 class Cells(Protocol):
     """What trimming needs of a field."""
 
-    spec: FieldSpec
     extents: Int32s
     offsets: Int64s
-    lengths: Int64s
+
+    def bytes_of(self, rows: Int64s) -> Int64s: ...
 
 
 class Account:
@@ -211,7 +211,7 @@ class Extents:
         several.rows = several.rows[cells.extents[several.rows] == number]
         several.whole_bytes = several.live_bytes
         starts = cells.offsets[several.rows]
-        kept = _granules(starts, starts + cells.lengths[several.rows] * cells.spec.unit_bytes)
+        kept = _granules(starts, starts + cells.bytes_of(several.rows))
         held = several.pieces
         if held is None:
             held = [(int(self.starts[number]), int(self.sizes[number]))]

@@ -8,21 +8,29 @@ from dataplane.ledger.arrays import grown
 from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.types import FieldSpec
 
+INT32_MAX = (1 << 31) - 1
+
 
 class Field:
     """Cells by row. `extents[row]` is 0 where the field has not been produced.
 
     `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
-    holds now: settled by the first put, and open again as declared when the last live cell has gone.
+    holds now: settled by the first put, and open again as declared when the last live cell has gone. Lengths are kept
+    in 32 bits until one needs more.
     """
 
     def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
         self.declared = declared
-        self.spec = declared or FieldSpec()
         self.live = 0
+        self.settle(declared or FieldSpec())
         self.extents: Int32s = np.zeros(capacity, np.int32)
         self.offsets: Int64s = np.zeros(capacity, np.int64)
-        self.lengths: Int64s = np.zeros(capacity, np.int64)
+        self.lengths: Int32s | Int64s = np.zeros(capacity, np.int32)
+
+    def settle(self, spec: FieldSpec) -> None:
+        """This is what the field holds now."""
+        self.spec = spec
+        self.unit_bytes = spec.unit_bytes if spec.settled else 0
 
     def grow(self, capacity: int) -> None:
         self.extents = grown(self.extents, capacity)
@@ -31,7 +39,9 @@ class Field:
 
     def write(self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s) -> tuple[Int32s, Int64s]:
         """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none)."""
-        old, old_bytes = self.extents[rows], self._bytes(rows)
+        if len(lengths) and self.lengths.dtype == np.int32 and lengths.max() > INT32_MAX:
+            self.lengths = self.lengths.astype(np.int64)
+        old, old_bytes = self.extents[rows], self.bytes_of(rows)
         self.live += len(rows) - int(np.count_nonzero(old))
         self.extents[rows] = extents
         self.offsets[rows] = offsets
@@ -40,16 +50,17 @@ class Field:
 
     def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
         """The cells of `rows` are gone; (extent, bytes) of what they pointed at (extent 0: none)."""
-        old, old_bytes = self.extents[rows], self._bytes(rows)
+        old, old_bytes = self.extents[rows], self.bytes_of(rows)
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
         self.lengths[rows] = 0
         if not self.live:
-            self.spec = self.declared or FieldSpec()
+            self.settle(self.declared or FieldSpec())
         return old, old_bytes
 
-    def _bytes(self, rows: Int64s) -> Int64s:
-        if not self.live:
-            return np.zeros(len(rows), np.int64)
-        nbytes: Int64s = self.lengths[rows] * self.spec.unit_bytes
-        return nbytes
+    def lengths_of(self, rows: Int64s) -> Int64s:
+        return self.lengths[rows].astype(np.int64)
+
+    def bytes_of(self, rows: Int64s) -> Int64s:
+        """Bytes of the cells of `rows`, 0 where there is none."""
+        return self.lengths_of(rows) * self.unit_bytes

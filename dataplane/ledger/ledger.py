@@ -67,15 +67,16 @@ class Ledger:
         return self._state.epoch
 
     def apply(self, item: c.Input) -> list[c.Output]:
-        """Everything that follows from one input, in the order in which it must leave."""
-        self._state.out = []
+        """Everything that follows from one input, in the order in which it must leave. What an input that failed (a
+        defect: it raises) had put out leaves with the next."""
         if isinstance(item, c.Call):
             self._call(item)
         else:
             self._reports[type(item)](item)
         self._settle()
         self._drop_idle_alarms()
-        return self._state.out
+        out, self._state.out = self._state.out, []
+        return out
 
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""

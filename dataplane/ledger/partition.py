@@ -55,7 +55,7 @@ class Partition:
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
             field.declared = spec
             if not field.live:
-                field.spec = spec
+                field.settle(spec)
         for name, field in self.fields.items():
             if field.live and name not in fields:
                 field.declared = None

@@ -56,7 +56,7 @@ class Reads:
             spec=field.spec,
             units=self.state.extents.units[extents],
             offsets=field.offsets[rows],
-            lengths=field.lengths[rows],
+            lengths=field.lengths_of(rows),
         )
         return locations, extents
 

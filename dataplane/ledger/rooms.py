@@ -34,7 +34,7 @@ class Rooms:
         if pieces is not None:
             return self._reserve(parked, pieces)
         self.liveness.probe_silent()
-        if command.on_full is OnFull.REJECT:
+        if self._rejects(want, command):
             raise self.out_of_room(parked)
         self.state.park(parked)
         return None
@@ -50,9 +50,20 @@ class Rooms:
                     self.state.unpark(parked, error)
                     continue
                 pieces = self._place(want)
-                if pieces is None:
+                if pieces is not None:
+                    self.state.unpark(parked, self._reserve(parked, pieces))
+                elif self._rejects(want, parked.command):
+                    self.state.unpark(parked, self.out_of_room(parked))
+                else:
                     break
-                self.state.unpark(parked, self._reserve(parked, pieces))
+
+    def _rejects(self, want: Want, command: Allocate) -> bool:
+        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""
+        if command.on_full is OnFull.WAIT:
+            return False
+        units = [unit for unit in self.state.units.values() if unit.connected]
+        room = sum(max(unit.room(update=want.update), 0) for unit in units)
+        return room < want.total or not any(unit.asked for unit in units)
 
     def grow_ahead(self, unit: Unit) -> None:
         self._ask(unit, growth_ahead(unit))

@@ -8,6 +8,9 @@ from dataplane.ledger.commands import Claim, Int64s, Order
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.tasks import Interest, Task
 
+LOOK = 1024
+"""A filtered claim looks at this many ready samples first, then at eight times as many, and so on."""
+
 
 def least_of(command: Claim) -> int:
     """How many ready samples end the wait."""
@@ -39,8 +42,13 @@ def _candidates(partition: Partition, interest: Interest, command: Claim) -> Int
         return _whole_groups(partition, rows[partition.tags.matches(command.where, rows)], command)
     if not command.where:
         return order[interest.first(command.batch_size, command.order)]
-    rows = order[interest.ready() if command.order is Order.OLDEST else interest.ready()[::-1]]
-    return rows[np.flatnonzero(partition.tags.matches(command.where, rows))[: command.batch_size]]
+    wanted = max(4 * command.batch_size, LOOK)
+    while True:
+        rows = order[interest.first(wanted, command.order)]
+        found = rows[np.flatnonzero(partition.tags.matches(command.where, rows))[: command.batch_size]]
+        if len(found) == command.batch_size or len(rows) < wanted:
+            return found
+        wanted *= 8
 
 
 def _whole_groups(partition: Partition, rows: Int64s, command: Claim) -> Int64s:
