@@ -1,0 +1,546 @@
+"""The worker mixin: fetch under every policy on real Gloo ranks and a real service, write-back, entrypoints."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import dataplane
+from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server, failpoints, schema
+from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
+from tests.gloo import RankDied, Ranks
+from workers.broadcast import FetchPolicy
+from workers.mixin import PolicyWorker, TQWorkerMixin
+from workers.ranks import is_replica_leader
+from workers.sharding import NamedSharding
+from workers.siblings import ReplicaGroupError, ReplicaLostError
+
+PROMPT_S = 20.0
+LENGTHS = [5, 0, 40, 17, 3, 3, 8, 21]
+LAYOUTS = {
+    "tp2": NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"]),
+    "dp2": NamedSharding([0, 1], ["data_parallel"]),
+    "dp2 tp2": NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"]),
+    "tp2 cp2": NamedSharding([[[0, 2], [1, 3]]], ["data_parallel", "tensor_parallel", "context_parallel"]),
+    "pp2 dp1 tp2": NamedSharding([[[0, 1]], [[2, 3]]], ["pipeline_parallel", "data_parallel", "tensor_parallel"]),
+    "dp4": NamedSharding([0, 1, 2, 3], ["data_parallel"]),
+}
+FIELDS = ["input_ids", "generation_logprobs", "fp8", "token_mask", "routed_experts", "dense", "images", "notes"]
+
+
+class Worker(TQWorkerMixin):
+    """A policy worker whose log-probs are a known function of its batch."""
+
+    cfg: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, sharding: NamedSharding, rank: int) -> None:
+        self.coords = sharding.get_worker_coords(rank)
+        self.group: Any = None
+        self.puts: list[list[str]] = []
+        self.trained: tuple[Any, ...] | None = None
+
+    def _local_coords(self) -> dict[str, int]:
+        return self.coords
+
+    def _get_replica_group(self) -> Any:
+        return self.group
+
+    def _pad_value_dict(self) -> dict[str, Any]:
+        return {"input_ids": 99}
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> Any:
+        self.trained = (data, loss_fn, eval_mode, gbs, mbs)
+        return {"loss": float(data["input_ids"].sum())}
+
+    def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        return BatchedDataDict({"logprobs": -data["input_ids"].float()})
+
+    def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        return {"reference_logprobs": data["input_ids"].float() / (micro_batch_size or 1)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with dataplane.serve({"capacity_bytes": 32 << 20}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[DataPlaneClient]:
+    with dataplane.connect(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def partition(client: DataPlaneClient) -> Iterator[str]:
+    name = f"p{next(_numbers)}"
+    fields = {
+        **dict.fromkeys(["input_ids", "generation_logprobs", "token_mask", "routed_experts"]),
+        "fp8": FieldSpec("jagged"),
+        "prev_logprobs": None,
+        "reference_policy_logprobs": None,
+    }
+    client.register_partition(name, fields, len(LENGTHS), ["train"])
+    yield name
+    client.clear_samples(None, name)
+
+
+_numbers = itertools.count()
+
+
+def rows(lengths: Sequence[int], dtype: torch.dtype, *inner: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 90, (length, *inner)).to(dtype) for length in lengths]
+
+
+def put(client: DataPlaneClient, partition: str, *, pad_to: int | None = 64) -> KVBatchMeta:
+    torch.manual_seed(3)
+    notes = np.empty(len(LENGTHS), dtype=object)
+    notes[:] = [{"turn": i, "tools": ("a", b"\x00")} for i in range(len(LENGTHS))]
+    fields = {
+        "input_ids": rows(LENGTHS, torch.int64),
+        "generation_logprobs": rows(LENGTHS, torch.bfloat16),
+        "fp8": rows(LENGTHS[::-1], torch.float8_e4m3fn),
+        "token_mask": rows(LENGTHS, torch.bool),
+        "routed_experts": rows(LENGTHS, torch.uint8, 2, 3),
+        "dense": torch.randn(3, len(LENGTHS)).t(),
+        "images": [torch.randn(i + 1, 2 if i % 2 else 3) for i in range(len(LENGTHS))],
+        "notes": notes,
+    }
+    ids = [f"s{i}" for i in range(len(LENGTHS))]
+    meta = client.put_samples(ids, partition, fields, mode="create")
+    extra = {} if pad_to is None else {schema.GLOBAL_FORWARD_PAD_SEQLEN: pad_to}
+    return KVBatchMeta(partition, "train", ids, fields=FIELDS, sequence_lengths=LENGTHS, extra_info=extra).with_handles(
+        *(meta.handles or ())
+    )
+
+
+def shards(meta: KVBatchMeta, layout: str) -> dict[int, KVBatchMeta]:
+    """Rank -> the meta of its data-parallel rank."""
+    sharding = LAYOUTS[layout]
+    metas, _ = dataplane.shard_meta_for_dp(meta, dp_world=sharding.get_axis_size("data_parallel"))
+    return {rank: metas[sharding.get_worker_coords(rank)["data_parallel"]] for rank in range(sharding.size)}
+
+
+def worker_on(rank: int, layout: str, address: str) -> Worker:
+    """A worker in the middle of its Gloo world: attached, with the process group of its siblings."""
+    sharding = LAYOUTS[layout]
+    worker = Worker(sharding, rank)
+    for place in range(sharding.get_axis_size("data_parallel")):
+        siblings = sharding.get_ranks_by_coord(data_parallel=place)
+        group = dist.new_group(siblings) if len(siblings) > 1 else None
+        if rank in siblings:
+            worker.group = group
+    worker.setup_data_plane({"address": address})
+    return worker
+
+
+def fingerprint(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return "jagged" + fingerprint(value.values()) + fingerprint(value.offsets())
+    if isinstance(value, torch.Tensor):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {list(value.shape)} {value.device} {hashlib.sha256(data).hexdigest()}"
+    if isinstance(value, list):
+        return str([fingerprint(row) for row in value])
+    assert isinstance(value, np.ndarray), type(value)
+    return repr(value.tolist())
+
+
+def fingerprints(batch: BatchedDataDict[Any]) -> dict[str, str]:
+    return {name: fingerprint(value) for name, value in batch.items()}
+
+
+# --- fetch ----------------------------------------------------------------------------------------------------
+
+
+def fetch(rank: int, layout: str, address: str, metas: dict[int, KVBatchMeta], kwargs: dict[str, Any]) -> Any:
+    worker = worker_on(rank, layout, address)
+    batch = worker._fetch(metas[rank], **kwargs)
+    worker.close_data_plane()
+    return fingerprints(batch), list(batch["input_ids"].shape) if kwargs.get("layout") != "jagged" else None
+
+
+@pytest.mark.parametrize("policy", ["auto", "independent", "leader_broadcast"])
+@pytest.mark.parametrize("layout", ["tp2", "dp2 tp2", "tp2 cp2", "pp2 dp1 tp2"])
+def test_all_siblings_end_bit_equal(
+    layout: str, policy: FetchPolicy, four: Ranks, pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    metas = shards(put(client, partition), layout)
+    ranks = pair if len(metas) == 2 else four
+    got = ranks.run(fetch, layout, server.address, metas, {"fetch_policy": policy})
+    for rank, outcome in enumerate(got):
+        if isinstance(outcome, Exception):
+            raise outcome
+        prints, shape = outcome
+        expected = client.get_batch(metas[rank], pad_value_dict={"input_ids": 99}, pad_to_seqlen=64)
+        assert prints == fingerprints(expected)
+        assert list(prints) == FIELDS
+        assert shape == [metas[rank].size, 64]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "arguments"),
+    [
+        ({"dp_aligned_seq_len": False}, {"pad_to_seqlen": 0, "pad_value_dict": {"input_ids": 99}}),
+        ({"layout": "jagged"}, {"layout": "jagged"}),
+    ],
+    ids=["local padding", "jagged"],
+)
+def test_other_shapes(
+    kwargs: dict[str, Any],
+    arguments: dict[str, Any],
+    four: Ranks,
+    server: Server,
+    client: DataPlaneClient,
+    partition: str,
+) -> None:
+    metas = shards(put(client, partition), "dp2 tp2")
+    for rank, (prints, _) in enumerate(four.run(fetch, "dp2 tp2", server.address, metas, kwargs)):
+        assert prints == fingerprints(client.get_batch(metas[rank], **arguments))
+
+
+def fetch_alone(rank: int, address: str, meta: KVBatchMeta) -> list[str]:
+    """A group of one rank is no group, and no collective runs."""
+    worker = worker_on(rank, "dp2", address)
+    worker.group = [dist.new_group([0]), dist.new_group([1])][rank]
+    worker._fetch(meta)
+    worker.group = None
+    worker._fetch(meta, fetch_policy="independent")
+    try:
+        worker._fetch(meta, fetch_policy="leader_broadcast")
+    except ValueError as error:
+        worker.close_data_plane()
+        return [str(error)]
+    raise AssertionError("a broadcast without siblings")
+
+
+def test_no_siblings(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
+    for messages in pair.run(fetch_alone, server.address, put(client, partition)):
+        assert "needs siblings" in messages[0]
+
+
+def count_reads(rank: int, address: str, meta: KVBatchMeta) -> tuple[int, int]:
+    worker = worker_on(rank, "tp2", address)
+    client = worker._require_dp_client()
+    reads = []
+    original = client.get_batch
+    client.get_batch = lambda *args, **kwargs: reads.append(1) or original(*args, **kwargs)  # type: ignore[method-assign, func-returns-value]
+    for _ in range(3):
+        worker._fetch(meta, preprocess=lambda worker, batch: BatchedDataDict({**batch, "who": batch["dense"] + 1}))
+    assert worker._replicas is not None
+    worker.close_data_plane()
+    return len(reads), worker._replicas.siblings.collectives["payload"]
+
+
+def test_only_the_leader_reads(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
+    assert pair.run(count_reads, server.address, put(client, partition)) == [(3, 3), (0, 3)]
+
+
+def broadcast_bytes(rank: int, address: str, meta: KVBatchMeta) -> int:
+    worker = worker_on(rank, "tp2", address)
+    worker._fetch(meta)
+    assert worker._replicas is not None
+    worker.close_data_plane()
+    return worker._replicas.siblings.bytes.total()
+
+
+def test_bytes_broadcast_are_hardly_more_than_the_jagged_ones(
+    pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    lengths = [3000, 10, 4096, 700]
+    fields = {
+        "input_ids": rows(lengths, torch.int64),
+        "generation_logprobs": rows(lengths, torch.float32),
+        "token_mask": rows(lengths, torch.bool),
+    }
+    meta = client.put_samples([f"b{i}" for i in range(4)], partition, fields)
+    meta.extra_info[schema.GLOBAL_FORWARD_PAD_SEQLEN] = 8192
+    assert all(size <= 1.02 * sum(lengths) * 13 for size in pair.run(broadcast_bytes, server.address, meta))
+
+
+# --- failures -------------------------------------------------------------------------------------------------
+
+
+def fail(rank: int, layout: str, address: str, metas: dict[int, KVBatchMeta], how: str) -> Exception:
+    """What this rank raises, promptly, when one rank of the group misbehaves; afterwards all fetch well."""
+    worker = worker_on(rank, layout, address)
+    last = len(metas) - 1
+    kwargs: dict[str, Any] = {}
+    meta = metas[rank]
+    if how == "missing field":
+        meta = meta.with_fields([*FIELDS, "prev_logprobs"])
+    elif how == "other meta" and rank == last:
+        meta = meta.subset([0])
+    elif how == "other padding" and rank == last:
+        kwargs["dp_aligned_seq_len"] = False
+    elif how == "policy" and rank == last:
+        kwargs["fetch_policy"] = "independent"
+    elif how == "two leaders":
+        worker.coords = {}
+    elif how == "no leader":
+        worker.coords = {"tensor_parallel": 1}
+    elif how == "forgot coords" and rank == last:
+        worker._local_coords = lambda: TQWorkerMixin._local_coords(worker)  # type: ignore[method-assign]
+    elif how == "preprocess" and rank == last:
+        kwargs["preprocess"] = lambda worker, batch: batch["no such column"]
+    elif how == "too narrow":
+        meta.extra_info[schema.GLOBAL_FORWARD_PAD_SEQLEN] = 7
+    begin = time.monotonic()
+    try:
+        worker._fetch(meta, **kwargs)
+    except Exception as error:
+        assert time.monotonic() - begin < PROMPT_S
+        if how in ("missing field", "forgot coords"):
+            recovered = worker_on(rank, layout, address)
+            recovered._fetch(metas[rank])
+            recovered.close_data_plane()
+        worker.close_data_plane()
+        return error
+    raise AssertionError(f"rank {rank} did not raise")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("missing field", FieldNotProducedError, "'prev_logprobs' has not been produced"),
+        ("other meta", ReplicaGroupError, "other than that of the leader"),
+        ("other padding", ReplicaGroupError, "other than that of the leader"),
+        ("policy", ReplicaGroupError, "different policies"),
+        ("two leaders", ReplicaGroupError, "exactly one leader"),
+        ("no leader", ReplicaGroupError, "exactly one leader"),
+        ("forgot coords", NotImplementedError, "must override _local_coords"),
+        ("preprocess", KeyError, "no such column"),
+        ("too narrow", ValueError, "cannot pad to 7"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 cp2"])
+def test_every_sibling_raises_the_same(
+    layout: str,
+    how: str,
+    kind: type[Exception],
+    text: str,
+    pair: Ranks,
+    four: Ranks,
+    server: Server,
+    client: DataPlaneClient,
+    partition: str,
+) -> None:
+    metas = shards(put(client, partition), layout)
+    ranks = pair if len(metas) == 2 else four
+    for error in ranks.run(fail, layout, server.address, metas, how):
+        assert isinstance(error, kind), error
+        assert text in str(error)
+
+
+def leader_dies(rank: int, address: str, metas: dict[int, KVBatchMeta]) -> Exception:
+    worker = worker_on(rank, "tp2 cp2", address)
+    if rank == 0:
+        failpoints.arm("fetch.between_header_and_payload", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    try:
+        worker._fetch(metas[rank])
+    except Exception as error:
+        assert time.monotonic() - begin < PROMPT_S
+        worker.close_data_plane()
+        return error
+    raise AssertionError("nobody raised")
+
+
+def test_a_leader_killed_in_the_middle(four: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
+    leader, *siblings = four.run(leader_dies, server.address, shards(put(client, partition), "tp2 cp2"))
+    assert isinstance(leader, RankDied)
+    assert all(isinstance(error, ReplicaLostError) for error in siblings)
+
+
+# --- entrypoints and write-back -------------------------------------------------------------------------------
+
+
+def run_steps(rank: int, layout: str, address: str, metas: dict[int, KVBatchMeta]) -> tuple[int, Any]:
+    worker = worker_on(rank, layout, address)
+    client = worker._require_dp_client()
+    puts = []
+    original = client.put_samples
+    client.put_samples = lambda *args, **kwargs: puts.append(1) or original(*args, **kwargs)  # type: ignore[method-assign, func-returns-value]
+    meta = metas[rank].with_fields(["input_ids", "token_mask"])
+    assert worker.get_logprobs_presharded(meta) is None
+    assert worker.get_reference_policy_logprobs_presharded(meta, micro_batch_size=2) is None
+    if worker.group is not None:
+        dist.barrier(worker.group)
+    trained = worker.train_presharded(
+        meta.with_fields(["input_ids", "prev_logprobs"]), "loss", eval_mode=True, gbs=8, mbs=2
+    )
+    assert worker.trained is not None
+    data, *arguments = worker.trained
+    assert arguments == ["loss", True, 8, 2]
+    assert data["prev_logprobs"].shape == (meta.size, 64)
+    worker.close_data_plane()
+    return len(puts), trained
+
+
+@pytest.mark.parametrize("layout", ["dp2 tp2", "dp4"])
+def test_entrypoints_write_back_once_per_data_parallel_rank(
+    layout: str, four: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition)
+    got = four.run(run_steps, layout, server.address, shards(meta, layout))
+    for outcome in got:
+        if isinstance(outcome, Exception):
+            raise outcome
+    leaders = [is_replica_leader(LAYOUTS[layout].get_worker_coords(rank)) for rank in range(4)]
+    assert [puts for puts, _ in got] == [2 if leads else 0 for leads in leaders]
+    stored = client.get_batch(meta, ["input_ids", "prev_logprobs", "reference_policy_logprobs"], layout="jagged")
+    ids = stored["input_ids"]
+    for name, factor in (("prev_logprobs", -1.0), ("reference_policy_logprobs", 0.5)):
+        assert stored[name].offsets().equal(ids.offsets())
+        assert stored[name].values().equal(ids.values().float() * factor)
+
+
+@pytest.fixture
+def alone(server: Server) -> Iterator[Worker]:
+    worker = Worker(LAYOUTS["dp2"], 0)
+    worker.setup_data_plane({"address": server.address})
+    yield worker
+    worker.close_data_plane()
+
+
+def test_a_late_write_back_is_refused_and_the_new_rows_are_untouched(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    for step in range(3):
+        meta = put(client, partition)
+        alone._write_back(meta, {"prev_logprobs": torch.full((meta.size, 64), float(step))})
+        client.clear_samples(meta.sample_ids, partition)
+        fresh = put(client, partition)
+        with pytest.raises(StaleSampleError, match="was cleared after this meta was made"):
+            alone._write_back(meta, {"prev_logprobs": torch.zeros(meta.size, 64)})
+        with pytest.raises(KeyError):
+            client.get_batch(fresh, ["prev_logprobs"])
+        client.clear_samples(fresh.sample_ids, partition)
+        with pytest.raises(KeyError):
+            alone._write_back(fresh, {"prev_logprobs": torch.zeros(meta.size, 64)})
+    assert client.list_samples(partition).size == 0
+
+
+def test_siblings_do_not_write(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition)
+    alone.coords = {"tensor_parallel": 1}
+    alone._write_back(meta, {"prev_logprobs": torch.zeros(meta.size, 64)})
+    alone._write_back_result_field(meta, None, result_key="logprobs", tq_field="prev_logprobs")
+    with pytest.raises(FieldNotProducedError):
+        client.get_batch(meta, ["prev_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "message"),
+    [
+        (torch.zeros(8, 64), TypeError, "'logprobs' was expected, got Tensor, which is no mapping"),
+        (None, TypeError, "got NoneType"),
+        ({"loss": 1, "other": 2}, KeyError, "has no 'logprobs'; it has loss, other"),
+        ({"logprobs": [1.0]}, TypeError, r"result\['logprobs'\] \(for 'prev_logprobs'\): expected a tensor, got list"),
+        ({"logprobs": torch.zeros(8)}, ValueError, r"expected a per-token tensor \[8, S\], got shape \[8\]"),
+        ({"logprobs": torch.zeros(7, 64)}, ValueError, r"'prev_logprobs': expected 8 rows.*got shape \[7, 64\]"),
+        ({"logprobs": torch.zeros(8, 39)}, ValueError, "'prev_logprobs': rows are 39 wide.*longest sample of 40"),
+    ],
+)
+def test_results_that_cannot_be_written_back(
+    alone: Worker, client: DataPlaneClient, partition: str, result: Any, kind: type[Exception], message: str
+) -> None:
+    meta = put(client, partition)
+    with pytest.raises(kind, match=message):
+        alone._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
+    with pytest.raises(FieldNotProducedError):
+        client.get_batch(meta, ["prev_logprobs"])
+
+
+def test_write_back_takes_tensors_only(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    with pytest.raises(TypeError, match="'prev_logprobs': expected a tensor, got ndarray"):
+        alone._write_back(put(client, partition), {"prev_logprobs": np.zeros((8, 64))})  # type: ignore[dict-item]
+
+
+def test_forgotten_coords(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    class Forgetful(TQWorkerMixin):
+        pass
+
+    worker = Forgetful()
+    with pytest.raises(NotImplementedError, match="Forgetful must override _local_coords"):
+        worker._is_replica_leader()
+    with pytest.raises(NotImplementedError, match="every rank would write back"):
+        worker._write_back(put(client, partition), {})
+
+
+# --- packing metadata -----------------------------------------------------------------------------------------
+
+
+def test_shipped_packing_metadata_is_trusted(alone: Worker) -> None:
+    alone.cfg = {"sequence_packing": {"enabled": True}}
+    info = {
+        "micro_batch_indices": [[[0, 2], [2, 3]]],
+        "micro_batch_lengths": [[10, 20]],
+        "elem_counts_per_gb": [3],
+    }
+    meta = KVBatchMeta("train", "train", ["a", "b", "c"], extra_info=info)
+    data = alone._attach_or_repack_pack_metadata(BatchedDataDict({"x": torch.ones(3)}), meta)
+    assert data.micro_batch_indices == [[[0, 2], [2, 3]]]
+    assert data.micro_batch_lengths == [[10, 20]]
+    assert data.elem_counts_per_gb == [3]
+    del meta.extra_info["micro_batch_lengths"]
+    with pytest.raises(ValueError, match="without 'micro_batch_lengths'"):
+        alone._attach_or_repack_pack_metadata(data, meta)
+
+
+def test_without_it_packing_is_asked_of_the_worker(alone: Worker) -> None:
+    meta = KVBatchMeta("train", "train", ["a"])
+    data: BatchedDataDict[Any] = BatchedDataDict({"x": torch.ones(1)})
+    alone.cfg = {"sequence_packing": {"enabled": False}}
+    assert alone._attach_or_repack_pack_metadata(data, meta) is data
+    assert data.micro_batch_indices is None
+    alone.cfg = {"dynamic_batching": {"enabled": True}}
+    with pytest.raises(NotImplementedError, match="'dynamic_batching'"):
+        alone._attach_or_repack_pack_metadata(data, meta)
+
+
+# --- set-up ---------------------------------------------------------------------------------------------------
+
+
+def test_setup_attaches_once(server: Server) -> None:
+    worker: PolicyWorker = Worker(LAYOUTS["dp2"], 0)
+    assert isinstance(worker, Worker)
+    with pytest.raises(RuntimeError, match="Worker has no data plane client"):
+        worker._require_dp_client()
+    worker.setup_data_plane({"address": server.address})
+    client = worker._require_dp_client()
+    worker.setup_data_plane({"address": "127.0.0.1:1"})
+    assert worker._require_dp_client() is client
+    worker.close_data_plane()
+    worker.close_data_plane()
+
+
+def test_setup_never_starts_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    worker = Worker(LAYOUTS["dp2"], 0)
+    with pytest.raises(ValueError, match="address"):
+        worker.setup_data_plane({})
+    with pytest.raises(ServiceUnavailableError):
+        worker.setup_data_plane({"address": "127.0.0.1:1", "connect_timeout_s": 0.5})
+
+
+def test_unknown_policy(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    with pytest.raises(ValueError, match="fetch_policy is one of auto, independent, leader_broadcast"):
+        alone._fetch(put(client, partition), fetch_policy="eager")  # type: ignore[arg-type]

@@ -1,0 +1,326 @@
+"""What makes a policy worker a worker of the data plane: it fetches its shard by meta and writes its results back.
+
+Mix `TQWorkerMixin` into a worker class that has `train`, `get_logprobs` and `get_reference_policy_logprobs` on
+batches; it gains `*_presharded` methods that take a `KVBatchMeta` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from dataplane import (
+    BatchedDataDict,
+    DataPlaneClient,
+    DataPlaneConfig,
+    KVBatchMeta,
+    build_data_plane_client,
+    materialize,
+    write_columns,
+)
+from dataplane.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    TOKEN_ALIGNED_FIELDS,
+    Layout,
+)
+from workers.broadcast import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, Part, ReplicaGroup
+from workers.ranks import REPLICATED_AXES
+from workers.sharding import NamedSharding
+
+Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
+
+
+class PolicyWorker(Protocol):
+    """The host that `TQWorkerMixin` is mixed into: the three methods its `*_presharded` ones end in.
+
+    Each takes a batch of this rank's samples, padded `[N, S]` per-token columns. The results of the log-prob methods
+    are mappings with a per-token tensor `[N, S]` under "logprobs" and "reference_logprobs".
+    """
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> Any: ...
+
+    def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any: ...
+
+    def get_reference_policy_logprobs(
+        self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> Any: ...
+
+
+class _Hosted(PolicyWorker, Protocol):
+    """The mixin on its host, as the entrypoints see it."""
+
+    def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict[Any]: ...
+
+    def _attach_or_repack_pack_metadata(
+        self, data: BatchedDataDict[Any], meta: KVBatchMeta
+    ) -> BatchedDataDict[Any]: ...
+
+    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None: ...
+
+
+class TQWorkerMixin:
+    """Per-rank fetch and write-back through the data plane.
+
+    The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (a mapping,
+    looked at for "sequence_packing" and "dynamic_batching") and `fetch_timeout_s`.
+    """
+
+    _dp_client: DataPlaneClient | None = None
+    _replicas: ReplicaGroup | None = None
+    fetch_timeout_s: float = FETCH_TIMEOUT_S
+    """How long a fetch may wait for this rank's siblings."""
+
+    # --- the data plane -----------------------------------------------------------------------------------------
+
+    def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
+        """Attach to the running service that `cfg` names. Called by the driver once; later calls change nothing.
+
+        Never starts a service: ValueError without an address, `ServiceUnavailableError` where nothing answers.
+        """
+        if self._dp_client is None:
+            self._dp_client = build_data_plane_client(cfg, bootstrap=False)
+
+    def close_data_plane(self) -> None:
+        """Close this worker's client. Idempotent."""
+        client, self._dp_client = self._dp_client, None
+        if client is not None:
+            client.close()
+
+    def _require_dp_client(self) -> DataPlaneClient:
+        if self._dp_client is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no data plane client: the driver calls setup_data_plane(cfg) on every "
+                "worker before the first *_presharded call"
+            )
+        return self._dp_client
+
+    # --- what the host knows ------------------------------------------------------------------------------------
+
+    def _get_replica_group(self) -> Any | None:
+        """The process group of this rank's siblings: the ranks along the replicated axes that share its data-parallel
+        rank. None where it has none (TP = CP = PP = 1). A host with siblings overrides this."""
+        return None
+
+    def _local_coords(self) -> dict[str, int]:
+        """This rank's place on each axis (`workers.REPLICATED_AXES`, "data_parallel"); an axis left out counts as 0.
+
+        A host must override it. There is no default: with one, every rank would take itself for the leader and all
+        would write the same rows.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must override _local_coords() and return its place on each parallel axis, e.g. "
+            "{'data_parallel': 0, 'tensor_parallel': 1}; without it every rank would write back as if it led"
+        )
+
+    def _is_replica_leader(self) -> bool:
+        """Whether this rank is at 0 on every replicated axis: it fetches for its siblings and alone writes back."""
+        return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
+
+    def _pad_value_dict(self) -> dict[str, Any]:
+        """Pad value of each per-token field, 0 where not named. A host with a tokenizer names its pad id here."""
+        return {}
+
+    def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
+        """The length that every data-parallel rank pads to, from `meta.extra_info`; 0 (this rank's longest row) if the
+        driver stamped none."""
+        return int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
+
+    # --- fetch --------------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self,
+        meta: KVBatchMeta,
+        *,
+        layout: Layout = "padded",
+        fetch_policy: FetchPolicy = "auto",
+        preprocess: Preprocess | None = None,
+        dp_aligned_seq_len: bool = True,
+    ) -> BatchedDataDict[Any]:
+        """This rank's samples: the fields of `meta`, the same on all its siblings.
+
+        layout: "padded" gives `[N, S, ...]` per-token columns, "jagged" nested ones. S is the pad length that the
+        driver stamped, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
+        row. fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are any,
+        "leader_broadcast" does the same and is a ValueError where there are none, with "independent" every rank
+        fetches. preprocess: `(worker, batch) -> batch`, run on every rank on the batch about to be returned.
+
+        After a broadcast the tensors are on the device that the group's backend wants (NCCL: CUDA, Gloo: CPU), else on
+        the CPU. Blocks for the data plane, and for its siblings up to `fetch_timeout_s`; if one rank of a replica group
+        fails, all raise: see `ReplicaGroup.fetch`. Raises what `DataPlaneClient.get_batch` does.
+        """
+        if fetch_policy not in POLICIES:
+            raise ValueError(f"fetch_policy is one of {', '.join(POLICIES)}, got {fetch_policy!r}")
+
+        def width() -> int:
+            return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
+
+        def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+            batch = materialize(columns, layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=width())
+            return batch if preprocess is None else preprocess(self, batch)
+
+        part = Part(
+            leads=self._is_replica_leader,
+            digest=lambda: meta_digest(meta, f"{layout} {width()}"),
+            read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),
+        )
+        replicas = self._replica_channel()
+        if replicas is None and fetch_policy == "leader_broadcast":
+            raise ValueError("fetch_policy='leader_broadcast' needs siblings; _get_replica_group() gave none")
+        if replicas is not None and fetch_policy != "independent":
+            return replicas.fetch(part, fetch_policy, finish)
+        if replicas is not None:
+            replicas.agree(part, fetch_policy)
+        batch = self._require_dp_client().get_batch(
+            meta, layout=layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=width()
+        )
+        return batch if preprocess is None else preprocess(self, batch)
+
+    def _replica_channel(self) -> ReplicaGroup | None:
+        """This rank's replica group; None without siblings. Made anew when the host's process group is another."""
+        group = self._get_replica_group()
+        if group is None:
+            return None
+        if self._replicas is None or self._replicas.group is not group:
+            self._replicas = ReplicaGroup(group, timeout_s=self.fetch_timeout_s)
+        self._replicas.timeout_s = self.fetch_timeout_s
+        return self._replicas if self._replicas.size > 1 else None
+
+    # --- packing ------------------------------------------------------------------------------------------------
+
+    def _apply_packing_prep(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """`data` with the micro-batches that `self.cfg` asks for worked out from its own rows.
+
+        NotImplementedError where it asks for packing: this release does not pack.
+        """
+        cfg = getattr(self, "cfg", None) or {}
+        for what in ("sequence_packing", "dynamic_batching"):
+            if (cfg.get(what) or {}).get("enabled"):
+                raise NotImplementedError(
+                    f"cfg[{what!r}] is enabled, but the meta brings no {MICRO_BATCH_INDICES} and this release cannot "
+                    f"work them out; disable {what}, or ship them in meta.extra_info"
+                )
+        return data
+
+    def _attach_or_repack_pack_metadata(self, data: BatchedDataDict[Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
+        """`data` with its micro-batches: those the driver shipped in `meta.extra_info`, else `_apply_packing_prep`.
+
+        What the driver ships is trusted: it balanced all data-parallel ranks alike, and a rank that packed again could
+        end with another number of micro-batches than the others and wait for them for ever. ValueError if it ships
+        indices without lengths or the other way round.
+        """
+        info = meta.extra_info
+        if MICRO_BATCH_INDICES not in info and MICRO_BATCH_LENGTHS not in info:
+            return self._apply_packing_prep(data)
+        for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS):
+            if key not in info:
+                raise ValueError(f"meta.extra_info has packing metadata without {key!r}")
+        data.micro_batch_indices = info[MICRO_BATCH_INDICES]
+        data.micro_batch_lengths = info[MICRO_BATCH_LENGTHS]
+        if ELEM_COUNTS_PER_GB in info:
+            data.elem_counts_per_gb = info[ELEM_COUNTS_PER_GB]
+        return data
+
+    # --- write-back ---------------------------------------------------------------------------------------------
+
+    def _write_back(self, meta: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
+        """Store new columns of the meta's samples; on the leader only, elsewhere nothing happens.
+
+        Per-token fields `[N, S]` (`schema.TOKEN_ALIGNED_FIELDS`) are cut to the samples' lengths, so that they are
+        stored as jagged as the first put was. TypeError for anything but tensors, ValueError for another number of rows
+        or rows narrower than their sample, naming the field and its shape; `StaleSampleError` (a KeyError) if a sample
+        was cleared since the meta was made: nothing is stored.
+        """
+        if not self._is_replica_leader():
+            return
+        for name, value in fields.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"write-back of {name!r}: expected a tensor, got {type(value).__name__}")
+            if value.dim() == 0 or value.size(0) != meta.size:
+                shape = list(value.shape) if not value.is_nested else f"{value.size(0)} nested rows"
+                raise ValueError(
+                    f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
+                )
+        write_columns(self._require_dp_client(), meta, fields)
+
+    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
+        """Store `result[result_key]` of a worker method as column `tq_field`; on the leader only.
+
+        TypeError if `result` is no mapping or the value no tensor, KeyError if it lacks `result_key`, ValueError for a
+        wrong number of rows or rows narrower than their sample; each names the key, the type and the shapes.
+        """
+        if not self._is_replica_leader():
+            return
+        if not isinstance(result, Mapping):
+            raise TypeError(
+                f"a result with {result_key!r} was expected, got {type(result).__name__}, which is no mapping"
+            )
+        if result_key not in result:
+            raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
+        value = result[result_key]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"result[{result_key!r}] (for {tq_field!r}): expected a tensor, got {type(value).__name__}")
+        if tq_field in TOKEN_ALIGNED_FIELDS and not value.is_nested and value.dim() < 2:
+            raise ValueError(
+                f"result[{result_key!r}] (for {tq_field!r}): expected a per-token tensor [{meta.size}, S], got shape "
+                f"{list(value.shape)}"
+            )
+        self._write_back(meta, {tq_field: value})
+
+    # --- entrypoints --------------------------------------------------------------------------------------------
+
+    def train_presharded(
+        self: _Hosted,
+        meta: KVBatchMeta,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> Any:
+        """Fetch this rank's samples and train on them: what `train` returns."""
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        return self.train(data, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+
+    def get_logprobs_presharded(self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
+        """Fetch, run `get_logprobs`, write `result["logprobs"]` back as "prev_logprobs".
+
+        Returns None: the tensor is in the data plane, and no reference to it is kept.
+        """
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        result = self.get_logprobs(data=data, micro_batch_size=micro_batch_size)
+        self._write_back_result_field(meta, result, result_key="logprobs", tq_field=PREV_LOGPROBS)
+
+    def get_reference_policy_logprobs_presharded(
+        self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None
+    ) -> None:
+        """The same for `get_reference_policy_logprobs`: `result["reference_logprobs"]` becomes
+        "reference_policy_logprobs"."""
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        result = self.get_reference_policy_logprobs(data=data, micro_batch_size=micro_batch_size)
+        self._write_back_result_field(meta, result, result_key="reference_logprobs", tq_field=REFERENCE_POLICY_LOGPROBS)
+
+
+def meta_digest(meta: KVBatchMeta, shape: str) -> bytes:
+    """16 bytes that are equal for metas that name the same samples (births included) and fields, and equal `shape`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (meta.partition_id, shape, *(meta.fields or ()), "", *meta.sample_ids):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    for array in meta.handles or ():
+        digest.update(array.tobytes())
+    return digest.digest()
