@@ -61,13 +61,13 @@ def parse(arguments: list[str]) -> tuple[JobConfig, str | None]:
 def start_ray(config: JobConfig, address: str | None) -> None:
     """Connect to a Ray cluster, or start one with a logical CPU for each worker, however few cores there are."""
     if address is not None:
-        ray.init(address=address, logging_level="WARNING")
+        ray.init(address=address, logging_level="ERROR")
         return
     ray.init(
         num_cpus=max(os.cpu_count() or 1, config.data_parallel * config.tensor_parallel),
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        logging_level="WARNING",
+        logging_level="ERROR",
     )
 
 

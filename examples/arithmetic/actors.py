@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import ray
-import torch
+from ray.actor import ActorHandle
 
 import dataplane
 from dataplane import DataPlaneClient, DataPlaneConfig
@@ -30,7 +30,7 @@ class Cast:
 
     policy: TQPolicy
     workers: RayWorkerGroup
-    rollout: Any
+    rollout: ActorHandle
     client: DataPlaneClient
 
     def sync_weights(self) -> None:
@@ -50,27 +50,32 @@ class Cast:
 @contextmanager
 def cast(config: JobConfig, task: Task) -> Iterator[Cast]:
     """Start everyone in the Ray cluster that this process is connected to; end them on the way out."""
+    ranks = config.data_parallel * config.tensor_parallel
     with ExitStack() as stack:
         service = stack.enter_context(launch_service(DataPlaneConfig(capacity_bytes=config.capacity_bytes)))
-        ranks = torch.arange(config.data_parallel * config.tensor_parallel)
-        layout = ranks.view(config.data_parallel, config.tensor_parallel).tolist()
-        cluster = stack.enter_context(RayVirtualCluster([len(ranks)], use_gpus=False, name="policy"))
-        builder = RayWorkerBuilder(f"{PolicyWorker.__module__}.{PolicyWorker.__qualname__}", config, task.model)
-        workers = stack.enter_context(
-            RayWorkerGroup(
-                cluster,
-                builder,
-                name_prefix="policy",
-                sharding_annotations=NamedSharding(layout, ["data_parallel", "tensor_parallel"]),
-            )
-        )
-        policy = TQPolicy(workers, dp_cfg=service.config, cfg=config, tq_partition_id=TRAIN)
-        rollout = (
-            ray.remote(RolloutWorker)
-            .options(num_cpus=0)
-            .remote(task.model, task.tokenizer, service.config, max_new_tokens=task.max_new_tokens, seed=config.seed)
-        )
+        rollout = start_rollout(config, task, service.config)
         stack.callback(ray.kill, rollout)
+        cluster = stack.enter_context(RayVirtualCluster([ranks], use_gpus=False, name="policy"))
+        workers = stack.enter_context(start_workers(config, task, cluster))
+        policy = TQPolicy(workers, dp_cfg=service.config, cfg=config, tq_partition_id=TRAIN)
         client = stack.enter_context(dataplane.build_data_plane_client(service.config, bootstrap=False))
         yield Cast(policy, workers, rollout, client)
+        ray.get(rollout.close.remote())
         workers.shutdown("shutdown")
+
+
+def start_rollout(config: JobConfig, task: Task, plane: DataPlaneConfig) -> ActorHandle:
+    """The rollout actor; returns before it is up."""
+    actor = ray.remote(RolloutWorker).options(num_cpus=0, name="rollout")
+    return actor.remote(task.model, task.tokenizer, plane, max_new_tokens=task.max_new_tokens, seed=config.seed)
+
+
+def start_workers(config: JobConfig, task: Task, cluster: RayVirtualCluster) -> RayWorkerGroup:
+    """The policy workers, ranks going along the tensor-parallel axis first; returns when all are up."""
+    layout = np.arange(config.data_parallel * config.tensor_parallel).reshape(config.data_parallel, -1)
+    return RayWorkerGroup(
+        cluster,
+        RayWorkerBuilder(f"{PolicyWorker.__module__}.{PolicyWorker.__qualname__}", config, task.model),
+        name_prefix="policy",
+        sharding_annotations=NamedSharding(layout, ["data_parallel", "tensor_parallel"]),
+    )

@@ -50,7 +50,7 @@ class JobConfig:
     layers: int = 2
     heads: int = 4
     warm_start: WarmStart = field(default_factory=WarmStart)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=3e-4, warmup_steps=1))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=4e-4, warmup_steps=8))
     loss: GRPOLoss = field(default_factory=GRPOLoss)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from workers import TQPolicy
 
 from .actors import TRAIN, Cast, cast
 from .config import JobConfig
+from .data import Problem
 from .loss import SupervisedLoss, group_advantages
 from .report import Accuracy, Reporter, Result, StepRow
 from .rollout import RolloutStats
@@ -22,6 +23,14 @@ from .task import Task
 
 TEXTS = "texts"
 """The partition of the warm start."""
+TEXT_FIELDS = ("input_ids", "token_mask")
+TRAIN_FIELDS = (
+    *TEXT_FIELDS,
+    "generation_logprobs",
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "advantages",
+)
 
 
 def warm_start(config: JobConfig, task: Task, actors: Cast, reporter: Reporter) -> None:
@@ -50,19 +59,12 @@ def grpo_step(config: JobConfig, task: Task, actors: Cast, step: int) -> StepRow
     """One step of GRPO: rollout, log-probabilities, advantages, optimizer steps, new weights for the rollout actor."""
     start = time.perf_counter()
     policy, rng = actors.policy, random.Random(f"{config.seed}/{step}")
-    prompts = rng.sample(task.train, config.prompts)
     policy.prepare_step(num_samples=config.prompts * config.group_size, group_size=config.group_size)
-    meta: KVBatchMeta
-    made: RolloutStats
-    meta, made = ray.get(
-        actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
-    )
-    policy.get_logprobs_from_meta(meta)
-    policy.get_reference_policy_logprobs_from_meta(meta)
-    driver_s = write_advantages(policy, meta, group_size=config.group_size)
-    rows = rng.sample(range(meta.size), meta.size)
-    report = policy.train_from_meta(meta.subset(rows), config.loss, gbs=config.batch_size)
-    held_bytes = live_bytes(actors.client)
+    meta, made = rollout(config, actors, rng.sample(task.train, config.prompts), step)
+    driver_s = score(config, policy, meta)
+    shuffled = meta.subset(rng.sample(range(meta.size), meta.size))
+    report = policy.train_from_meta(shuffled, config.loss, gbs=config.batch_size)
+    plane_bytes = live_bytes(actors.client)
     policy.finish_step(meta)
     actors.sync_weights()
     right = actors.right(task.held_out[: config.monitored])
@@ -72,20 +74,32 @@ def grpo_step(config: JobConfig, task: Task, actors: Cast, step: int) -> StepRow
         reward=made.reward,
         accuracy=fmean(right),
         kl=fmean(metrics["kl"]),
-        grad_norm=report["grad_norm"],
+        grad_norm=fmean(metrics["grad_norm"]),
         sampling_gap=fmean(metrics["sampling_gap"]),
         tokens=made.tokens,
         seconds=time.perf_counter() - start,
         plane_s=made.put_s + driver_s + actors.plane_s(),
-        plane_bytes=held_bytes,
+        plane_bytes=plane_bytes,
     )
 
 
-def write_advantages(policy: TQPolicy, meta: KVBatchMeta, *, group_size: int) -> float:
-    """Read the rewards, write the advantages; the seconds that took."""
+def rollout(config: JobConfig, actors: Cast, prompts: list[Problem], step: int) -> tuple[KVBatchMeta, RolloutStats]:
+    """Have responses to `prompts` sampled, judged and put; what names them, and how it went."""
+    asked = actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
+    meta, made = ray.get(asked)
+    return meta, made
+
+
+def score(config: JobConfig, policy: TQPolicy, meta: KVBatchMeta) -> float:
+    """Add what the loss needs: log-probabilities, by the policy workers, and advantages, by the driver.
+
+    Returns the seconds that the driver itself spent in the data plane.
+    """
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
     start = time.perf_counter()
     rewards = policy.read_from_dataplane(meta, select_fields=["reward"])["reward"]
-    advantages = group_advantages(rewards, group_size=group_size)
+    advantages = group_advantages(rewards, group_size=config.group_size)
     policy.write_to_dataplane(meta, {"advantages": token_column(advantages, meta.sequence_lengths)})
     return time.perf_counter() - start
 
@@ -96,8 +110,8 @@ def token_column(values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def live_bytes(client: DataPlaneClient) -> int:
-    """Bytes that the data plane holds now."""
-    return 0
+    """Bytes of the samples that the data plane holds now."""
+    return sum(unit.live_bytes for unit in client.stats().units)
 
 
 def run(config: JobConfig, reporter: Reporter) -> Result:

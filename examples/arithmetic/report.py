@@ -48,7 +48,7 @@ COLUMNS = {
     "plane_bytes": "{:,d}",
 }
 HEADERS = {"grad_norm": "grad norm", "plane_s": "plane s", "plane_bytes": "plane B"}
-WIDTHS = {"step": 4, "reward": 6, "kl": 6, "tokens": 6}
+WIDTHS = {"step": 4, "reward": 6, "kl": 6, "grad_norm": 9, "tokens": 6}
 CURVES = ("reward", "accuracy", "kl", "grad_norm", "seconds", "plane_s")
 
 
@@ -127,7 +127,7 @@ class Reporter:
         """The next row of the table; a part of the stage is done."""
         table = Table(box=None, show_header=self._rows == 0, pad_edge=False)
         for name in COLUMNS:
-            table.add_column(HEADERS.get(name, name), justify="right", width=WIDTHS.get(name, 9), no_wrap=True)
+            table.add_column(HEADERS.get(name, name), justify="right", width=WIDTHS.get(name, 8), no_wrap=True)
         table.add_row(*(form.format(getattr(row, name)) for name, form in COLUMNS.items()))
         self._progress.console.print(table)
         self._rows += 1

@@ -30,7 +30,7 @@ class PolicyWorker(TQWorkerMixin):
     def __init__(self, config: JobConfig, model: ModelConfig) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")  # rank, size and address are in the environment, set by RayWorkerGroup
-        self.cfg = config
+        self.config = config
         self.mesh = init_device_mesh("cpu", (config.data_parallel, config.tensor_parallel), mesh_dim_names=("dp", "tp"))
         self.learner = Learner(model, self.mesh, seed=config.seed, optimizer=config.warm_start.optimizer)
         self._plane_s = 0.0
@@ -52,7 +52,7 @@ class PolicyWorker(TQWorkerMixin):
             tensors(data),
             loss_fn,
             batch_size=rows,
-            micro_batch_size=mbs or self.cfg.micro_batch_size,
+            micro_batch_size=mbs or self.config.micro_batch_size,
             learn=not eval_mode,
         )
         means = {name: sum(step[name] for step in steps) / len(steps) for name in ("loss", "grad_norm")}
@@ -60,14 +60,14 @@ class PolicyWorker(TQWorkerMixin):
 
     def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """`logprobs` [N, S] of the tokens under the policy."""
-        rows = micro_batch_size or self.cfg.micro_batch_size
+        rows = micro_batch_size or self.config.micro_batch_size
         return BatchedDataDict({"logprobs": self.learner.logprobs(tensors(data), micro_batch_size=rows)})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[Any]:
         """`reference_logprobs` [N, S] of the tokens under the frozen reference policy."""
-        rows = micro_batch_size or self.cfg.micro_batch_size
+        rows = micro_batch_size or self.config.micro_batch_size
         logprobs = self.learner.logprobs(tensors(data), micro_batch_size=rows, reference=True)
         return BatchedDataDict({"reference_logprobs": logprobs})
 
@@ -85,7 +85,7 @@ class PolicyWorker(TQWorkerMixin):
     def begin_reinforcement(self) -> None:
         """The policy as it is now becomes the reference; the optimizer starts afresh with the settings for RL."""
         self.learner.freeze_reference()
-        self.learner.set_optimizer(self.cfg.optimizer)
+        self.learner.set_optimizer(self.config.optimizer)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The whole weights on the first rank, None elsewhere; all ranks must be called."""
@@ -98,9 +98,9 @@ class PolicyWorker(TQWorkerMixin):
         return spent
 
     def shutdown(self) -> None:
-        """Leave the process group and the data plane."""
+        """Leave the data plane and the process group."""
+        self.close_data_plane()
         dist.destroy_process_group()
-        self._require_dp_client().close()
 
     def _fetch(self, meta: KVBatchMeta, **how: Any) -> BatchedDataDict[Any]:
         start = time.perf_counter()

@@ -1,0 +1,117 @@
+"""A shortened run of the example on real actors: it learns, and its ranks compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+import pytest
+import ray
+
+from dataplane import KVBatchMeta, shard_meta_for_dp
+from examples.arithmetic.actors import Cast, cast
+from examples.arithmetic.config import JobConfig, WarmStart
+from examples.arithmetic.data import sums, write_problems
+from examples.arithmetic.job import TRAIN_FIELDS, grpo_step, rollout, score, warm_start
+from examples.arithmetic.learner import OptimizerConfig
+from examples.arithmetic.loss import token_logprobs
+from examples.arithmetic.model import build
+from examples.arithmetic.report import Reporter, StepRow
+from examples.arithmetic.task import Task
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
+    """Few and easy problems, all of which are asked in every step, so that reward rises soon and clearly."""
+    data = tmp_path_factory.mktemp("data") / "own.jsonl"
+    write_problems(data, sums(count=90, below=10, seed=0))
+    return JobConfig(
+        data=data,
+        seed=1,
+        held_out=26,
+        steps=STEPS,
+        prompts=64,
+        group_size=8,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=8),
+        warm_start=WarmStart(accuracy=0.5, batch_size=64, max_rounds=60),
+    )
+
+
+@pytest.fixture(scope="module")
+def task(config: JobConfig) -> Task:
+    return Task.of(config)
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None, config: JobConfig, task: Task) -> Iterator[Cast]:
+    with cast(config, task) as actors:
+        yield actors
+
+
+@pytest.fixture(scope="module")
+def rows(config: JobConfig, task: Task, actors: Cast) -> list[StepRow]:
+    with Reporter() as reporter:
+        warm_start(config, task, actors, reporter)
+    return [grpo_step(config, task, actors, step) for step in range(1, STEPS + 1)]
+
+
+def test_reward_rises(rows: list[StepRow]) -> None:
+    first, last = (fmean(row.reward for row in part) for part in (rows[:3], rows[-3:]))
+    assert last > first + 0.06, [row.reward for row in rows]
+
+
+def test_steps_are_measured(rows: list[StepRow]) -> None:
+    for row in rows:
+        assert row.kl >= 0
+        assert row.grad_norm > 0
+        assert row.plane_bytes > 0
+        assert 0 < row.plane_s < row.seconds
+    assert rows[-1].kl > 1e-3, "the policy has left its reference"
+
+
+def test_rollouts_are_sampled_from_the_weights_that_train(rows: list[StepRow]) -> None:
+    """Else the log-probabilities of sampling and those recomputed by the workers would be apart."""
+    assert max(row.sampling_gap for row in rows) < 1e-4
+
+
+def test_every_step_leaves_the_data_plane_empty(rows: list[StepRow], actors: Cast) -> None:
+    stats = actors.client.stats()
+    assert sum(unit.live_bytes for unit in stats.units) == 0
+    assert all(partition.live == 0 for partition in stats.partitions)
+
+
+def test_every_rank_computes_the_loss_that_one_process_computes(
+    config: JobConfig, task: Task, actors: Cast, rows: list[StepRow]
+) -> None:
+    actors.policy.prepare_step(num_samples=config.prompts * config.group_size, group_size=config.group_size)
+    meta, _ = rollout(config, actors, task.train, STEPS + 1)
+    score(config, actors.policy, meta)
+    actors.policy.train_from_meta(meta, config.loss, gbs=meta.size)  # so that the policy has left `prev_logprobs`
+    shards, _ = shard_meta_for_dp(meta.with_fields(TRAIN_FIELDS), dp_world=config.data_parallel)
+    reports = actors.workers.run_all_workers_sharded_data(
+        "train_presharded",
+        meta=shards,
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=["tensor_parallel"],
+        common_kwargs={"loss_fn": config.loss, "eval_mode": True},
+    ).get_results(actors.workers)
+    expected = _loss_in_one_process(config, task, actors, meta)
+    assert len(reports) == config.data_parallel * config.tensor_parallel
+    for report in reports:
+        assert report["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    actors.policy.finish_step(meta)
+
+
+def _loss_in_one_process(config: JobConfig, task: Task, actors: Cast, meta: KVBatchMeta) -> float:
+    batch = actors.client.get_batch(meta, TRAIN_FIELDS)
+    model = build(task.model, seed=0)
+    model.load_state_dict(ray.get(actors.workers.run_all_workers_single_data("weights"))[0])
+    logprobs = token_logprobs(model(batch["input_ids"]), batch["input_ids"]).detach()
+    loss, metrics = config.loss(logprobs, batch, float(batch["token_mask"].sum()))
+    assert (logprobs - batch["prev_logprobs"]).abs().max() > 1e-3
+    assert metrics["sampling_gap"] < 1e-4
+    return float(loss)
