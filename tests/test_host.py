@@ -30,7 +30,7 @@ def test_a_host_beyond_loopback_needs_a_token() -> None:
     require_token_beyond_loopback("localhost", None)
     require_token_beyond_loopback("0.0.0.0", "secret")
     for host in ("0.0.0.0", "192.0.2.1", "::"):
-        with pytest.raises(ValueError, match="needs a token: set config.token"):
+        with pytest.raises(ValueError, match=r"needs a token: set config\.token"):
             require_token_beyond_loopback(host, None)
 
 

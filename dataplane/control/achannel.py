@@ -42,7 +42,7 @@ class AsyncChannel(OpenChannel):
         self._left.set()
         self._closing = False
         self._loop.add_reader(self._dealer.fileno(), self._receive)
-        self._keeper = Keeper(self._calls, dealer, config.secret(), self._ask_to_maintain)
+        self._keeper = Keeper(self._calls, context, dealer, config.secret(), self._ask_to_maintain)
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncChannel:
@@ -144,7 +144,7 @@ class AsyncChannel(OpenChannel):
         if self._closing or self._pid != os.getpid():
             return
         self._closing = True
-        silent = self._calls.over
+        silent = self._calls.pointless
         self._calls.end(ClientClosedError())
         for answered in self._waiting.values():
             if not answered.done():

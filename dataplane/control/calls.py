@@ -79,6 +79,11 @@ class Calls:
         """Whether the session can make no more calls, ever."""
         return self._over is not None or self._pid != os.getpid()
 
+    @property
+    def pointless(self) -> bool:
+        """Whether nothing sent now would be answered."""
+        return self.over or bool(self._lost)
+
     def end(self, error: DataPlaneError) -> None:
         """No more calls: `check` raises this from now on."""
         if self._over is None or isinstance(error, ClientClosedError):

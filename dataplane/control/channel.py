@@ -42,7 +42,7 @@ class Channel(OpenChannel):
         self._changed = threading.Condition()
         self._closing = False
         self._waker = Waker()
-        self._keeper = Keeper(self._calls, dealer, config.secret(), self._maintain)
+        self._keeper = Keeper(self._calls, context, dealer, config.secret(), self._maintain)
 
     @classmethod
     def open(cls, config: DataPlaneConfig) -> Channel:
@@ -176,7 +176,7 @@ class Channel(OpenChannel):
             if self._closing:
                 return
             self._closing = True
-        silent = self._calls.over
+        silent = self._calls.pointless
         self._calls.end(ClientClosedError())
         self._waker.wake()
         with self._changed:

@@ -11,7 +11,7 @@ import zmq
 
 from dataplane.control import wire
 from dataplane.control.calls import Calls
-from dataplane.control.opening import Socket, probe
+from dataplane.control.opening import Socket, ask_epoch
 from dataplane.control.waker import Waker
 from dataplane.errors import AuthenticationError, DataPlaneError, ServiceRestartedError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -20,7 +20,7 @@ from dataplane.pb import control_pb2 as pb
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-"""How long asking whether anything listens may take."""
+"""How long asking who is there may take."""
 
 
 class Keeper:
@@ -28,8 +28,17 @@ class Keeper:
     `calls` when the service is lost, found again, or another one. It owns `dealer`, whose connection stands for this
     process: when it breaks, the service looks at once whether the process is gone."""
 
-    def __init__(self, calls: Calls, dealer: Socket, token: str | None, maintain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        context: zmq.Context[Socket],
+        dealer: Socket,
+        token: str | None,
+        maintain: Callable[[], None],
+    ) -> None:
         self._calls = calls
+        self._context = context
+        self._token = token
         self._session = calls.session
         self._dealer = dealer
         self._beat = wire.request(c.Heartbeat(session=self._session.number), (token or "").encode())
@@ -93,17 +102,22 @@ class Keeper:
         self._calls.heard(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
-        epoch = pb.HeartbeatReply.FromString(reply.good_body()).epoch
+        self._compare(pb.HeartbeatReply.FromString(reply.good_body()).epoch)
+
+    def _doubt(self) -> None:
+        """After a heartbeat without an answer, see who is at the service's address now."""
+        session = self._session
+        if time.monotonic() - self._heard < 2 * session.heartbeat_s:
+            return
+        try:
+            self._compare(ask_epoch(session.address, session.number, self._token, self._context, PROBE_S))
+        except ServiceUnavailableError as error:
+            self._calls.lose(str(error.why))
+        except DataPlaneError as error:
+            self._calls.end(error)
+
+    def _compare(self, epoch: int) -> None:
         if epoch != self._session.epoch:
             raise ServiceRestartedError(
                 expected_epoch=self._session.epoch, got_epoch=epoch, what=f"the service at {self._session.address}"
             )
-
-    def _doubt(self) -> None:
-        """After a heartbeat without an answer, see whether anything listens there at all."""
-        if time.monotonic() - self._heard < 2 * self._session.heartbeat_s:
-            return
-        try:
-            probe(self._session.address, PROBE_S)
-        except ServiceUnavailableError as error:
-            self._calls.lose(str(error.why))

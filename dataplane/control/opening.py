@@ -102,6 +102,19 @@ def probe(address: str, timeout_s: float) -> None:
         raise ServiceUnavailableError(address=address, why=why) from error
 
 
+def ask_epoch(address: str, session: int, token: str | None, context: zmq.Context[Socket], timeout_s: float) -> int:
+    """The epoch of the service that answers at `address` now. `ServiceUnavailableError` if none does."""
+    probe(address, timeout_s)
+    dealer = door_socket(context, f"tcp://{door_address(address)}")
+    try:
+        dealer.send_multipart(wire.request(c.Heartbeat(session=session), (token or "").encode()))
+        if not dealer.poll(int(timeout_s * 1000)):
+            raise ServiceUnavailableError(address=address, why=f"it did not answer within {timeout_s:.1f} s")
+        return pb.HeartbeatReply.FromString(_reply(dealer, address).good_body()).epoch
+    finally:
+        dealer.close()
+
+
 def _ask(dealer: Socket, config: DataPlaneConfig, address: str, deadline: float) -> pb.Opened:
     name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
     wanted = c.OpenSession(nonce=secrets.token_hex(16), host=boot_id(), name=name, protocol_version=PROTOCOL_VERSION)

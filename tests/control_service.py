@@ -1,0 +1,84 @@
+"""A controller whose ledger does what a test tells it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger import commands as c
+
+Answer = Callable[[c.Call], c.Result | DataPlaneError | None]
+
+
+def done(call: c.Call) -> c.Result:
+    return c.Done()
+
+
+class ScriptedLedger:
+    """Answers calls as `answer` says (None: not now), opens sessions and adds units, and keeps what it was given."""
+
+    def __init__(self, answer: Answer = done, *, epoch: int = 1) -> None:
+        self.answer = answer
+        self.epoch = epoch
+        self.inputs: list[c.Input] = []
+        self.ticks = 0
+        self.deadline: float | None = None
+        self._changed = threading.Condition()
+
+    def apply(self, item: c.Input) -> list[c.Output]:
+        with self._changed:
+            if isinstance(item, c.Tick):
+                self.ticks += 1
+                if self.deadline is not None and self.deadline <= item.now:
+                    self.deadline = None
+            else:
+                self.inputs.append(item)
+            self._changed.notify_all()
+        match item:
+            case c.Call():
+                result = self.answer(item)
+                return [] if result is None else [c.Answer(session=item.session, number=item.number, result=result)]
+            case c.OpenSession():
+                return [c.Opened(nonce=item.nonce, session=1, epoch=self.epoch)]
+            case c.AddUnit():
+                return [c.UnitAdded(cookie=item.cookie, unit=1)]
+        return []
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def wait_until(self, come: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Until `come()`, looked at after each input."""
+        with self._changed:
+            assert self._changed.wait_for(come, timeout_s)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The inputs of one type, or the calls with one type of command, so far."""
+        with self._changed:
+            return self._of(kind)
+
+    def _of(self, kind: type[Any]) -> list[Any]:
+        if issubclass(kind, c.Command):
+            return [item for item in self.inputs if isinstance(item, c.Call) and isinstance(item.command, kind)]
+        return [item for item in self.inputs if isinstance(item, kind)]
+
+    def wait_for(self, kind: type[Any], count: int = 1, timeout_s: float = 20.0) -> list[Any]:
+        """Those inputs, once there are so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, timeout_s), f"no {kind.__name__} came"
+            return self._of(kind)
+
+
+def add_unit(cookie: str = "cookie", name: str = "unit") -> c.AddUnit:
+    return c.AddUnit(
+        name=name,
+        host="host",
+        epoch=1,
+        cookie=cookie,
+        capacity_bytes=1 << 20,
+        backed_bytes=1 << 20,
+        endpoints=("tcp://127.0.0.1:1",),
+        arena_path="/dev/null",
+    )

@@ -1,0 +1,113 @@
+"""The controller as a whole: where it listens, what it imports, and that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.channel import Channel
+from dataplane.control.controller import Controller
+from dataplane.errors import ServiceUnavailableError
+from dataplane.host import split_address
+from dataplane.ledger import commands as c
+from tests.control_service import ScriptedLedger
+
+CONFIG = DataPlaneConfig(heartbeat_s=0.1)
+
+
+def free_pair() -> int:
+    """A port that is free, as is the next."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def test_it_listens_where_it_is_told() -> None:
+    port = free_pair()
+    with Controller(replace(CONFIG, port=port)) as controller:
+        assert controller.address == f"127.0.0.1:{port}"
+        for each in (port, port + 1):
+            socket.create_connection(("127.0.0.1", each), timeout=5).close()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["grpc", "zmq"])
+def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(which: int) -> None:
+    port = free_pair()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + which))
+        taken.listen()
+        with pytest.raises(OSError, match=f"cannot listen on 127.*:{port + which}"):
+            Controller(replace(CONFIG, port=port)).start()
+    with Controller(replace(CONFIG, port=port)):
+        pass
+
+
+def test_two_services_never_share_a_port() -> None:
+    with Controller(CONFIG) as first:
+        port = split_address(first.address)[1]
+        with pytest.raises(OSError, match="cannot listen"):
+            Controller(replace(CONFIG, port=port)).start()
+
+
+def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> None:
+    with pytest.raises(ValueError, match="needs a token"):
+        Controller(replace(CONFIG, host="0.0.0.0")).start()
+    with Controller(replace(CONFIG, host="0.0.0.0", token="secret")) as controller:
+        host, port = split_address(controller.address)
+        assert host != "0.0.0.0"
+        channel = Channel.open(replace(CONFIG, address=f"127.0.0.1:{port}", token="secret"))
+        channel.call(c.Units())
+        channel.close()
+
+
+def test_stopping_ends_everything_and_answers_parked_calls() -> None:
+    ledger = ScriptedLedger(lambda call: None)
+    controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
+    address = controller.address
+    controller.stop()
+    controller.stop()
+    with pytest.raises(ServiceUnavailableError):
+        Channel.open(replace(CONFIG, address=address))
+
+
+def test_epochs_grow_from_life_to_life() -> None:
+    epochs = []
+    for _ in range(2):
+        with Controller(CONFIG) as controller:
+            channel = Channel.open(replace(CONFIG, address=controller.address))
+            epochs.append(channel.epoch)
+            channel.close()
+    assert epochs[0] < epochs[1]
+
+
+def imported_after(code: str) -> set[str]:
+    script = code + "\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+def test_the_controller_imports_no_torch_and_leaves_the_environment_alone() -> None:
+    modules = imported_after(
+        "import os; before = dict(os.environ)\n"
+        "from dataplane.config import DataPlaneConfig; from dataplane.control.controller import Controller\n"
+        "Controller(DataPlaneConfig()).start().stop()\n"
+        "assert dict(os.environ) == before"
+    )
+    assert "grpc" in modules
+    assert not modules & {"torch", "tensordict", "ray"}
+
+
+def test_a_client_imports_no_grpc() -> None:
+    modules = imported_after("import dataplane.control.channel, dataplane.control.achannel")
+    assert "zmq" in modules
+    assert not modules & {"grpc", "torch", "ray"}

@@ -1,0 +1,182 @@
+"""The gRPC door as any client sees it: commands, errors, token, health, reflection, streams."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.controller import Controller
+from dataplane.control.statuses import DETAILS_KEY, from_status
+from dataplane.errors import InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from dataplane.pb import control_pb2 as pb
+from dataplane.pb import control_pb2_grpc
+from dataplane.types import PROTOCOL_VERSION
+from tests.control_service import ScriptedLedger
+
+CONFIG = DataPlaneConfig(heartbeat_s=5.0)
+WAIT_S = 20.0
+OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
+
+
+@pytest.fixture
+def ledger() -> ScriptedLedger:
+    return ScriptedLedger()
+
+
+@pytest.fixture
+def scripted(ledger: ScriptedLedger) -> Iterator[grpc.Channel]:
+    with (
+        Controller(CONFIG, ledger=ledger, epoch=ledger.epoch) as controller,
+        grpc.insecure_channel(controller.address) as channel,
+    ):
+        yield channel
+
+
+@pytest.fixture
+def real() -> Iterator[grpc.Channel]:
+    with Controller(CONFIG) as controller, grpc.insecure_channel(controller.address) as channel:
+        yield channel
+
+
+def stub(channel: grpc.Channel) -> Any:
+    return control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+
+
+def header(number: int) -> pb.Header:
+    return pb.Header(session=1, number=number, watermark=1)
+
+
+def test_a_session_over_grpc_alone(real: grpc.Channel) -> None:
+    control = stub(real)
+    opened = control.OpenSession(OPEN, timeout=WAIT_S)
+    assert (opened.session, opened.nonce, opened.heartbeat_s) == (1, "n", 5.0)
+    assert opened.epoch > 0
+    assert [door.partition("://")[0] for door in opened.doors] == ["ipc", "tcp"]
+    assert control.OpenSession(OPEN, timeout=WAIT_S).session == 1
+    control.Register(pb.RegisterRequest(header=header(1), partition="p", tasks=["t"]), timeout=WAIT_S)
+    described = control.Describe(pb.DescribeRequest(header=header(2), partition="p"), timeout=WAIT_S)
+    assert list(described.tasks) == ["t"]
+    assert control.Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S).epoch == opened.epoch
+    control.Bye(pb.ByeRequest(header=header(3)), timeout=WAIT_S)
+
+
+def test_errors_are_statuses_with_facts(real: grpc.Channel) -> None:
+    control = stub(real)
+    control.OpenSession(OPEN, timeout=WAIT_S)
+    with pytest.raises(grpc.RpcError) as caught:
+        control.Describe(pb.DescribeRequest(header=header(1), partition="p"), timeout=WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "unknown partition 'p'" in caught.value.details()
+    assert DETAILS_KEY in dict(caught.value.trailing_metadata())
+    error = from_status(caught.value, address="a", what="Describe", waited_s=0.0)
+    assert isinstance(error, PartitionNotFoundError)
+    assert error.partition == "p"
+
+
+def test_a_malformed_request_is_refused(real: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub(real).Locate(pb.LocateRequest(header=header(1), partition="p"), timeout=WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = from_status(caught.value, address="a", what="Locate", waited_s=0.0)
+    assert isinstance(error, InvalidRequestError)
+
+
+def test_parked_commands_hold_no_thread_and_may_be_left(scripted: grpc.Channel, ledger: ScriptedLedger) -> None:
+    parked: dict[int, c.Call] = {}
+    ledger.answer = lambda call: c.Done() if isinstance(call.command, c.Units) else parked.update({call.number: call})
+    control = stub(scripted)
+    before = threading.active_count()
+    waiting = [control.Seal.future(pb.SealRequest(header=header(n)), timeout=WAIT_S) for n in range(1, 101)]
+    ledger.wait_for(c.Seal, 100)
+    # The one thread more, if any, is this client's own.
+    assert threading.active_count() <= before + 1
+    waiting[0].cancel()
+    ledger.answer = lambda call: c.Done()
+    for number in range(2, 101):
+        again = control.Seal(pb.SealRequest(header=header(number)), timeout=WAIT_S)
+        assert again == waiting[number - 1].result(WAIT_S) == pb.Done()
+    assert waiting[0].cancelled()
+
+
+def test_the_token_is_checked_on_everything_but_health() -> None:
+    with (
+        Controller(replace(CONFIG, token="secret")) as controller,
+        grpc.insecure_channel(controller.address) as channel,
+    ):
+        control = stub(channel)
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                control.OpenSession(OPEN, timeout=WAIT_S, metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.RpcError) as caught:
+            next(control.AttachUnit(iter([]), timeout=WAIT_S))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        good = (("authorization", "Bearer secret"),)
+        assert control.OpenSession(OPEN, timeout=WAIT_S, metadata=good).session == 1
+        assert healthy(channel, "tq.v1.Control")
+
+
+def healthy(channel: grpc.Channel, service: str) -> bool:
+    request = health_pb2.HealthCheckRequest(service=service)
+    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_health(real: grpc.Channel) -> None:
+    assert healthy(real, "")
+    assert healthy(real, "tq.v1.Control")
+
+
+def test_reflection_tells_the_service_and_its_messages(real: grpc.Channel) -> None:
+    ask = reflection_pb2_grpc.ServerReflectionStub(real).ServerReflectionInfo
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="tq.v1.Control"),
+    ]
+    services, file = list(ask(iter(requests), timeout=WAIT_S))
+    assert "tq.v1.Control" in [service.name for service in services.list_services_response.service]
+    (first, *_) = file.file_descriptor_response.file_descriptor_proto
+    assert FileDescriptorProto.FromString(first).package == "tq.v1"
+
+
+def test_the_end_of_the_last_stream_that_keeps_a_session_is_told(
+    scripted: grpc.Channel, ledger: ScriptedLedger
+) -> None:
+    control = stub(scripted)
+    beats: list[queue.SimpleQueue[pb.HeartbeatRequest | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    streams = [control.KeepSession(iter(each.get, None), timeout=WAIT_S) for each in beats]
+    for each, stream in zip(beats, streams, strict=True):
+        each.put(pb.HeartbeatRequest(session=7))
+        assert next(stream).epoch > 0
+    ledger.wait_for(c.Heartbeat, 2)
+    beats[0].put(None)
+    assert list(streams[0]) == []
+    assert ledger.of(c.SessionSilent) == []
+    streams[1].cancel()
+    assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [7]
+    beats[1].put(None)
+
+
+def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
+    ledger.answer = lambda call: None
+    controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
+    with grpc.insecure_channel(controller.address) as channel:
+        waiting = stub(channel).Seal.future(pb.SealRequest(header=header(1)), timeout=WAIT_S)
+        ledger.wait_for(c.Seal)
+        controller.stop()
+        with pytest.raises(grpc.RpcError) as caught:
+            waiting.result(WAIT_S)
+        error = from_status(caught.value, address="a", what="Seal", waited_s=0.0)
+        assert isinstance(error, ServiceUnavailableError)
+        assert "is stopping" in str(error)

@@ -1,0 +1,175 @@
+"""The ledger's thread: what goes in, to whom outputs go, and what happens when the ledger fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dataplane.control.handlers import Facts, Reply
+from dataplane.control.secret import Secret
+from dataplane.control.shell import LedgerShell
+from dataplane.control.zmq_door import ZmqDoor
+from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from tests.control_service import ScriptedLedger, add_unit
+
+Serve = Callable[[ScriptedLedger], LedgerShell]
+FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    shells = []
+
+    def start(ledger: ScriptedLedger) -> LedgerShell:
+        door = ZmqDoor("127.0.0.1", 0, Secret(None))
+        door.introduce(FACTS)
+        shells.append(LedgerShell(ledger, door, FACTS))
+        shells[-1].start()
+        return shells[-1]
+
+    yield start
+    for shell in shells:
+        shell.stop(WAIT_S)
+
+
+def call(number: int, command: c.Command | None = None) -> c.Call:
+    return c.Call(session=1, number=number, watermark=1, command=command or c.Units())
+
+
+class Inbox:
+    """Collects what replies bring."""
+
+    def __init__(self) -> None:
+        self.outputs: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
+
+    def take(self) -> c.Output:
+        return self.outputs.get(timeout=WAIT_S)
+
+    @property
+    def reply(self) -> Reply:
+        return self.outputs.put
+
+
+def result(output: c.Output) -> c.Result | DataPlaneError:
+    assert isinstance(output, c.Answer)
+    return output.result
+
+
+def test_inputs_are_applied_in_order_after_a_tick(serve: Serve) -> None:
+    ledger, inbox = ScriptedLedger(), Inbox()
+    shell = serve(ledger)
+    for number in range(1, 50):
+        shell.submit(call(number), inbox.reply)
+    answers = [inbox.take() for _ in range(1, 50)]
+    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 50))
+    assert [item.number for item in ledger.of(c.Call)] == list(range(1, 50))
+    assert ledger.ticks >= 1
+
+
+def test_a_deadline_of_the_ledger_wakes_the_thread(serve: Serve) -> None:
+    inbox, ledger = Inbox(), ScriptedLedger()
+
+    def park(item: c.Call) -> None:
+        ledger.deadline = time.monotonic() + 0.05
+
+    ledger.answer = park
+    serve(ledger).submit(call(1), inbox.reply)
+    ledger.wait_for(c.Call)
+    ledger.wait_until(lambda: ledger.deadline is None)
+    assert ledger.ticks >= 2
+
+
+def ledger_wakes(shell: LedgerShell) -> None:
+    """Returns once the ledger's thread has been around."""
+    inbox = Inbox()
+    shell.submit(c.OpenSession(nonce="x", host="h", name="n", protocol_version=1), inbox.reply)
+    inbox.take()
+
+
+def test_a_failing_ledger_is_logged_and_answered_and_goes_on(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(item: c.Call) -> c.Result:
+        if item.number == 1:
+            raise ZeroDivisionError("inside")
+        return c.Done()
+
+    inbox, shell = Inbox(), serve(ScriptedLedger(fail))
+    with caplog.at_level(logging.ERROR):
+        shell.submit(call(1, c.Seal(partition="bad one")), inbox.reply)
+        error = result(inbox.take())
+    assert isinstance(error, InternalError)
+    assert "Seal: ZeroDivisionError" in str(error)
+    assert "bad one" in caplog.text
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+def test_a_reply_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(output: c.Output) -> None:
+        raise RuntimeError("gone")
+
+    inbox, shell = Inbox(), serve(ScriptedLedger())
+    shell.submit(call(1), broken)
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+    assert "could not hand over" in caplog.text
+
+
+def test_stopping_answers_parked_calls_and_refuses_new_ones(serve: Serve) -> None:
+    inbox, ledger = Inbox(), ScriptedLedger(lambda item: None)
+    shell = serve(ledger)
+    shell.submit(call(1), inbox.reply)
+    ledger.wait_for(c.Call)
+    shell.stop(WAIT_S)
+    assert isinstance(result(inbox.take()), ServiceUnavailableError)
+    with pytest.raises(ServiceUnavailableError, match="is stopping"):
+        shell.submit(call(2))
+    shell.stop(WAIT_S)
+
+
+def test_a_withdrawn_reply_is_not_called(serve: Serve) -> None:
+    gone, stays, ledger = Inbox(), Inbox(), ScriptedLedger(lambda item: None)
+    shell = serve(ledger)
+    replies: list[Reply] = [gone.outputs.put, stays.outputs.put]
+    for reply in replies:
+        shell.submit(call(1), reply)
+    shell.withdraw(call(1), replies[0])
+    ledger.answer = lambda item: c.Done()
+    shell.submit(call(1))
+    assert isinstance(result(stays.take()), c.Done)
+    assert gone.outputs.empty()
+
+
+def test_orders_go_to_the_units_link_until_it_is_detached(serve: Serve) -> None:
+    ledger, inbox, first, second = ScriptedLedger(), Inbox(), Inbox(), Inbox()
+    old, new = first.reply, second.reply
+    shell = serve(ledger)
+    shell.submit(add_unit(), inbox.reply, orders=old)
+    assert isinstance(inbox.take(), c.UnitAdded)
+    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
+    assert isinstance(first.take(), c.GrowArena)
+    shell.submit(add_unit(), inbox.reply, orders=new)
+    inbox.take()
+    shell.detach(1, old)  # the old link's end says nothing about the unit that has come back
+    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
+    assert isinstance(second.take(), c.FenceSession)
+    assert first.outputs.empty()
+    assert ledger.of(c.UnitLost) == []
+    shell.detach(1, new)
+    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
+    assert len(ledger.of(c.UnitLost)) == 1
+    assert second.outputs.empty()
+
+
+def ledger_orders(ledger: ScriptedLedger, shell: LedgerShell, order: c.Output) -> None:
+    """Have the ledger put out `order`; returns when it has left."""
+    apply = ledger.apply
+    ledger.apply = lambda item: [order] if isinstance(item, c.SessionSilent) else apply(item)  # type: ignore[method-assign]
+    shell.submit(c.SessionSilent(session=1))
+    ledger_wakes(shell)
+    ledger.apply = apply  # type: ignore[method-assign]

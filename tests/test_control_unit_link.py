@@ -1,0 +1,126 @@
+"""A storage unit's link: acceptance, reports, orders, and both ends' going away."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.controller import Controller
+from dataplane.control.unit_link import Order, UnitLink
+from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from tests.control_service import ScriptedLedger, add_unit
+
+CONFIG = DataPlaneConfig()
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def ledger() -> ScriptedLedger:
+    return ScriptedLedger()
+
+
+@pytest.fixture
+def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
+    with Controller(CONFIG, ledger=ledger, epoch=1) as controller:
+        yield controller
+
+
+def refuse(order: Order) -> None:
+    raise AssertionError(order)
+
+
+def test_reports_go_in_and_orders_come_out_in_order(scripted: Controller, ledger: ScriptedLedger) -> None:
+    link = UnitLink(scripted.address, None)
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    apply = ledger.apply
+
+    def ordering(item: c.Input) -> list[c.Output]:
+        more: list[c.Output] = []
+        if isinstance(item, c.AddUnit | c.Grown):
+            more = [c.GrowArena(unit=1, backed_bytes=n) for n in (1, 2, 3)]
+        return apply(item) + more
+
+    ledger.apply = ordering  # type: ignore[method-assign]
+    early = c.SessionAttached(unit=1, session=9)
+    link.report(early)
+    assert link.open(add_unit(), orders.put) == 1
+    assert [ledger.wait_for(c.AddUnit)[0].name, ledger.wait_for(c.SessionAttached)[0].session] == ["unit", 9]
+    for report in (
+        c.SessionGone(unit=1, session=1),
+        c.SessionAlive(unit=1, session=2),
+        c.Grown(unit=1, backed_bytes=5),
+    ):
+        link.report(report)
+    ledger.wait_for(c.Grown)
+    told = [type(item) for item in ledger.inputs]
+    assert told == [c.AddUnit, c.SessionAttached, c.SessionGone, c.SessionAlive, c.Grown]
+    got = [orders.get(timeout=WAIT_S) for _ in range(6)]
+    assert [order.backed_bytes for order in got if isinstance(order, c.GrowArena)] == [1, 2, 3, 1, 2, 3]
+    link.close()
+    assert [lost.unit for lost in ledger.wait_for(c.UnitLost)] == [1]
+    link.close()
+
+
+def test_closing_delivers_what_was_reported(scripted: Controller, ledger: ScriptedLedger) -> None:
+    link = UnitLink(scripted.address, None)
+    link.open(add_unit(), refuse)
+    for session in range(100):
+        link.report(c.SessionGone(unit=1, session=session))
+    link.close()
+    ledger.wait_for(c.UnitLost)
+    assert len(ledger.of(c.SessionGone)) == 100
+
+
+def test_the_ledgers_refusal_is_raised() -> None:
+    with Controller(CONFIG) as controller:
+        first, second = UnitLink(controller.address, None), UnitLink(controller.address, None)
+        assert first.open(add_unit(), lambda order: None) == 1
+        with pytest.raises(InvalidRequestError):
+            second.open(add_unit(), refuse)
+        first.close()
+
+
+def test_a_closed_link_is_not_opened(scripted: Controller) -> None:
+    link = UnitLink(scripted.address, None)
+    link.close()
+    with pytest.raises(ClientClosedError):
+        link.open(add_unit(), refuse)
+
+
+def test_a_unit_speaks_for_itself_only(scripted: Controller, ledger: ScriptedLedger) -> None:
+    link = UnitLink(scripted.address, None)
+    link.open(add_unit(), refuse)
+    link.report(c.SessionGone(unit=2, session=1))
+    assert link.lost.wait(WAIT_S)
+    ledger.wait_for(c.UnitLost)
+    assert ledger.of(c.SessionGone) == []
+    link.report(c.SessionGone(unit=1, session=1))
+    link.close()
+
+
+def test_a_controller_that_goes_away_is_noticed(ledger: ScriptedLedger) -> None:
+    controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
+    link = UnitLink(controller.address, None)
+    link.open(add_unit(), refuse)
+    controller.stop()
+    assert link.lost.wait(WAIT_S)
+    link.close()
+
+
+def test_a_dead_address_and_a_wrong_token_are_named() -> None:
+    link = UnitLink("127.0.0.1:1", None)
+    with pytest.raises(ServiceUnavailableError, match="no data plane service at 127"):
+        link.open(add_unit(), refuse)
+    with Controller(replace(CONFIG, token="secret")) as controller:
+        with pytest.raises(AuthenticationError, match="no token"):
+            UnitLink(controller.address, None).open(add_unit(), refuse)
+        with pytest.raises(AuthenticationError, match="wrong"):
+            UnitLink(controller.address, "guess").open(add_unit(), refuse)
+        link = UnitLink(controller.address, "secret")
+        assert link.open(add_unit(), lambda order: None) == 1
+        link.close()
