@@ -26,12 +26,13 @@ import ray
 from arithmetic.config import JobConfig
 from arithmetic.job import run
 from arithmetic.report import Reporter, plot
+from arithmetic.task import Task
 
 OBJECT_STORE_BYTES = 128 << 20
 
 
-def parse(arguments: list[str]) -> tuple[JobConfig, str | None]:
-    """(the run, the address of the Ray cluster to use or None to start one here)"""
+def parse(arguments: list[str]) -> tuple[JobConfig, Task, str | None]:
+    """(the run, its problems, the address of the Ray cluster to use or None to start one here)"""
     defaults = JobConfig()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=defaults.data, help='JSONL, {"prompt": ..., "answer": ...} each')
@@ -53,8 +54,9 @@ def parse(arguments: list[str]) -> tuple[JobConfig, str | None]:
     options = vars(parser.parse_args(arguments))
     address = options.pop("ray_address")
     try:
-        return JobConfig(**options), address
-    except ValueError as error:
+        config = JobConfig(**options)
+        return config, Task.of(config), address
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
@@ -73,13 +75,13 @@ def start_ray(config: JobConfig, address: str | None) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the job, show the result, draw the curves."""
-    config, address = parse(arguments)
+    config, task, address = parse(arguments)
     start = time.perf_counter()
     with Reporter() as reporter:
         reporter.stage("starting Ray")
         start_ray(config, address)
         try:
-            result = run(config, reporter)
+            result = run(config, task, reporter)
         finally:
             ray.shutdown()
     curves = plot(result.steps, config.out / f"grpo_arithmetic_seed{config.seed}.png")

@@ -25,7 +25,7 @@ TRAIN = "train"
 
 
 @dataclass(frozen=True)
-class Cast:
+class Actors:
     """Who takes part: the policy (four workers behind one face), the rollout actor, and the driver's own client."""
 
     policy: TQPolicy
@@ -48,7 +48,7 @@ class Cast:
 
 
 @contextmanager
-def cast(config: JobConfig, task: Task) -> Iterator[Cast]:
+def start_actors(config: JobConfig, task: Task) -> Iterator[Actors]:
     """Start everyone in the Ray cluster that this process is connected to; end them on the way out."""
     ranks = config.data_parallel * config.tensor_parallel
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def cast(config: JobConfig, task: Task) -> Iterator[Cast]:
         workers = stack.enter_context(start_workers(config, task, cluster))
         policy = TQPolicy(workers, dp_cfg=service.config, cfg=config, tq_partition_id=TRAIN)
         client = stack.enter_context(dataplane.build_data_plane_client(service.config, bootstrap=False))
-        yield Cast(policy, workers, rollout, client)
+        yield Actors(policy, workers, rollout, client)
         ray.get(rollout.close.remote())
         workers.shutdown("shutdown")
 

@@ -45,7 +45,7 @@ def split(problems: list[Problem], *, held_out: int, seed: int) -> tuple[list[Pr
     unique = list(by_prompt.values())
     if len(unique) < 2 * held_out:
         raise ValueError(
-            f"{len(unique)} different prompts are too few to hold {held_out} out: give at least twice that"
+            f"{len(unique)} different prompts are too few to hold {held_out} of them out; twice as many are needed"
         )
     random.Random(seed).shuffle(unique)
     return unique[held_out:], unique[:held_out]

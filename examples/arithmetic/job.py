@@ -13,7 +13,7 @@ from torch import Tensor
 from dataplane import DataPlaneClient, KVBatchMeta
 from workers import TQPolicy
 
-from .actors import TRAIN, Cast, cast
+from .actors import TRAIN, Actors, start_actors
 from .config import JobConfig
 from .data import Problem
 from .loss import SupervisedLoss, group_advantages
@@ -33,7 +33,7 @@ TRAIN_FIELDS = (
 )
 
 
-def warm_start(config: JobConfig, task: Task, actors: Cast, reporter: Reporter) -> None:
+def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> None:
     """Supervised rounds until the policy is sometimes right (see `WarmStart`)."""
     plan, rng = config.warm_start, random.Random(config.seed)
     actors.client.register_partition(TEXTS, ["input_ids", "token_mask"], len(task.train), [])
@@ -55,7 +55,7 @@ def warm_start(config: JobConfig, task: Task, actors: Cast, reporter: Reporter) 
     ray.get(actors.workers.run_all_workers_single_data("begin_reinforcement"))
 
 
-def grpo_step(config: JobConfig, task: Task, actors: Cast, step: int) -> StepRow:
+def grpo_step(config: JobConfig, task: Task, actors: Actors, step: int) -> StepRow:
     """One step of GRPO: rollout, log-probabilities, advantages, optimizer steps, new weights for the rollout actor."""
     start = time.perf_counter()
     policy, rng = actors.policy, random.Random(f"{config.seed}/{step}")
@@ -83,7 +83,7 @@ def grpo_step(config: JobConfig, task: Task, actors: Cast, step: int) -> StepRow
     )
 
 
-def rollout(config: JobConfig, actors: Cast, prompts: list[Problem], step: int) -> tuple[KVBatchMeta, RolloutStats]:
+def rollout(config: JobConfig, actors: Actors, prompts: list[Problem], step: int) -> tuple[KVBatchMeta, RolloutStats]:
     """Have responses to `prompts` sampled, judged and put; what names them, and how it went."""
     asked = actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
     meta, made = ray.get(asked)
@@ -114,11 +114,10 @@ def live_bytes(client: DataPlaneClient) -> int:
     return sum(unit.live_bytes for unit in client.stats().units)
 
 
-def run(config: JobConfig, reporter: Reporter) -> Result:
+def run(config: JobConfig, task: Task, reporter: Reporter) -> Result:
     """The whole job, in the Ray cluster that this process is connected to."""
-    task = Task.of(config)
     reporter.stage("starting actors")
-    with cast(config, task) as actors:
+    with start_actors(config, task) as actors:
         reporter.stage("warm start")
         warm_start(config, task, actors, reporter)
         before = actors.right(task.held_out)

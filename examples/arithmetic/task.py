@@ -22,7 +22,7 @@ class Task:
 
     @classmethod
     def of(cls, config: JobConfig) -> Task:
-        """Read and split the problems. ValueError where there are too few of them."""
+        """Read and split the problems. OSError for an unreadable file, ValueError for too few problems."""
         problems = load_problems(config.data)
         train, held_out = split(problems, held_out=config.held_out, seed=config.seed)
         if len(train) < config.prompts:

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from dataplane import KVBatchMeta, shard_meta_for_dp
-from examples.arithmetic.actors import Cast, cast
+from examples.arithmetic.actors import Actors, start_actors
 from examples.arithmetic.config import JobConfig, WarmStart
 from examples.arithmetic.data import sums, write_problems
 from examples.arithmetic.job import TRAIN_FIELDS, grpo_step, rollout, score, warm_start
@@ -47,13 +47,13 @@ def task(config: JobConfig) -> Task:
 
 
 @pytest.fixture(scope="module")
-def actors(ray_cluster: None, config: JobConfig, task: Task) -> Iterator[Cast]:
-    with cast(config, task) as actors:
+def actors(ray_cluster: None, config: JobConfig, task: Task) -> Iterator[Actors]:
+    with start_actors(config, task) as actors:
         yield actors
 
 
 @pytest.fixture(scope="module")
-def rows(config: JobConfig, task: Task, actors: Cast) -> list[StepRow]:
+def rows(config: JobConfig, task: Task, actors: Actors) -> list[StepRow]:
     with Reporter() as reporter:
         warm_start(config, task, actors, reporter)
     return [grpo_step(config, task, actors, step) for step in range(1, STEPS + 1)]
@@ -78,14 +78,14 @@ def test_rollouts_are_sampled_from_the_weights_that_train(rows: list[StepRow]) -
     assert max(row.sampling_gap for row in rows) < 1e-4
 
 
-def test_every_step_leaves_the_data_plane_empty(rows: list[StepRow], actors: Cast) -> None:
+def test_every_step_leaves_the_data_plane_empty(rows: list[StepRow], actors: Actors) -> None:
     stats = actors.client.stats()
     assert sum(unit.live_bytes for unit in stats.units) == 0
     assert all(partition.live == 0 for partition in stats.partitions)
 
 
 def test_every_rank_computes_the_loss_that_one_process_computes(
-    config: JobConfig, task: Task, actors: Cast, rows: list[StepRow]
+    config: JobConfig, task: Task, actors: Actors, rows: list[StepRow]
 ) -> None:
     actors.policy.prepare_step(num_samples=config.prompts * config.group_size, group_size=config.group_size)
     meta, _ = rollout(config, actors, task.train, STEPS + 1)
@@ -106,7 +106,7 @@ def test_every_rank_computes_the_loss_that_one_process_computes(
     actors.policy.finish_step(meta)
 
 
-def _loss_in_one_process(config: JobConfig, task: Task, actors: Cast, meta: KVBatchMeta) -> float:
+def _loss_in_one_process(config: JobConfig, task: Task, actors: Actors, meta: KVBatchMeta) -> float:
     batch = actors.client.get_batch(meta, TRAIN_FIELDS)
     model = build(task.model, seed=0)
     model.load_state_dict(ray.get(actors.workers.run_all_workers_single_data("weights"))[0])
