@@ -115,6 +115,17 @@ def test_clearing_the_unready_rest_lets_the_tail_out(client: Client) -> None:
     assert client.claimed_by(waiting) == ("a",)
 
 
+def test_claiming_the_unready_rest_lets_the_tail_out(client: Client) -> None:
+    client.put(["a", "b", "c"])
+    client.put(["a"], {"x": [1]})
+    client.do(c.Seal(partition="p"))
+    first = client.waits(client.claim(2, ["x"]))
+    second = client.waits(client.claim(2, ["x", "y"]))
+    assert client.claimed(2, order=c.Order.FRESHEST) == ("c", "b")
+    assert client.claimed_by(first) == ("a",)
+    assert client.claimed_by(second) == ()
+
+
 def test_unknown_names_are_refused_at_once(client: Client) -> None:
     with pytest.raises(PartitionNotFoundError):
         client.raise_(client.claim(1, partition="none"))
@@ -311,6 +322,18 @@ def test_what_was_nacked_and_claimed_by_another_is_not_returned_twice(driver: Dr
     assert client.claimed(1) == ("a",)
     driver.apply(c.SessionGone(unit=1, session=first.session))
     assert client.claimed(1, blocking=False) == ()
+
+
+def test_what_was_acknowledged_stays_claimed_though_its_claim_was_never_confirmed(
+    driver: Driver, client: Client
+) -> None:
+    client.put(["a", "b"])
+    first = driver.client("first", attach=[1])
+    first.watermark = 1
+    got = first.call(c.Claimed, first.claim(2, lease_s=10.0))
+    first.do(c.Ack(partition="p", task="train", samples=c.Samples(rows=got.rows[:1], births=got.births[:1])))
+    driver.apply(c.SessionGone(unit=1, session=first.session))
+    assert client.claimed(2, blocking=False) == ("b",)
 
 
 def test_unclaim_of_parked_answered_and_unseen_claims(driver: Driver, client: Client) -> None:

@@ -80,6 +80,9 @@ class Claims:
             stamp = state.serial()
             task.take(rows, stamp)
             partition.reclaimed(task, rows)
+            if partition.complete:
+                # What it took without being ready for others may have been all that kept them from the tail.
+                state.touch(partition)
             session.unconfirmed[parked.number] = Claimed(partition, task, rows.copy(), stamp)
             if command.lease_s is not None:
                 self._lease(partition, task, rows, session, command.lease_s)
@@ -118,6 +121,8 @@ class Claims:
         _, task, rows = self._resolve(command.partition, command.task, command.samples)
         self._check_leased(command, task, rows, session)
         task.end_leases(rows)
+        # A stamp of their own: the claim may still be unconfirmed, and must not take them back if the session dies.
+        task.stamps[rows] = self.state.serial()
         return c.Done()
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.Done:

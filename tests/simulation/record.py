@@ -323,7 +323,7 @@ class Recorder:
             if held is not None:
                 lost = not held.acked and (held.given_back or held.name[0] in self.over)
                 late = held.lease_until is not None and held.lease_until <= self.now
-                assert lost or late, f"{key} was claimed by {held.name} and again by {name}"
+                assert lost or late, f"{key} was claimed by {held} and again by {name} at {self.now}"
             until = None if command.lease_s is None else self.now + command.lease_s
             self.holders[key] = Holder(name, command.task, until)
 
