@@ -10,7 +10,6 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-import dataplane
 from dataplane import DataPlaneClient, DataPlaneConfig
 from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, TQPolicy, launch_service
 
@@ -26,12 +25,16 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Actors:
-    """Who takes part: the policy (four workers behind one face), the rollout actor, and the driver's own client."""
+    """Who takes part: the policy, which speaks for its workers and holds the driver's client, and the rollout actor."""
 
     policy: TQPolicy
     workers: RayWorkerGroup
     rollout: ActorHandle
-    client: DataPlaneClient
+
+    @property
+    def client(self) -> DataPlaneClient:
+        """The driver's client of the data plane."""
+        return self.policy.dp_client
 
     def sync_weights(self) -> None:
         """Let the rollout actor answer with the policy's weights: gathered by the first rank, sent by Ray."""
@@ -57,16 +60,15 @@ def start_actors(config: JobConfig, task: Task) -> Iterator[Actors]:
         stack.callback(ray.kill, rollout)
         cluster = stack.enter_context(RayVirtualCluster([ranks], use_gpus=False, name="policy"))
         workers = stack.enter_context(start_workers(config, task, cluster))
-        policy = TQPolicy(workers, dp_cfg=service.config, cfg=config, tq_partition_id=TRAIN)
-        client = stack.enter_context(dataplane.build_data_plane_client(service.config, bootstrap=False))
-        yield Actors(policy, workers, rollout, client)
+        policy = stack.enter_context(start_policy(config, workers, service.config))
+        yield Actors(policy, workers, rollout)
         ray.get(rollout.close.remote())
         workers.shutdown("shutdown")
 
 
 def start_rollout(config: JobConfig, task: Task, plane: DataPlaneConfig) -> ActorHandle:
     """The rollout actor; returns before it is up."""
-    actor = ray.remote(RolloutWorker).options(num_cpus=0, name="rollout")
+    actor = ray.remote(RolloutWorker).options(num_cpus=0)
     return actor.remote(task.model, task.tokenizer, plane, max_new_tokens=task.max_new_tokens, seed=config.seed)
 
 
@@ -79,3 +81,13 @@ def start_workers(config: JobConfig, task: Task, cluster: RayVirtualCluster) -> 
         name_prefix="policy",
         sharding_annotations=NamedSharding(layout, ["data_parallel", "tensor_parallel"]),
     )
+
+
+def start_policy(config: JobConfig, workers: RayWorkerGroup, plane: DataPlaneConfig) -> TQPolicy:
+    """The policy workers as one; returns when all are attached to the data plane."""
+    settings = {
+        "train_global_batch_size": config.batch_size,
+        "train_micro_batch_size": config.micro_batch_size,
+        "logprob_batch_size": config.micro_batch_size,
+    }
+    return TQPolicy(workers, dp_cfg=plane, cfg=settings, tq_partition_id=TRAIN)

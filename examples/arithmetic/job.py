@@ -23,14 +23,8 @@ from .task import Task
 
 TEXTS = "texts"
 """The partition of the warm start."""
-TEXT_FIELDS = ("input_ids", "token_mask")
-TRAIN_FIELDS = (
-    *TEXT_FIELDS,
-    "generation_logprobs",
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "advantages",
-)
+ROLLOUT_FIELDS = ["input_ids", "token_mask", "generation_logprobs"]
+"""What the policy workers read of a rollout. To train they read what the stages wrote since, too."""
 
 
 def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> None:
@@ -63,7 +57,7 @@ def grpo_step(config: JobConfig, task: Task, actors: Actors, step: int) -> StepR
     meta, made = rollout(config, actors, rng.sample(task.train, config.prompts), step)
     driver_s = score(config, policy, meta)
     shuffled = meta.subset(rng.sample(range(meta.size), meta.size))
-    report = policy.train_from_meta(shuffled, config.loss, gbs=config.batch_size)
+    report = policy.train_from_meta(shuffled, config.loss)
     plane_bytes = live_bytes(actors.client)
     policy.finish_step(meta)
     actors.sync_weights()
@@ -84,10 +78,10 @@ def grpo_step(config: JobConfig, task: Task, actors: Actors, step: int) -> StepR
 
 
 def rollout(config: JobConfig, actors: Actors, prompts: list[Problem], step: int) -> tuple[KVBatchMeta, RolloutStats]:
-    """Have responses to `prompts` sampled, judged and put; what names them, and how it went."""
+    """Have responses to `prompts` sampled, judged and put. Returns what names them, and how it went."""
     asked = actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
     meta, made = ray.get(asked)
-    return meta, made
+    return meta.with_fields(ROLLOUT_FIELDS), made
 
 
 def score(config: JobConfig, policy: TQPolicy, meta: KVBatchMeta) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dataplane
+import workers  # noqa: F401  (so that "actor:..." addresses of the data plane are found)
 from dataplane import BatchedDataDict, DataPlaneConfig, KVBatchMeta
 
 from .data import Problem, reward

@@ -12,7 +12,7 @@ from dataplane import KVBatchMeta, shard_meta_for_dp
 from examples.arithmetic.actors import Actors, start_actors
 from examples.arithmetic.config import JobConfig, WarmStart
 from examples.arithmetic.data import sums, write_problems
-from examples.arithmetic.job import TRAIN_FIELDS, grpo_step, rollout, score, warm_start
+from examples.arithmetic.job import ROLLOUT_FIELDS, grpo_step, rollout, score, warm_start
 from examples.arithmetic.learner import OptimizerConfig
 from examples.arithmetic.loss import token_logprobs
 from examples.arithmetic.model import build
@@ -22,6 +22,7 @@ from examples.arithmetic.task import Task
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 10
+TRAIN_FIELDS = [*ROLLOUT_FIELDS, "prev_logprobs", "reference_policy_logprobs", "advantages"]
 
 
 @pytest.fixture(scope="module")
