@@ -6,21 +6,15 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dataplane.control.numbering import Numbering
 from dataplane.errors import DataPlaneError, SessionExpiredError
 from dataplane.ledger.commands import (
-    Abort,
-    Allocate,
     Answer,
     Bye,
-    Call,
-    Claim,
     Command,
-    Locate,
     Opened,
     OpenSession,
-    Release,
     Result,
-    Unclaim,
     UnitInfo,
 )
 from dataplane.types import PROTOCOL_VERSION
@@ -86,46 +80,6 @@ class Reply(NamedTuple):
 Step = Ask | Post | Write | Drain | Stop | Read
 Script = Generator[Step, Any, None]
 
-GIVES_UP: dict[type[Command], Callable[[int], Command]] = {
-    Allocate: lambda number: Abort(reservation=number),
-    Locate: lambda number: Release(located=number),
-    Claim: lambda number: Unclaim(claimed=number),
-}
-
-
-class Numbering:
-    """Numbers and watermark of one session. The watermark passes neither an unanswered call nor an abandoned one
-    whose withdrawal is unanswered."""
-
-    def __init__(self) -> None:
-        self.next = 1
-        self.open: dict[int, Command] = {}
-        self.abandoned: dict[int, int] = {}
-
-    def begin(self, command: Command) -> int:
-        number = self.next
-        self.next += 1
-        self.open[number] = command
-        return number
-
-    def abandon(self, number: int, withdrawal: Command) -> int:
-        """Give up call `number` by posting `withdrawal`; returns the post's number."""
-        self.open.pop(number, None)
-        self.abandoned[number] = self.begin(withdrawal)
-        return self.abandoned[number]
-
-    def answered(self, number: int) -> bool:
-        """Whether the answer is news."""
-        if number not in self.open:
-            return False
-        del self.open[number]
-        self.abandoned = {old: post for old, post in self.abandoned.items() if post != number}
-        return True
-
-    @property
-    def watermark(self) -> int:
-        return min((*self.open, *self.abandoned), default=self.next)
-
 
 @dataclass
 class Thread:
@@ -165,7 +119,8 @@ class Client:
         self.units: dict[int, UnitInfo] = {}
         self.local: set[int] = set()
         self.handshakes = 0
-        self.numbering = Numbering()
+        self.numbering = Numbering(0)
+        self.posted: set[int] = set()
         self.bye = 0
         self.threads = [Thread(make) for make in scripts]
         world.clients.append(self)
@@ -184,6 +139,7 @@ class Client:
         """Begin a session (again)."""
         self.opens += 1
         self.nonce = f"{self.name}.{self.opens}"
+        self.bye = 0
         self.state = "opening"
         self.session = 0
         self.send_open()
@@ -203,7 +159,8 @@ class Client:
         self.locks.add(self.session)
         self.units = {unit.unit: unit for unit in opened.units}
         self.local = set()
-        self.numbering = Numbering()
+        self.numbering = Numbering(self.session)
+        self.posted = set()
         self.state = "attaching"
         near = [unit for unit in self.world.units if unit.host == self.host]
         self.handshakes = len(near)
@@ -264,25 +221,33 @@ class Client:
 
     # --- commands --------------------------------------------------------------------------------------------
 
-    def send_call(self, number: int) -> None:
-        command = self.numbering.open[number]
-        watermark = self.numbering.watermark
-        self.world.call(Call(session=self.session, number=number, watermark=watermark, command=command))
+    def issue(self, command: Command, *, posted: bool = False) -> int:
+        """Send a new call; its number."""
+        call = self.numbering.issue(command, now=self.world.now, posted=posted)
+        if posted:
+            self.posted.add(call.number)
+        self.world.call(call)
+        return call.number
+
+    def unanswered(self) -> list[int]:
+        """Numbers to resend: those somebody waits for, and those posted."""
+        waited = {thread.waits_for for thread in self.threads if isinstance(thread.waits_for, int)}
+        return sorted({*waited, *self.numbering.due(float("inf")), self.bye} - {0})
 
     def retry(self, pick: Callable[[int], int]) -> None:
         """Resend something unanswered."""
         if self.state == "opening":
             self.send_open()
-        elif self.numbering.open and self.state in ("open", "closing"):
-            numbers = sorted(self.numbering.open)
-            self.send_call(numbers[pick(len(numbers))])
+        elif self.state in ("open", "closing") and self.unanswered():
+            numbers = self.unanswered()
+            self.world.call(self.numbering.repeat(numbers[pick(len(numbers))], now=self.world.now))
 
     def retry_all(self) -> None:
         if self.state == "opening":
             self.send_open()
         elif self.state in ("open", "closing"):
-            for number in sorted(self.numbering.open):
-                self.send_call(number)
+            for number in self.unanswered():
+                self.world.call(self.numbering.repeat(number, now=self.world.now))
 
     def answered(self, answer: Answer) -> None:
         if not self.alive or answer.session != self.session or self.state not in ("open", "closing"):
@@ -290,8 +255,9 @@ class Client:
         if isinstance(answer.result, SessionExpiredError):
             self.session_over()
             return
-        if not self.numbering.answered(answer.number):
+        if not self.numbering.is_open(answer.number):
             return
+        self.numbering.answered(answer.number)
         if self.state == "closing" and answer.number == self.bye:
             self.end()
             return
@@ -300,7 +266,8 @@ class Client:
                 thread.waits_for = None
                 thread.resume = Reply(answer.number, answer.result)
                 return
-        assert isinstance(answer.result, Result), f"a posted call failed: {answer}"
+        failed = answer.number in self.posted and not isinstance(answer.result, Result)
+        assert not failed, f"a posted call failed: {answer}"
 
     # --- threads ---------------------------------------------------------------------------------------------
 
@@ -330,11 +297,9 @@ class Client:
     def take(self, thread: Thread, step: Step) -> None:
         match step:
             case Ask(command):
-                thread.waits_for = self.numbering.begin(command)
-                self.send_call(thread.waits_for)
+                thread.waits_for = self.issue(command)
             case Post(command):
-                thread.resume = self.numbering.begin(command)
-                self.send_call(thread.resume)
+                thread.resume = self.issue(command, posted=True)
             case Write(unit, offset, data, grant) if unit in self.local:
                 self.world.record.write(unit, offset, data, grant)
             case Write(unit, offset, data, grant):
@@ -361,18 +326,18 @@ class Client:
                 thread.waits_for, thread.frames = None, set()
                 self.drive(thread, Withdrawn())
             return
-        command = self.numbering.open.get(thread.waits_for) if isinstance(thread.waits_for, int) else None
-        if command is not None and type(command) in GIVES_UP:
-            post = self.numbering.abandon(thread.waits_for, GIVES_UP[type(command)](thread.waits_for))
+        if isinstance(thread.waits_for, int):
+            undo = self.numbering.abandon(thread.waits_for, now=self.world.now)
+            if undo is not None:
+                self.posted.add(undo.number)
+                self.world.call(undo)
             thread.waits_for = None
-            self.send_call(post)
             self.drive(thread, Withdrawn())
 
     def maybe_close(self) -> None:
         if all(thread.finished for thread in self.threads):
             self.state = "closing"
-            self.bye = self.numbering.begin(Bye())
-            self.send_call(self.bye)
+            self.bye = self.issue(Bye())
 
     # --- the bulk road ---------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def settle(world: World) -> None:
         world.advance(1.0)
     stuck = {c.name: [t.waits_for for t in c.threads] for c in world.clients if not c.finished}
     raise AssertionError(
-        f"stuck: {stuck}; open: {[(c.name, c.numbering.open) for c in world.clients if c.name in stuck]}"
+        f"stuck: {stuck}; {[(c.name, c.state, c.unanswered()) for c in world.clients if c.name in stuck]}"
     )
 
 

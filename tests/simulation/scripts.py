@@ -97,7 +97,6 @@ def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Colu
             yield Stop(unit, grant)
         yield Post(Abort(reservation=reply.number))
         raise
-    thread.shielded = True
     yield Ask(
         Commit(
             partition=PARTITION,
@@ -115,7 +114,6 @@ def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Colu
             ),
         )
     )
-    thread.shielded = False
 
 
 def planned(client: Client, column: Column, count: int) -> PlannedColumn:
