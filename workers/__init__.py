@@ -1,0 +1,69 @@
+"""The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
+
+Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, and changes nothing else. Names are loaded
+when first used, so that the controller's actor never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dataplane.control.resolve import register_resolver
+from workers.resolver import SCHEME, resolve_actor
+
+if TYPE_CHECKING:
+    from workers.broadcast import FetchPolicy as FetchPolicy
+    from workers.builder import RayWorkerBuilder as RayWorkerBuilder
+    from workers.cluster import RayVirtualCluster as RayVirtualCluster
+    from workers.cluster import ResourcesNotReadyError as ResourcesNotReadyError
+    from workers.engine import WorkerStartError as WorkerStartError
+    from workers.group import MultiWorkerFuture as MultiWorkerFuture
+    from workers.group import RayWorkerGroup as RayWorkerGroup
+    from workers.mixin import PolicyWorker as PolicyWorker
+    from workers.mixin import TQWorkerMixin as TQWorkerMixin
+    from workers.policy import TQPolicy as TQPolicy
+    from workers.ranks import REPLICATED_AXES as REPLICATED_AXES
+    from workers.service import LaunchedService as LaunchedService
+    from workers.service import ServiceStartError as ServiceStartError
+    from workers.service import launch_service as launch_service
+    from workers.sharding import NamedSharding as NamedSharding
+    from workers.siblings import ReplicaGroupError as ReplicaGroupError
+    from workers.siblings import ReplicaLostError as ReplicaLostError
+
+_HOME = {
+    "FetchPolicy": "workers.broadcast",
+    "LaunchedService": "workers.service",
+    "MultiWorkerFuture": "workers.group",
+    "NamedSharding": "workers.sharding",
+    "PolicyWorker": "workers.mixin",
+    "REPLICATED_AXES": "workers.ranks",
+    "RayVirtualCluster": "workers.cluster",
+    "RayWorkerBuilder": "workers.builder",
+    "RayWorkerGroup": "workers.group",
+    "ReplicaGroupError": "workers.siblings",
+    "ReplicaLostError": "workers.siblings",
+    "ResourcesNotReadyError": "workers.cluster",
+    "ServiceStartError": "workers.service",
+    "TQPolicy": "workers.policy",
+    "TQWorkerMixin": "workers.mixin",
+    "WorkerStartError": "workers.engine",
+    "launch_service": "workers.service",
+}
+
+__all__ = sorted(_HOME)
+
+register_resolver(SCHEME, resolve_actor)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

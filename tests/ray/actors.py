@@ -7,6 +7,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane import BatchedDataDict
+from workers import TQWorkerMixin
+
 
 class Echo:
     """Says what it was told and where it is."""
@@ -52,3 +58,50 @@ class Configured(Echo):
 
     def greet(self) -> str:
         return self.greeting
+
+
+class Policy(TQWorkerMixin):
+    """A tensor-parallel rank whose log-probs, loss and metrics are known functions of its samples."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.seen: dict[str, Any] = {}
+
+    def _get_replica_group(self) -> Any:
+        return self.mesh.get_group("tp")
+
+    def _local_coords(self) -> dict[str, int]:
+        return {"data_parallel": self.mesh.get_local_rank("dp"), "tensor_parallel": self.mesh.get_local_rank("tp")}
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        self.seen = {"fields": sorted(data), "shape": list(data["input_ids"].shape), "gbs": gbs, "mbs": mbs}
+        if loss_fn == "fail" and self._local_coords() == {"data_parallel": 1, "tensor_parallel": 1}:
+            raise ArithmeticError("the loss is not a number")
+        loss = data["advantages"].sum()
+        dist.all_reduce(loss, group=self.mesh.get_group("dp"))
+        return {"global_loss": float(loss), "all_mb_metrics": {"ids": data["input_ids"][:, 0].tolist()}}
+
+    def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        self.seen = {"fields": sorted(data), "micro_batch_size": micro_batch_size}
+        return {"logprobs": -data["input_ids"].float()}
+
+    def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        return {"reference_logprobs": data["input_ids"].float()}
+
+    def what_was_seen(self) -> dict[str, Any]:
+        return self.seen
+
+    def client_config(self) -> Any:
+        return self._require_dp_client().config
+
+    def stop(self) -> None:
+        self.close_data_plane()
+        dist.destroy_process_group()

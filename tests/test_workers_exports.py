@@ -1,0 +1,64 @@
+"""What `workers` offers, and that importing it costs a process nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import workers
+
+NAMES = [
+    "FetchPolicy",
+    "LaunchedService",
+    "MultiWorkerFuture",
+    "NamedSharding",
+    "PolicyWorker",
+    "REPLICATED_AXES",
+    "RayVirtualCluster",
+    "RayWorkerBuilder",
+    "RayWorkerGroup",
+    "ReplicaGroupError",
+    "ReplicaLostError",
+    "ResourcesNotReadyError",
+    "ServiceStartError",
+    "TQPolicy",
+    "TQWorkerMixin",
+    "WorkerStartError",
+    "launch_service",
+]
+
+
+def test_exported_names() -> None:
+    assert sorted(NAMES) == workers.__all__
+    for name in NAMES:
+        assert getattr(workers, name) is not None
+    assert set(NAMES) <= set(dir(workers))
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_changes_nothing_but_the_resolver() -> None:
+    code = """
+import logging, os, signal, sys, threading
+import ray
+before = (dict(os.environ), threading.active_count(), logging.root.handlers[:], signal.getsignal(signal.SIGTERM))
+import workers
+from workers import launch_service
+after = (dict(os.environ), threading.active_count(), logging.root.handlers[:], signal.getsignal(signal.SIGTERM))
+from dataplane.control.resolve import _resolvers
+print(before == after, ray.is_initialized(), list(_resolvers), "torch" in sys.modules)
+"""
+    assert run(code) == "True False ['actor'] False"
+
+
+def test_an_actor_address_without_ray_is_a_named_error() -> None:
+    code = """
+import dataplane, workers
+try:
+    dataplane.connect("actor:tq-controller@jobs")
+except dataplane.errors.ServiceUnavailableError as error:
+    print(error)
+"""
+    assert "this process is in no Ray cluster" in run(code.replace("import dataplane,", "import dataplane.errors,"))

@@ -1,0 +1,196 @@
+"""The service as Ray actors: a named controller, and a storage unit on every node."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.controller import Controller
+from dataplane.unit import StorageUnit
+from workers.resolver import actor_address
+
+DEFAULT_NAME = "tq-controller"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+
+
+class ServiceStartError(RuntimeError):
+    """A part of the service did not start; the message names it. Nothing of the service is left running."""
+
+
+class ServiceConfig(DataPlaneConfig):
+    """A `DataPlaneConfig` whose address is an actor's. A process that unpickles it imports `workers`, and so can find
+    the actor, without its code having to import it."""
+
+
+class ControllerActor:
+    """The controller in a process of its own."""
+
+    def __init__(self) -> None:
+        self._controller: Controller | None = None
+
+    def start(self, config: DataPlaneConfig) -> str:
+        """Listen on this node's address; returns "host:port"."""
+        self._controller = Controller(replace(config, host=ray.util.get_node_ip_address())).start()
+        return self._controller.address
+
+    def address(self) -> str:
+        assert self._controller is not None, "start comes first"
+        return self._controller.address
+
+    def stop(self) -> None:
+        if self._controller is not None:
+            self._controller.stop()
+
+    def __ray_shutdown__(self) -> None:
+        self.stop()
+
+
+class StorageUnitActor:
+    """A storage unit in a process of its own, on the node whose memory it serves."""
+
+    def __init__(self) -> None:
+        self._unit: StorageUnit | None = None
+
+    def start(self, config: DataPlaneConfig, controller_address: str, name: str) -> None:
+        """Make the arena, listen on this node's address, register with the controller."""
+        here = replace(config, host=ray.util.get_node_ip_address(), port=0)
+        self._unit = StorageUnit(here, controller_address, name=name).start()
+
+    def stop(self) -> None:
+        if self._unit is not None:
+            self._unit.stop()
+
+    def __ray_shutdown__(self) -> None:
+        self.stop()
+
+
+class LaunchedService:
+    """A running service of Ray actors. Shut it down, or use it as a context manager; it ends with the driver, too.
+
+    address: "actor:NAME@NAMESPACE", for any process of the Ray cluster that has imported `workers`. token: its secret.
+    config: address and token in what `build_data_plane_client(config, bootstrap=False)`, `setup_data_plane` and
+    `TQPolicy(dp_cfg=...)` take.
+    """
+
+    def __init__(self, config: DataPlaneConfig, controller: ActorHandle, units: list[ActorHandle]) -> None:
+        assert config.address is not None
+        assert config.token is not None
+        self.config = config
+        self.address = config.address
+        self.token = config.token
+        self._controller = controller
+        self._units = units
+
+    def shutdown(self) -> None:
+        """End the units, which gives their memory back, then the controller. Idempotent; takes seconds at most."""
+        units, self._units = self._units, []
+        _end([*units, self._controller])
+
+    def __enter__(self) -> LaunchedService:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def launch_service(
+    config: DataPlaneConfig | Mapping[str, Any] | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    timeout_s: float = START_TIMEOUT_S,
+) -> LaunchedService:
+    """Start a service in the Ray cluster that this process is connected to: a controller, the actor `name` of this
+    driver's namespace, and `config.units` storage units on every node, pinned there. All take no CPU slot.
+
+    config: `capacity_bytes` is per unit; `host` is not looked at, each actor listens on its node's address; a token is
+    made unless one is set. Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not
+    start in time, or why it could not; ValueError if a controller of that name runs already, or an address is set.
+    """
+    settings = DataPlaneConfig.of(config)
+    if settings.address is not None:
+        raise ValueError(f"config.address is {settings.address!r}: attach there, or leave it out to start a service")
+    namespace = ray.get_runtime_context().namespace
+    token = settings.secret() or secrets.token_urlsafe(32)
+    told = replace(settings, token=token, token_file=None)
+    end = time.monotonic() + timeout_s
+    controller = _controller(name, namespace)
+    actors: list[ActorHandle] = []
+    try:
+        where = "the controller"
+        address = _started({where: controller.start.remote(told)}, end, timeout_s)[where]
+        starting = {}
+        for node in _nodes():
+            for number in range(settings.units):
+                unit = _unit_on(node)
+                actors.append(unit)
+                label = f"unit-{node['NodeID'][:8]}-{number}"
+                starting[f"storage unit {label} on node {node['NodeManagerAddress']}"] = unit.start.remote(
+                    told, address, label
+                )
+        _started(starting, end, timeout_s)
+    except BaseException:
+        _end([*actors, controller])
+        raise
+    reached = ServiceConfig(**{**vars(told), "address": actor_address(name, namespace)})
+    return LaunchedService(reached, controller, actors)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _controller(name: str, namespace: str) -> ActorHandle:
+    try:
+        return ray.remote(ControllerActor).options(name=name, namespace=namespace, num_cpus=0).remote()
+    except ValueError as error:
+        raise ValueError(
+            f"an actor {name!r} is in namespace {namespace!r} already: attach to {actor_address(name, namespace)}, or "
+            "shut it down first, or launch under another name"
+        ) from error
+
+
+def _unit_on(node: Mapping[str, Any]) -> ActorHandle:
+    there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+    return ray.remote(StorageUnitActor).options(num_cpus=0, scheduling_strategy=there).remote()
+
+
+def _started(starting: Mapping[str, Any], end: float, timeout_s: float) -> dict[str, Any]:
+    """What each named start returned; `ServiceStartError` for the first that raised, or those late at `end`."""
+    waiting = {future: name for name, future in starting.items()}
+    results: dict[str, Any] = {}
+    while waiting:
+        done, _ = ray.wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
+        if not done:
+            late = ", ".join(sorted(waiting.values()))
+            raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {late}")
+        name = waiting.pop(done[0])
+        try:
+            results[name] = ray.get(done[0])
+        except RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ServiceStartError(f"{name} did not start: {type(cause).__name__}: {cause}") from error
+    return results
+
+
+def _end(actors: list[ActorHandle]) -> None:
+    """Stop each in turn, giving it a moment, then kill it, whatever it did. Nothing to do once Ray is gone."""
+    if not ray.is_initialized():
+        return
+    for actor in actors:
+        with suppress(RayError):
+            ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+        ray.kill(actor)
