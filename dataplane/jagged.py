@@ -194,10 +194,7 @@ def _checked_lengths(name: str, padded: Tensor, lengths: Lengths) -> Tensor:
 
 def _pack(padded: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
     sizes = counts.tolist()
-    if padded.device.type != "cpu":
-        width = torch.arange(padded.shape[1], device=padded.device)
-        values = padded[width < counts.to(padded.device)[:, None]]
-    elif sizes:
+    if sizes:
         values = torch.cat([row[:size] for row, size in zip(padded.unbind(), sizes, strict=True)])
     else:
         values = padded.reshape(0, *padded.shape[2:])
@@ -235,26 +232,32 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
     size = padded_width(lengths.numpy(), width)
     values = detached_values(nested)
     starts = row_starts(nested)
+    pad_with = _pad_rows if values.is_cpu else _pad_by_mask
+    return pad_with(values, starts, lengths, size, pad_value)
+
+
+def _pad_rows(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
     inner = values.shape[1:]
-    if values.device.type == "cpu":
-        values = values.contiguous()
-        out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
-        unit = values.element_size() * inner.numel()
-        gather_padded(
-            [byte_view(values)],
-            np.zeros(len(lengths), dtype=np.int32),
-            starts.numpy() * unit,
-            lengths.numpy() * unit,
-            byte_view(out).reshape(len(lengths), size * unit),
-            pad_element(pad_value, values.dtype),
-        )
-        return out
-    out = torch.full((len(lengths), size, *inner), pad_scalar(pad_value, values.dtype), device=values.device).to(
-        values.dtype
+    values = values.contiguous()
+    out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
+    unit = values.element_size() * inner.numel()
+    gather_padded(
+        [byte_view(values)],
+        np.zeros(len(lengths), dtype=np.int32),
+        starts.numpy() * unit,
+        lengths.numpy() * unit,
+        byte_view(out).reshape(len(lengths), size * unit),
+        pad_element(pad_value, values.dtype),
     )
+    return out
+
+
+def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
+    """The same with a few kernels for all rows together, for accelerators."""
+    out = values.new_empty((len(lengths), size, *values.shape[1:]))
+    out.fill_(pad_scalar(pad_value, values.dtype))
     places = torch.arange(size, device=values.device)
-    counts = lengths.to(values.device)
-    filled = places < counts[:, None]
+    filled = places < lengths.to(values.device)[:, None]
     out[filled] = values[(starts[:, None] + places)[filled]]
     return out
 
@@ -350,11 +353,12 @@ def _shown(value: object) -> str:
 
 
 def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A CPU tensor of the array's values: over its memory where torch can, else over a copy (byte order, negative
-    strides). Meant for reading: memory that numpy marks read-only must not be written through it."""
+    """A CPU tensor of the array's values: over its memory where torch can, else over a copy (byte order, alignment,
+    negative strides). Meant for reading: memory that numpy marks read-only must not be written through it."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if any(stride < 0 for stride in array.strides) or any(stride % max(array.itemsize, 1) for stride in array.strides):
+    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:
         array = array.copy()
     return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
 

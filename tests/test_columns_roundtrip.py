@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane.columns import Shared, assemble, decode, encode_fields
-from dataplane.jagged import TORCH_DTYPES, jagged_from_values
+from dataplane.columns.encode import _without_holes
+from dataplane.jagged import TORCH_DTYPES, byte_view, jagged_from_values
 from dataplane.types import FieldKind, FieldSpec
 from tests.columns_helpers import encode_one, nested_of, pick, random_tensor, roundtrip, same_bits, same_rows, store
 
@@ -18,8 +19,9 @@ LENGTHS = [3, 0, 5, 1, 0]
 JAGGED = FieldSpec(FieldKind.JAGGED)
 RAGGED = FieldSpec(FieldKind.RAGGED)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+devices = pytest.mark.parametrize(
+    "device", ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+)
 every_dtype = pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
 
 
@@ -94,6 +96,13 @@ def test_any_strides(make: Any, kind: str, pieces: int, device: str) -> None:
     back = roundtrip(tensor, 5, spec, pieces=pieces, token_lengths=lengths)
     plain = tensor.detach().cpu().resolve_conj()
     assert same_rows(back, [row[: lengths[i]] if lengths else row for i, row in enumerate(plain)])
+
+
+def test_rows_are_packed_on_their_device_before_they_leave_it() -> None:
+    values = torch.arange(24).reshape(12, 2)
+    packed, starts = _without_holes(values, np.array([8, 0, 3]), np.array([3, 0, 4]))
+    assert starts.tolist() == [0, 3, 3]
+    assert same_bits(packed, torch.cat([values[8:11], values[3:7]]))
 
 
 def test_nested_tensors_with_holes_and_strided_values() -> None:
@@ -262,6 +271,25 @@ def test_no_rows() -> None:
     back = assemble({column.name: store(column) for column in columns})
     assert back.batch_size == torch.Size([0])
     assert assemble({}).batch_size == torch.Size([0])
+
+
+@pytest.mark.parametrize("misalign", [1, 8])
+def test_memory_not_aligned_to_the_element(misalign: int) -> None:
+    # torch's vector instructions crash on complex numbers that are not aligned
+    tensor = random_tensor((40, 8), torch.complex128)
+    rows = list(tensor)
+    ragged = [tensor, tensor[:3, :2], tensor[0]]
+    for value, count, expected in (
+        (tensor, 40, rows),
+        (rows, 40, rows),
+        (tensor[:, ::2], 40, [row[::2] for row in rows]),
+        (nested_of(rows), 40, rows),
+        (ragged, 3, ragged),
+    ):
+        assert same_rows(decode(store(encode_one(value, count), misalign=misalign)), expected)
+    raw = np.zeros(40 * 8 * 16 + 16, dtype=np.uint8)[misalign:][: 40 * 8 * 16]
+    raw[...] = byte_view(tensor)
+    assert same_rows(roundtrip(raw.view(np.complex128).reshape(40, 8), 40), rows)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,9 @@ from dataplane.errors import InvalidRequestError
 from dataplane.jagged import (
     DTYPE_NAMES,
     TORCH_DTYPES,
+    _pad_by_mask,
     as_lengths,
+    detached_values,
     is_jagged,
     jagged_from_values,
     maybe_pack_jagged,
@@ -19,6 +21,7 @@ from dataplane.jagged import (
     pad_nested,
     response_from_nested,
     row_lengths,
+    row_starts,
     select_rows,
     tensor_from_numpy,
     to_nested_by_length,
@@ -161,6 +164,13 @@ def test_pad_nested(dtype: torch.dtype) -> None:
     for i, length in enumerate(LENGTHS):
         assert same_bits(back[i, :length], padded[i, :length])
         assert same_bits(back[i, length:].contiguous(), one.expand(7 - length, 2).contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_the_road_of_accelerators_gives_the_same(dtype: torch.dtype) -> None:
+    nested = to_nested_by_length(random_tensor((4, 5, 2), dtype), LENGTHS)
+    values, starts, lengths = detached_values(nested), row_starts(nested), row_lengths(nested)
+    assert same_bits(_pad_by_mask(values, starts, lengths, 7, 1), pad_nested(nested, 1, width=7))
 
 
 def test_pad_nested_with_holes_and_width() -> None:

@@ -79,7 +79,7 @@ def decode(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column
             gather(source.buffers, source.which, source.offsets, source.sizes, byte_view(values))
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
-            return [_ragged_row(source.spec, row).clone() for row in source.rows()]
+            return [_ragged_copy(source.spec, row) for row in source.rows()]
     return _object_array([decode_object(row.data) for row in source.rows()])
 
 
@@ -198,11 +198,24 @@ def _ragged_views(source: RowSource) -> list[Tensor] | None:
     if any(address(row) % item for row in rows):
         return None
     owners = [source.buffers[holder] for holder in source.which.tolist()]
-    return [_ragged_row(source.spec, writable_alias(row, owner)) for row, owner in zip(rows, owners, strict=True)]
+    return [_ragged_view(source.spec, row, owner) for row, owner in zip(rows, owners, strict=True)]
 
 
-def _ragged_row(spec: FieldSpec, row: UInt8s) -> Tensor:
-    """The tensor over a ragged row's bytes."""
+def _ragged_copy(spec: FieldSpec, row: UInt8s) -> Tensor:
+    shape, data = _ragged_parts(spec, row)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype or ""])
+    byte_view(out)[...] = data
+    return out
+
+
+def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
+    shape, data = _ragged_parts(spec, row)
+    flat = torch.from_numpy(writable_alias(data, owner))
+    return flat.view(TORCH_DTYPES[spec.dtype or ""]).view(shape)
+
+
+def _ragged_parts(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
+    """Shape and data bytes of a ragged row."""
     dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
         raise InternalError(what=f"a ragged row of {row.nbytes} bytes is damaged: its header names {dims} dimensions")
@@ -213,12 +226,7 @@ def _ragged_row(spec: FieldSpec, row: UInt8s) -> Tensor:
         raise InternalError(
             what=f"a ragged row of {row.nbytes} bytes is damaged (its header names shape {list(shape)})"
         )
-    dtype = TORCH_DTYPES[spec.dtype or ""]
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    data = row[start : start + nbytes]
-    flat = torch.from_numpy(data if data.flags.writeable else writable_alias(data))
-    return flat.view(dtype).view(shape)
+    return shape, row[start : start + nbytes]
 
 
 def _object_array(rows: list[Any]) -> np.ndarray[Any, Any]:

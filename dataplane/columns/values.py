@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dataplane.jagged import byte_view
-from dataplane.rowcopy import Int64s, UInt8s, gather, merge_runs
+from dataplane.rowcopy import Int64s, UInt8s, address, gather, merge_runs
 
 RAGGED_ALIGN_BYTES = 16
 """Ragged rows are padded to multiples of this, and their data begins at one."""
@@ -99,7 +99,7 @@ class ListValues:
         chosen = self.tensors[first:last]
         if not target.nbytes:
             return
-        if all(tensor.is_cpu for tensor in chosen):
+        if all(tensor.is_cpu for tensor in chosen) and _is_aligned(target, chosen[0].element_size()):
             out = torch.from_numpy(target).view(chosen[0].dtype).view(-1, *chosen[0].shape[1:])
             torch.cat(chosen, out=out)
         else:
@@ -154,13 +154,20 @@ class RaggedValues:
 
 
 def copy_tensor(tensor: Tensor, target: UInt8s) -> None:
-    """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device."""
+    """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device (two
+    where only torch can copy and the target is not aligned to the element: torch crashes on those)."""
     if not target.nbytes:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.is_cpu and tensor.is_contiguous():
         target[...] = byte_view(tensor)
-        return
-    torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    elif _is_aligned(target, tensor.element_size()):
+        torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    else:
+        target[...] = byte_view(tensor.cpu().contiguous())
+
+
+def _is_aligned(target: UInt8s, item_bytes: int) -> bool:
+    return address(target) % item_bytes == 0
 
 
 def ragged_header_bytes(dims: int) -> int:
