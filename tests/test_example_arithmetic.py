@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from examples.arithmetic.data import PROBLEMS, Problem, load_problems, reward, s
 from examples.arithmetic.loss import GRPOLoss, SupervisedLoss, group_advantages, token_logprobs
 from examples.arithmetic.model import ModelConfig, Transformer, build
 from examples.arithmetic.report import Reporter, Result, StepRow, plot
+from examples.arithmetic.rollout import Sampler, rollout_columns, text_columns
 from examples.arithmetic.sampling import generate
+from examples.arithmetic.task import Task
 from examples.arithmetic.tokenizer import END, PAD, CharTokenizer
 
 CONFIG = ModelConfig(vocabulary=9, context=14, width=32, layers=2, heads=4)
@@ -113,6 +117,49 @@ def test_a_prompt_too_long_is_refused(model: Transformer) -> None:
 def test_advantages_compare_within_a_group() -> None:
     advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]), group_size=4)
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, 1.0, -1.0, 0, 0, 0, 0]), rtol=1e-3, atol=0)
+
+
+def test_columns_mark_the_response_and_its_end() -> None:
+    problems = [Problem("7+8=", "15"), Problem("1+1=", "2"), Problem("10+2=", "12")]
+    tokenizer = CharTokenizer.of(problem.prompt + problem.answer for problem in problems)
+    columns = text_columns(problems, tokenizer)
+    assert columns["input_lengths"].tolist() == [7, 6, 8]
+    for row, problem in enumerate(problems):
+        tokens, mask = columns["input_ids"][row], columns["token_mask"][row].bool()
+        assert tokenizer.decode(tokens.tolist()) == problem.prompt + problem.answer
+        assert tokens[mask].tolist() == [*tokenizer.encode(problem.answer), END]
+        assert (tokens[columns["input_lengths"][row] :] == PAD).all()
+
+
+def test_a_sampler_answers_in_text_and_is_judged(model: Transformer) -> None:
+    tokenizer = CharTokenizer("123456+")
+    sampler = Sampler(model, tokenizer, max_new_tokens=4)
+    made, texts = sampler.answer([Problem("12+3", "?"), Problem("4", "?")])
+    asked = [Problem("12+3", texts[0]), Problem("4", texts[1] + "1")]
+    assert sampler.right(asked) == [1.0, 0.0]
+    columns = rollout_columns(made, texts, [1.0, 0.0])
+    assert (columns["generation_logprobs"] != 0).equal(columns["token_mask"].bool())
+    assert columns["reward"].tolist() == [1.0, 0.0]
+
+
+def test_a_task_fits_its_longest_problem(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    write_problems(own, [*sums(count=20, below=10, seed=0), Problem("100000+1=", "100001")])
+    task = Task.of(JobConfig(data=own, held_out=5, prompts=8))
+    assert task.max_new_tokens == len("100001") + 2
+    assert task.model.context == len("100000+1=") + task.max_new_tokens
+    with pytest.raises(ValueError, match="16 training problems are fewer than the 64 prompts"):
+        Task.of(JobConfig(data=own, held_out=5))
+
+
+@pytest.mark.slow
+def test_the_command_refuses_bad_data_before_it_starts_anything(tmp_path: Path) -> None:
+    script = PROBLEMS.parents[2] / "grpo_arithmetic.py"
+    command = [sys.executable, str(script), "--data", str(tmp_path / "missing.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "missing.jsonl" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def _grpo_batch(logprobs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -23,7 +23,8 @@ from .task import Task
 
 TEXTS = "texts"
 """The partition of the warm start."""
-ROLLOUT_FIELDS = ["input_ids", "token_mask", "generation_logprobs"]
+TEXT_FIELDS = ["input_ids", "token_mask"]
+ROLLOUT_FIELDS = [*TEXT_FIELDS, "generation_logprobs"]
 """What the policy workers read of a rollout. To train they read what the stages wrote since, too."""
 
 
@@ -37,7 +38,9 @@ def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter
     probes = task.train[: config.monitored]
     for number in range(1, plan.max_rounds + 1):
         rows = rng.sample(range(len(task.train)), updates * batch_size)
-        report = actors.policy.train_from_meta(texts.subset(rows), SupervisedLoss(), gbs=batch_size)
+        report = actors.policy.train_from_meta(
+            texts.subset(rows).with_fields(TEXT_FIELDS), SupervisedLoss(), gbs=batch_size
+        )
         actors.sync_weights()
         accuracy = Accuracy.of(actors.right(probes))
         reporter.note(f"warm start, round {number}: loss {report['loss']:.3f}, right {accuracy}")

@@ -46,7 +46,8 @@ class PolicyWorker(TQWorkerMixin):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """An optimizer step per `gbs` samples over all data-parallel ranks (all samples when None), in their order; no
-        step in `eval_mode`. Returns `loss`, `grad_norm` (means over the steps) and `metrics` (per step)."""
+        step in `eval_mode`. Returns `loss` and `grad_norm`, means over the steps, and `all_mb_metrics`, lists with a
+        value per step; all are the same on every rank."""
         rows = len(data["input_ids"]) if gbs is None else gbs // self.mesh["dp"].size()
         steps = self.learner.train(
             tensors(data),
