@@ -166,9 +166,8 @@ class LedgerDriver(RuleBasedStateMachine):
         client = self.clients[session]
         assert client.suspect or client.said_bye, f"session {session} was given up without cause"
         client.over = True
-        for held in self.model.claims_of(session):
-            held.limbo = True
-        self.model.give_back(lambda held: held.limbo and held.name[0] == session)
+        lost = list(self.model.claims_of(session))
+        self.model.give_back(lambda held: any(held is one for one in lost))
 
     def effect(self, name: Name, command: Command, result: Any) -> None:
         model = self.model
@@ -233,9 +232,8 @@ class LedgerDriver(RuleBasedStateMachine):
                 merge_tags(model.named(model.partitions[command.partition], command.samples), command.tags)
             case Bye():
                 self.clients[session].said_bye = True
-                for held in model.claims_of(session):
-                    held.limbo = True
-                model.give_back(lambda held: held.limbo and held.name[0] == session)
+                lost = list(model.claims_of(session))
+                model.give_back(lambda held: any(held is one for one in lost))
                 self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
                 for key in [key for key in model.reserved if key[0] == session]:
                     del model.reserved[key]
@@ -319,9 +317,10 @@ class LedgerDriver(RuleBasedStateMachine):
                 held.limbo = True
 
     def proven_gone(self, unit: Unit, client: Client) -> None:
+        """The session is over; what it may lose goes back now, what it holds in this unit is free."""
         client.suspect = True
-        for held in self.model.claims_of(client.id):
-            held.limbo = True
+        lost = list(self.model.claims_of(client.id))
+        self.model.give_back(lambda held: any(held is one for one in lost))
         for name in [name for name in self.model.reserved if name[0] == client.id]:
             self.model.reserved[name] = [held for held in self.model.reserved[name] if held[0] != unit.id]
         for name in [name for name in self.model.pins if name[0] == client.id]:

@@ -124,7 +124,9 @@ class LedgerMachine(LedgerDriver):
     @precondition(speaking)
     @rule(data=st.data())
     def attach(self, data: st.DataObject) -> None:
-        client = self.draw_client(data)
+        self.attach_all(self.draw_client(data))
+
+    def attach_all(self, client: Client) -> None:
         for unit in self.units.values():
             if unit.host == client.host and client.id not in unit.fenced:
                 client.attached.add(unit.id)
@@ -356,6 +358,53 @@ class LedgerMachine(LedgerDriver):
             lease_s=lease,
         )
         self.call(self.draw_client(data), command)
+
+    @precondition(living)
+    @rule(
+        data=st.data(),
+        task=st.sampled_from(TASKS),
+        name=st.sampled_from(["c", "extra", "b"]),
+        size=st.integers(1, 3),
+        lease=st.sampled_from([None, 6.0]),
+    )
+    def wait_for_write_back(self, data: st.DataObject, task: str, name: str, size: int, lease: float | None) -> None:
+        """One task waits for what another is about to write."""
+        claim = Claim(partition="p", task=task, fields=(name,), batch_size=size, timeout_s=5.05, lease_s=lease)
+        self.call(self.draw_client(data), claim)
+        if self.living():
+            self.write(data, self.draw_samples(data, "handles"), [name], Mode.UPDATE, OnFull.REJECT)
+
+    @precondition(living)
+    @rule(data=st.data(), task=st.sampled_from(TASKS), size=st.integers(1, 9))
+    def drain(self, data: st.DataObject, task: str, size: int) -> None:
+        """Nothing more comes: a task takes what is left, and the partition is consumed."""
+        client = self.draw_client(data)
+        self.call(client, Seal(partition="p"))
+        self.call(client, Claim(partition="p", task=task, fields=(), batch_size=size, timeout_s=5.05))
+        if task in self.model.partitions["p"].tasks:
+            self.call(client, CheckConsumption(partition="p", tasks=(task,)))
+        if not self.rarely(data, 3):
+            self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
+
+    @precondition(living)
+    @rule(data=st.data(), bye=st.booleans(), seconds=st.sampled_from([1.1, 23.9]))
+    def strand(self, data: st.DataObject, bye: bool, seconds: float) -> None:
+        """A client goes while it may write, reads and has claimed."""
+        client = self.open_session(data.draw(st.sampled_from(HOSTS)))
+        if data.draw(st.booleans()):
+            self.attach_all(client)
+        sample = data.draw(st.sampled_from([s for p in self.model.partitions.values() for s in p.samples.values()]))
+        handle = by_handles([(sample.row, sample.birth)])
+        self.call(client, Locate(partition="p", samples=handle, fields=tuple(sample.cells)))
+        sizes = (ColumnSizes(name="a", sizes=int64s([70])),)
+        self.call(client, Allocate(partition="p", columns=sizes, update=True, timeout_s=3.05))
+        self.call(client, Claim(partition="p", task="score", fields=(), batch_size=1, blocking=False))
+        self.call(client, Clear(partition="p", samples=handle))
+        if bye:
+            self.call(client, Bye())
+        else:
+            client.alive = False
+            self.pass_time(seconds)
 
     def holdings(self, *, leased: bool) -> list[tuple[Name, str, Sample]]:
         """Claimed samples whose session still speaks."""

@@ -271,7 +271,7 @@ class Recorder:
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
         handles = list(zip(result.rows.tolist(), result.births.tolist(), strict=True))
-        assert len(handles) == len(command.samples)
+        self.check_handles(command.samples, result)
         for i, (row, birth) in enumerate(handles):
             if command.samples.ids is not None:
                 key = (command.partition, command.samples.ids[i])
@@ -296,7 +296,14 @@ class Recorder:
                 k = column.index[i]
                 self.cells[command.partition, birth][column.name] = Cell(column.values[k], *at[k])
 
+    def check_handles(self, asked: Samples, result: Committed | Located) -> None:
+        """The samples answered for are those asked for, not others that took their place."""
+        assert len(result.births) == len(asked)
+        if asked.births is not None:
+            assert result.births.tolist() == asked.births.tolist(), "a stale handle named another sample"
+
     def locate(self, name: Name, command: Locate, result: Located) -> None:
+        self.check_handles(command.samples, result)
         located: dict[str, list[Cell]] = {}
         for found in result.fields:
             cells = []

@@ -93,6 +93,10 @@ def break_stream(world: World, schedule: Schedule) -> None:
         world.silent(client.session)
 
 
+def break_link(world: World, schedule: Schedule) -> None:
+    world.break_link(world.units[schedule.pick(len(world.units))])
+
+
 def wait(seconds: float) -> Callable[[World, Schedule], None]:
     def act(world: World, schedule: Schedule) -> None:
         world.advance(seconds)
@@ -112,7 +116,8 @@ ACTIONS: list[tuple[int, Callable[[World, Schedule], None]]] = [
     (242, pause),
     (243, kill),
     (252, withdraw),
-    (256, break_stream),
+    (255, break_stream),
+    (256, break_link),
 ]
 """Each byte below the bound (and not below one before) means the action."""
 

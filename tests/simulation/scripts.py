@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from dataplane.errors import NotThereError, RefusedError, StaleCallError, WaitTimeoutError
+from dataplane.errors import NotThereError, RefusedError, StaleCallError, StorageUnitError, WaitTimeoutError
 from dataplane.ledger.commands import (
     Abort,
     Ack,
@@ -63,7 +63,7 @@ def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
                 client.world.record.counts["withdrawn"] += 1
             except StaleCallError:
                 raise
-            except (NotThereError, RefusedError, WaitTimeoutError) as refused:
+            except (NotThereError, RefusedError, StorageUnitError, WaitTimeoutError) as refused:
                 client.world.record.counts[type(refused).__name__] += 1
 
     return script

@@ -29,6 +29,7 @@ from dataplane.ledger.commands import (
     SessionSilent,
     Tick,
     UnitAdded,
+    UnitLost,
 )
 from tests.simulation.record import Name, Recorder
 
@@ -55,10 +56,25 @@ class Unit:
     world: World
     host: str
     capacity: int
+    backed: int
+    index: int
     id: int = 0
     fenced: set[int] = field(default_factory=set)
     attached: dict[int, Client] = field(default_factory=dict)
     stopped: set[Name] = field(default_factory=set)
+
+    def offer(self) -> AddUnit:
+        """How it presents itself, at first and whenever its link to the controller was lost."""
+        return AddUnit(
+            name=f"unit{self.index}",
+            host=self.host,
+            epoch=1,
+            cookie=f"cookie{self.index}",
+            capacity_bytes=self.capacity,
+            backed_bytes=self.backed,
+            endpoints=(f"ipc://unit{self.index}",),
+            arena_path=f"/nowhere/unit{self.index}",
+        )
 
     def order(self, order: Output) -> None:
         """What the controller tells this unit."""
@@ -66,7 +82,8 @@ class Unit:
             case FenceSession(session=session):
                 self.world.report(self, self.fence(session))
             case GrowArena(backed_bytes=wanted):
-                self.world.report(self, Grown(unit=self.id, backed_bytes=min(wanted, self.capacity)))
+                self.backed = max(self.backed, min(wanted, self.capacity))
+                self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed))
             case _:
                 raise AssertionError(order)
 
@@ -125,26 +142,21 @@ class World:
     # --- making it -------------------------------------------------------------------------------------------
 
     def add_unit(self, host: str, capacity: int, backed: int) -> Unit:
-        unit = Unit(self, host, capacity)
-        index = len(self.units)
-        added = self.record.apply(
-            AddUnit(
-                name=f"unit{index}",
-                host=host,
-                epoch=1,
-                cookie=f"cookie{index}",
-                capacity_bytes=capacity,
-                backed_bytes=backed,
-                endpoints=(f"ipc://unit{index}",),
-                arena_path=f"/nowhere/unit{index}",
-            )
-        )
+        unit = Unit(self, host, capacity, backed, len(self.units))
+        added = self.record.apply(unit.offer())
         (answer,) = [output for output in added if isinstance(output, UnitAdded)]
         assert answer.error is None, answer.error
         unit.id = answer.unit
         self.units.append(unit)
         self.route([output for output in added if output is not answer])
         return unit
+
+    def break_link(self, unit: Unit) -> None:
+        """What the unit and the controller were telling each other is lost; then the unit comes back."""
+        links = (("report", unit.id), ("order", unit.id))
+        self.messages = [message for message in self.messages if message.link not in links]
+        self.report(unit, UnitLost(unit=unit.id))
+        self.send("AddUnit", lambda: self.apply(unit.offer()), lossy=False, link=links[0])
 
     def unit(self, number: int) -> Unit:
         return next(unit for unit in self.units if unit.id == number)
@@ -197,6 +209,8 @@ class World:
                     unit = self.unit(number)
                     link = ("order", number)
                     self.send("order", partial(unit.order, output), lossy=False, link=link)
+                case UnitAdded(error=error):
+                    assert error is None, error
                 case _:
                     raise AssertionError(output)
 
