@@ -23,7 +23,6 @@ from dataplane.ledger.commands import (
     ColumnSizes,
     Command,
     Commit,
-    CommitColumn,
     Extend,
     Heartbeat,
     List,
@@ -35,59 +34,24 @@ from dataplane.ledger.commands import (
     Predicate,
     Register,
     Release,
-    Samples,
     Seal,
-    SessionAttached,
     SessionSilent,
     SetTags,
     Stats,
     StatsReport,
-    TagColumn,
     Tick,
     Unclaim,
     UnitAdded,
 )
-from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
-from tests.ledger_machine import HOSTS, Client, LedgerDriver, Unit
-from tests.ledger_model import Name, Sample, sizes_of
-from tests.ledger_values import BYTES, WORDS, by_handles, by_ids, canonical, int64s
+from dataplane.types import GRANULE_BYTES, FieldSpec
+from tests.ledger_machine import HOSTS, Unit
+from tests.ledger_model import Name, Sample
+from tests.ledger_values import by_handles, by_ids, canonical, int64s
+from tests.ledger_writer import IDS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
-IDS = [f"s{i}" for i in range(7)]
-PAIRS = FieldSpec(FieldKind.DENSE, "int32", (2,))
-SPECS = {"a": BYTES, "b": WORDS, "c": PAIRS, "extra": BYTES}
-TASKS = ("score", "train")
 
-
-class LedgerMachine(LedgerDriver):
-    # --- what is there to choose from ------------------------------------------------------------------------
-
-    def draw_client(self, data: st.DataObject) -> Client:
-        return data.draw(st.sampled_from([c for c in self.clients.values() if c.speaks]), label="client")
-
-    def rarely(self, data: st.DataObject, one_in: int) -> bool:
-        return data.draw(st.sampled_from([False] * (one_in - 1) + [True]))
-
-    def draw_samples(self, data: st.DataObject, how: str | None = None) -> Samples:
-        """Live ids, any ids, or handles, sometimes a stale one; none twice."""
-        live = [s for p in self.model.partitions.values() for s in p.samples.values()]
-        how = how or data.draw(st.sampled_from(["live", "handles", "any"]))
-        if not live or how == "any":
-            return by_ids(data.draw(st.lists(st.sampled_from(IDS), min_size=1, max_size=5, unique=True)))
-        chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique_by=lambda s: s.birth))
-        if how == "live":
-            return by_ids([s.id for s in chosen])
-        pairs = [(s.row, s.birth) for s in chosen]
-        if self.rarely(data, 12):
-            pairs = [*pairs[1:], (pairs[0][0], pairs[0][1] + data.draw(st.sampled_from([-1, 1])))]
-        return by_handles(pairs)
-
-    def speaking(self) -> bool:
-        return any(client.speaks for client in self.clients.values())
-
-    def living(self) -> bool:
-        return self.speaking() and any(p.samples for p in self.model.partitions.values())
-
+class LedgerMachine(LedgerWriter):
     # --- rules: sessions, units, time ------------------------------------------------------------------------
 
     @initialize(
@@ -121,18 +85,12 @@ class LedgerMachine(LedgerDriver):
         if sum(client.speaks for client in self.clients.values()) < 4:
             self.open_session(host)
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def attach(self, data: st.DataObject) -> None:
         self.attach_all(self.draw_client(data))
 
-    def attach_all(self, client: Client) -> None:
-        for unit in self.units.values():
-            if unit.host == client.host and client.id not in unit.fenced:
-                client.attached.add(unit.id)
-                self.feed(SessionAttached(unit=unit.id, session=client.id))
-
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data(), how=st.sampled_from(["bye", "kill", "kill", "silent", "vanish"]))
     def leave(self, data: st.DataObject, how: str) -> None:
         client = self.draw_client(data)
@@ -155,7 +113,7 @@ class LedgerMachine(LedgerDriver):
     def tick(self, seconds: float) -> None:
         self.pass_time(seconds)
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def receive(self, data: st.DataObject) -> None:
         """The client takes note of all its answers: its watermark moves."""
@@ -165,7 +123,7 @@ class LedgerMachine(LedgerDriver):
 
     # --- rules: partitions -----------------------------------------------------------------------------------
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(
         data=st.data(),
         names=st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
@@ -190,7 +148,7 @@ class LedgerMachine(LedgerDriver):
 
     # --- rules: bytes ----------------------------------------------------------------------------------------
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def put(self, data: st.DataObject) -> None:
         """Whole rows, at once."""
@@ -198,7 +156,7 @@ class LedgerMachine(LedgerDriver):
         if self.living() and data.draw(st.booleans()):
             self.write(data, self.draw_samples(data, "handles"), ["c"], Mode.UPDATE, OnFull.REJECT)
 
-    @precondition(living)
+    @precondition(LedgerWriter.living)
     @rule(data=st.data())
     def write_back(self, data: st.DataObject) -> None:
         """New versions of old cells, or cells of another field."""
@@ -206,7 +164,7 @@ class LedgerMachine(LedgerDriver):
         samples = self.draw_samples(data, data.draw(st.sampled_from(["live", "handles"])))
         self.write(data, samples, names, Mode.UPDATE, data.draw(st.sampled_from(list(OnFull))))
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def put_somehow(self, data: st.DataObject) -> None:
         """Anything, committed wrongly, later or never."""
@@ -215,68 +173,11 @@ class LedgerMachine(LedgerDriver):
         fate = data.draw(st.sampled_from(["commit", "abort", "later", "later", "double", "short"]))
         self.write(data, self.draw_samples(data), names, mode, data.draw(st.sampled_from(list(OnFull))), fate)
 
-    def write(
-        self, data: st.DataObject, samples: Samples, names: list[str], mode: Mode, on_full: OnFull, fate: str = "commit"
-    ) -> None:
-        client = self.draw_client(data)
-        columns = tuple(self.draw_column(data, name, len(samples), wrong=fate != "commit") for name in names)
-        allocate = Allocate(
-            partition="p",
-            columns=tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c))) for c in columns),
-            update=mode is Mode.UPDATE,
-            on_full=on_full,
-            timeout_s=3.05,
-            unit_wish=data.draw(st.sampled_from([None, *self.units])),
-        )
-        answer = self.call(client, allocate)
-        if fate == "double" and samples.ids is not None:
-            samples = by_ids((*samples.ids, samples.ids[0]))
-        if fate == "short":
-            columns = (with_longer(columns[0]), *columns[1:])
-        tags = self.draw_tags(data, len(samples))
-        number = client.next - 1
-        commit = Commit(partition="p", samples=samples, mode=mode, reservation=number, columns=columns, tags=tags)
-        self.plans[client.id, number] = commit
-        if (client.id, number) not in self.model.reserved or fate == "later":
-            return
-        assert answer is not None
-        self.call(client, Abort(reservation=number) if fate == "abort" else commit)
-
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
     @rule(data=st.data())
     def commit_late(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([name for name in self.model.reserved if self.clients[name[0]].speaks]))
         self.call(self.clients[name[0]], self.plans[name])
-
-    def draw_column(self, data: st.DataObject, name: str, count: int, *, wrong: bool) -> CommitColumn:
-        spec = WORDS if wrong and self.rarely(data, 6) else SPECS[name]
-        shared = self.rarely(data, 4)
-        values = data.draw(st.integers(1, 2)) if shared else count
-        index = [i % values for i in range(count)] if shared else None
-        if index is not None:
-            values = max(index) + 1
-        if spec.kind is FieldKind.DENSE:
-            lengths = [1] * values
-        else:
-            most = 200 // spec.unit_bytes
-            length = st.one_of(st.just(1), st.integers(0, most))
-            lengths = data.draw(st.lists(length, min_size=values, max_size=values))
-        index_array = None if index is None else int64s(index)
-        return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array)
-
-    def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
-        names = data.draw(st.lists(st.sampled_from(["group", "score"]), max_size=2, unique=True))
-        columns = []
-        for name in names:
-            places = data.draw(st.sampled_from([None, [0], [count - 1]]))
-            size = count if places is None else 1
-            scalar = st.one_of(st.integers(0, 2), st.sampled_from([None, True, "x", 0.5, 1 << 70]))
-            if name == "group":
-                scalar = st.integers(0, 1)
-            values = data.draw(st.lists(scalar, min_size=size, max_size=size))
-            positions = None if places is None else int64s(places)
-            columns.append(TagColumn(name=name, values=tuple(values), positions=positions))
-        return tuple(columns)
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
     @rule(data=st.data())
@@ -284,7 +185,7 @@ class LedgerMachine(LedgerDriver):
         name = data.draw(st.sampled_from([name for name in self.model.reserved if self.clients[name[0]].speaks]))
         self.withdraw(name, Abort(reservation=name[1]))
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def tags_only(self, data: st.DataObject) -> None:
         client, samples = self.draw_client(data), self.draw_samples(data)
@@ -294,7 +195,7 @@ class LedgerMachine(LedgerDriver):
         else:
             self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags))
 
-    @precondition(living)
+    @precondition(LedgerWriter.living)
     @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
     def locate(self, data: st.DataObject, names: list[str]) -> None:
         samples = self.draw_samples(data)
@@ -310,14 +211,14 @@ class LedgerMachine(LedgerDriver):
         name = data.draw(st.sampled_from([name for name in self.model.pins if self.clients[name[0]].speaks]))
         self.call(self.clients[name[0]], Release(located=name[1]))
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
         self.call(self.draw_client(data), Clear(partition="p", samples=self.draw_samples(data)))
 
     # --- rules: claims ---------------------------------------------------------------------------------------
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(
         data=st.data(),
         task=st.sampled_from([*TASKS, *TASKS, "other"]),
@@ -359,7 +260,7 @@ class LedgerMachine(LedgerDriver):
         )
         self.call(self.draw_client(data), command)
 
-    @precondition(living)
+    @precondition(LedgerWriter.living)
     @rule(
         data=st.data(),
         task=st.sampled_from(TASKS),
@@ -374,7 +275,7 @@ class LedgerMachine(LedgerDriver):
         if self.living():
             self.write(data, self.draw_samples(data, "handles"), [name], Mode.UPDATE, OnFull.REJECT)
 
-    @precondition(living)
+    @precondition(LedgerWriter.living)
     @rule(data=st.data(), task=st.sampled_from(TASKS), size=st.integers(1, 9))
     def drain(self, data: st.DataObject, task: str, size: int) -> None:
         """Nothing more comes: a task takes what is left, and the partition is consumed."""
@@ -386,7 +287,7 @@ class LedgerMachine(LedgerDriver):
         if not self.rarely(data, 3):
             self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
 
-    @precondition(living)
+    @precondition(LedgerWriter.living)
     @rule(data=st.data(), bye=st.booleans(), seconds=st.sampled_from([1.1, 23.9]))
     def strand(self, data: st.DataObject, bye: bool, seconds: float) -> None:
         """A client goes while it may write, reads and has claimed."""
@@ -448,7 +349,7 @@ class LedgerMachine(LedgerDriver):
         self.withdraw(name, Unclaim(claimed=name[1]) if claim else Abort(reservation=name[1]))
         assert name not in self.parked or self.clients[name[0]].suspect
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def unclaim_answered(self, data: st.DataObject) -> None:
         client = self.draw_client(data)
@@ -456,7 +357,7 @@ class LedgerMachine(LedgerDriver):
         if mine:
             self.call(client, Unclaim(claimed=data.draw(st.sampled_from(sorted(mine)))[1]))
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data(), kind=st.sampled_from(["allocate", "locate", "claim"]))
     def withdraw_ahead(self, data: st.DataObject, kind: str) -> None:
         """The withdrawal overtakes its call: the call never takes effect."""
@@ -474,7 +375,7 @@ class LedgerMachine(LedgerDriver):
             answer = self.call(client, calls[kind][0], number=number)
             assert answer is not None
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
         """A number again: the same answer, or if the watermark has passed it a refusal; nothing changes."""
@@ -509,7 +410,7 @@ class LedgerMachine(LedgerDriver):
 
     # --- rules: looking --------------------------------------------------------------------------------------
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data(), task=st.sampled_from(TASKS))
     def look(self, data: st.DataObject, task: str) -> None:
         client = self.draw_client(data)
@@ -518,7 +419,7 @@ class LedgerMachine(LedgerDriver):
         if partition is not None and task in partition.tasks:
             self.call(client, CheckConsumption(partition="p", tasks=(task,)))
 
-    @precondition(speaking)
+    @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def stats(self, data: st.DataObject) -> None:
         answer = self.call(self.draw_client(data), Stats())
@@ -536,13 +437,6 @@ class LedgerMachine(LedgerDriver):
             for name, count in report.produced.items():
                 assert count == sum(name in s.cells for s in partition.samples.values())
             assert report.waiting_claims == sum(isinstance(self.model.commands[n], Claim) for n in self.parked)
-
-
-def with_longer(column: CommitColumn) -> CommitColumn:
-    """The column claiming one unit more for its first value than was allocated."""
-    lengths = column.lengths.copy()
-    lengths[0] += 1
-    return CommitColumn(name=column.name, spec=column.spec, lengths=lengths, index=column.index)
 
 
 TestLedger = LedgerMachine.TestCase
