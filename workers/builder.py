@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.engine import actor_class, merged, plain_class
+from workers.placement import RANK_VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class RayWorkerBuilder:
             """Start the worker on the bundle; returns at once, before its constructor has run.
 
             Options, lowest first: the class's `_default_options`, `extra_options`, what `configure_worker` asks for
-            (a warning says what it overrides), the bundle.
+            (a warning says what it overrides), the bundle and the rank variables.
             """
             actor = actor_class(self.ray_actor_class_fqn)
             cls = plain_class(actor)
             options = merged(getattr(cls, "_default_options", None) or {}, {"num_gpus": num_gpus, **extra_options})
             required, init_kwargs = _configured(cls, num_gpus, bundle_indices, num_gpus_per_node)
             _warn_of_overrides(cls.__name__, options, required)
-            options = merged(options, required)
+            ranked = {name: value for name, value in _variables(options).items() if name in RANK_VARIABLES}
+            options = merged(merged(options, required), {"runtime_env": {"env_vars": ranked}})
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=placement_group, placement_group_bundle_index=placement_group_bundle_index
             )
@@ -121,6 +123,10 @@ def _configured(
     runtime = dict(more[0]) if more and more[0] else {}
     required = merged(dict(resources or {}), {"runtime_env": {**runtime, "env_vars": dict(env_vars or {})}})
     return required, dict(init_kwargs or {})
+
+
+def _variables(options: Mapping[str, Any]) -> dict[str, str]:
+    return dict((options.get("runtime_env") or {}).get("env_vars") or {})
 
 
 def _warn_of_overrides(name: str, options: Mapping[str, Any], required: Mapping[str, Any]) -> None:

@@ -110,11 +110,14 @@ class RayVirtualCluster:
             shapes = [[one for shape in shapes for one in shape]]
         kind = (strategy or self.placement_group_strategy) if use_unified_pg else "STRICT_PACK"
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
-        groups = [
-            placement_group(shape, strategy=kind, name=f"{unique}-{number}") for number, shape in enumerate(shapes)
-        ]
-        self._placement_groups, self._unified = groups, use_unified_pg
-        self._await_ready(bundle)
+        self._placement_groups, self._unified = [], use_unified_pg
+        try:
+            for number, shape in enumerate(shapes):
+                self._placement_groups.append(placement_group(shape, strategy=kind, name=f"{unique}-{number}"))
+            self._await_ready(bundle)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _await_ready(self, bundle: dict[str, float]) -> None:
         """Wait for every placement group, in growing steps so that a slow cluster is asked less and less often."""
@@ -124,7 +127,6 @@ class RayVirtualCluster:
             step_s = min(step_s * 2, 30.0, self.ready_timeout_s - waited_s)
             if step_s <= 0:
                 asked, has, free = self.world_size(), ray.cluster_resources(), ray.available_resources()
-                self.shutdown()
                 raise ResourcesNotReadyError(
                     f"asked for {asked} bundles of {bundle} on {self.node_count()} nodes ({self._bundle_counts}); not "
                     f"reserved within {self.ready_timeout_s:.0f} s. The Ray cluster has {_brief(has)}, of which free "

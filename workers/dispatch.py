@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workers.ranks import is_axis_zero
 from workers.sharding import NamedSharding
-
-SKIPPED = None
 
 
 @dataclass(frozen=True)
@@ -94,15 +92,6 @@ def shards_of(shards: Any, places: Sequence[int]) -> Any:
     for place in places:
         shards = shards[place]
     return shards
-
-
-def leaves(shards: Any, depth: int) -> Iterator[Any]:
-    """What nested lists of `depth` levels hold."""
-    if depth == 0:
-        yield shards
-        return
-    for shard in shards:
-        yield from leaves(shard, depth - 1)
 
 
 def check_counts(workers: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

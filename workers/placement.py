@@ -6,6 +6,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "AVAILABLE_ADDR_LIST",
+    "AVAILABLE_PORT_LIST",
+)
+"""What `rank_environment` sets. Nobody else's settings override these."""
 TiedBundles = tuple[int, list[int]]
 """(node, bundles on it) of one tied group: workers that process the same data."""
 
@@ -84,13 +95,13 @@ def rank_environment(
     place: WorkerPlace, endpoints: Sequence[tuple[str, int]], master: tuple[str, int]
 ) -> dict[str, str]:
     """What torch.distributed and worker classes read. endpoints: a free (address, port) per rank."""
-    return {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(len(endpoints)),
-        "NODE_RANK": str(place.node),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "AVAILABLE_ADDR_LIST": json.dumps([address for address, _ in endpoints]),
-        "AVAILABLE_PORT_LIST": json.dumps([port for _, port in endpoints]),
-    }
+    values = (
+        place.rank,
+        place.local_rank,
+        len(endpoints),
+        place.node,
+        *master,
+        json.dumps([address for address, _ in endpoints]),
+        json.dumps([port for _, port in endpoints]),
+    )
+    return {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}

@@ -54,7 +54,11 @@ class Configured(Echo):
     def configure_worker(
         num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        return {"num_cpus": 0}, {"CONFIGURED": str(bundle_indices), "SHARED": "class"}, {"greeting": "configured"}
+        return (
+            {"num_cpus": 0},
+            {"CONFIGURED": str(bundle_indices), "SHARED": "class", "RANK": "77"},
+            {"greeting": "configured"},
+        )
 
     def greet(self) -> str:
         return self.greeting

@@ -38,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
         prompts=64,
         group_size=8,
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=8),
-        warm_start=WarmStart(accuracy=0.5, batch_size=64, max_rounds=60),
+        warm_start=WarmStart(accuracy=0.5, batch_size=64, updates_per_round=4),
     )
 
 

@@ -189,6 +189,7 @@ def test_tied_groups_and_configured_workers(ray_cluster: None) -> None:
         seen = ray.get(group.run_all_workers_single_data("environment", "CONFIGURED", "SHARED"))
         assert [env["CONFIGURED"] for env in seen] == ["(0, [2, 0])", "None", "(0, [1])"]
         assert {env["SHARED"] for env in seen} == {"class"}
+        assert ray.get(group.run_all_workers_single_data("rank")) == [0, 1, 2]
         futures = group.run_all_workers_single_data("greet")
         assert ray.get(futures) == ["configured"] * 3
         with pytest.raises(ValueError, match="without sharding_annotations"):
@@ -262,6 +263,14 @@ def test_resources_that_never_come_are_an_error_that_counts_them(ray_cluster: No
     cluster.ready_timeout_s = 0.2
     with pytest.raises(ResourcesNotReadyError, match=r"asked for 100 bundles .* The Ray cluster has 16 CPU"):
         cluster.get_placement_groups()
+    assert alive_placement_groups() == before
+
+
+def test_a_strategy_ray_does_not_know_leaves_nothing(ray_cluster: None) -> None:
+    before = alive_placement_groups()
+    cluster = RayVirtualCluster([1], use_gpus=False, placement_group_strategy="TIGHT")
+    with pytest.raises(ValueError, match="TIGHT"):
+        cluster._init_placement_groups(use_unified_pg=True)
     assert alive_placement_groups() == before
 
 

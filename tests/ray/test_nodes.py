@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_two_nodes() -> None:

@@ -1,0 +1,85 @@
+"""Which workers a call reaches, and with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workers import dispatch
+from workers.sharding import NamedSharding
+
+AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
+SHARDING = NamedSharding(np.arange(8).reshape(2, 2, 2), AXES)
+
+
+def reached(
+    sharded: list[str], replicated: list[str], dummies: bool = False
+) -> list[tuple[int, tuple[int, ...], bool]]:
+    targets = dispatch.shard_targets(SHARDING, sharded, replicated, dummies=dummies)
+    return [(target.worker, target.shard, target.dummy) for target in targets]
+
+
+def test_sharded_replicated_and_free_axes() -> None:
+    assert reached(["data_parallel"], ["tensor_parallel"]) == [
+        (0, (0,), False),
+        (1, (0,), False),
+        (4, (1,), False),
+        (5, (1,), False),
+    ]
+    assert [worker for worker, _, dummy in reached(["data_parallel"], [], dummies=True) if dummy] == [1, 2, 3, 5, 6, 7]
+    assert [worker for worker, _, _ in reached([], AXES)] == list(range(8))
+    assert reached([], []) == [(0, (), False)]
+
+
+def test_several_sharded_axes_keep_their_order() -> None:
+    assert [shard for _, shard, _ in reached(["tensor_parallel", "data_parallel"], [])] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+    ]
+    assert dispatch.shards_of([["a", "b"], ["c", "d"]], (1, 0)) == "c"
+
+
+def test_results_come_from_place_zero_of_replicated_outputs() -> None:
+    targets = dispatch.shard_targets(SHARDING, ["data_parallel"], ["tensor_parallel"], dummies=True)
+    assert dispatch.result_workers(SHARDING, targets, ["tensor_parallel"]) == [0, 4]
+    assert dispatch.result_workers(SHARDING, targets, []) == [0, 1, 4, 5]
+
+
+def test_workers_at_zero() -> None:
+    assert dispatch.workers_at_zero(SHARDING, ["context_parallel", "tensor_parallel"]) == [0, 4]
+    assert dispatch.workers_at_zero(SHARDING, []) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([1], "'data_parallel' has 2 places, got 1"),
+        ([[1], [1, 2]], "'tensor_parallel' has 2 places, got 1"),
+        ([1, 2], "'tensor_parallel' needs a list of 2, got int"),
+        ("ab", "'data_parallel' needs a list of 2, got str"),
+    ],
+)
+def test_shards_fit_their_axes(shards: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"argument x: axis {message}"):
+        dispatch.check_shards("x", shards, SHARDING, ["data_parallel", "tensor_parallel"])
+
+
+def test_axes_have_one_role_and_are_named_once() -> None:
+    with pytest.raises(ValueError, match="it has one role"):
+        reached(["data_parallel"], ["data_parallel"])
+    with pytest.raises(ValueError, match="named twice"):
+        reached(["data_parallel", "data_parallel"], [])
+    with pytest.raises(ValueError, match="in_sharded_axes: unknown axis 'experts'"):
+        reached(["experts"], [])
+
+
+def test_one_value_per_worker() -> None:
+    dispatch.check_counts(2, [[1, 2]], {"a": (1, 2)})
+    with pytest.raises(ValueError, match="argument 0: 2 workers run, so it needs a list of 2; got 3"):
+        dispatch.check_counts(2, [[1, 2, 3]], {})
+    with pytest.raises(ValueError, match=r"argument a: .*; got int"):
+        dispatch.check_counts(2, [], {"a": 1})
