@@ -138,6 +138,7 @@ def test_a_withdrawn_reply_is_not_called(serve: Serve) -> None:
     replies: list[Reply] = [gone.outputs.put, stays.outputs.put]
     for reply in replies:
         shell.submit(call(1), reply)
+    ledger.wait_for(c.Call, 2)
     shell.withdraw(call(1), replies[0])
     ledger.answer = lambda item: c.Done()
     shell.submit(call(1))

@@ -26,7 +26,8 @@ def generator() -> str | None:
 
 
 def test_sources_and_outcome_belong_together() -> None:
-    listed = dict(reversed(line.split(maxsplit=1)) for line in SUMS.read_text(encoding="ascii").splitlines())
+    lines = [line.split(maxsplit=1) for line in SUMS.read_text(encoding="ascii").splitlines()]
+    listed = {name: digest for digest, name in lines}
     found = [f"proto/{name}" for name in SOURCES] + [f"dataplane/pb/{name}" for name in GENERATED]
     assert sorted(listed) == sorted(found), "run `make proto`"
     changed = [name for name in found if hashlib.sha256((ROOT / name).read_bytes()).hexdigest() != listed[name]]
