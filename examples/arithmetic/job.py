@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -29,26 +30,26 @@ ROLLOUT_FIELDS = [*TEXT_FIELDS, "generation_logprobs"]
 
 
 def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> None:
-    """Supervised rounds until the policy is sometimes right (see `WarmStart`)."""
+    """Supervised rounds until the policy is sometimes right (see `WarmStart`). The texts are put once, and read anew in
+    another order for every pass."""
     plan, rng = config.warm_start, random.Random(config.seed)
-    actors.client.register_partition(TEXTS, ["input_ids", "token_mask"], len(task.train), [])
+    actors.client.register_partition(TEXTS, TEXT_FIELDS, len(task.train), [])
     texts: KVBatchMeta = ray.get(actors.rollout.put_texts.remote(task.train, partition_id=TEXTS))
-    batch_size = min(plan.batch_size, len(task.train) // config.data_parallel * config.data_parallel)
-    updates = min(plan.updates_per_round, len(task.train) // batch_size)
+    texts = texts.with_fields(TEXT_FIELDS)
+    batch_size = min(plan.batch_size, texts.size // config.data_parallel * config.data_parallel)
+    updates = min(plan.updates_per_round, texts.size // batch_size)  # in one pass
     probes = task.train[: config.monitored]
     for number in range(1, plan.max_rounds + 1):
-        rows = rng.sample(range(len(task.train)), updates * batch_size)
-        report = actors.policy.train_from_meta(
-            texts.subset(rows).with_fields(TEXT_FIELDS), SupervisedLoss(), gbs=batch_size
-        )
+        for _ in range(math.ceil(plan.updates_per_round / updates)):
+            rows = rng.sample(range(texts.size), updates * batch_size)
+            report = actors.policy.train_from_meta(texts.subset(rows), SupervisedLoss(), gbs=batch_size)
         actors.sync_weights()
         accuracy = Accuracy.of(actors.right(probes))
         reporter.note(f"warm start, round {number}: loss {report['loss']:.3f}, right {accuracy}")
-        reporter.advance()
         if accuracy.mean >= plan.accuracy:
             break
     actors.client.clear_samples(None, TEXTS)
-    actors.plane_s()
+    actors.plane_s()  # begin to count
     ray.get(actors.workers.run_all_workers_single_data("begin_reinforcement"))
 
 
@@ -117,10 +118,12 @@ def run(config: JobConfig, task: Task, reporter: Reporter) -> Result:
     with start_actors(config, task) as actors:
         reporter.stage("warm start")
         warm_start(config, task, actors, reporter)
+        reporter.stage("held-out accuracy")
         before = actors.right(task.held_out)
         reporter.stage("reinforcement learning", total=config.steps)
         steps = []
         for step in range(1, config.steps + 1):
             steps.append(grpo_step(config, task, actors, step))
             reporter.step(steps[-1])
+        reporter.stage("held-out accuracy")
         return Result.of(before, actors.right(task.held_out), steps)
