@@ -6,7 +6,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format proto clean setup
+.PHONY: demo test soak lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -27,6 +27,9 @@ demo: setup ## GRPO of a small transformer, every tensor through the data plane
 
 test: setup ## the test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: setup ## the ledger's model test and simulator, twenty times longer, on fresh random examples
+	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 
 lint: setup ## ruff, mypy strict, import floors
 	@$(BIN)/ruff check .

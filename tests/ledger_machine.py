@@ -59,6 +59,7 @@ from tests.ledger_values import canonical
 
 HOSTS = ("host0", "host1")
 HEARTBEAT_S = 2.0
+RESERVE = 0.15
 
 
 @dataclass
@@ -109,6 +110,7 @@ class LedgerDriver(RuleBasedStateMachine):
         self.parked: dict[Name, float] = {}
         self.answers: dict[Name, Any] = {}
         self.withdrawn: set[Name] = set()
+        self.turns: dict[Name, int] = {}
         self.plans: dict[Name, Commit] = {}
         self.opened = 0
 
@@ -140,6 +142,8 @@ class LedgerDriver(RuleBasedStateMachine):
         if isinstance(answer.result, DataPlaneError):
             self.refused(name, command, answer.result, late)
         else:
+            if isinstance(command, Allocate):
+                self.check_turn(name, command)
             self.effect(name, command, answer.result)
 
     def refused(self, name: Name, command: Command, error: DataPlaneError, late: float | None) -> None:
@@ -238,6 +242,14 @@ class LedgerDriver(RuleBasedStateMachine):
                 for key in [key for key in model.reserved if key[0] == session]:
                     del model.reserved[key]
 
+    def check_turn(self, name: Name, command: Allocate) -> None:
+        """First come, first served, within new rows and within updates."""
+        for other in self.parked:
+            waiting = self.model.commands[other]
+            if isinstance(waiting, Allocate) and waiting.update == command.update:
+                mine = self.turns.get(name, self.turns[other] + 1)
+                assert mine < self.turns[other], f"{name} was served before {other}"
+
     def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
         """The placements are free by the model's books."""
         before = {unit: self.in_use(unit) for unit in self.units}
@@ -280,10 +292,23 @@ class LedgerDriver(RuleBasedStateMachine):
             assert not faults.must, (command, faults)
             waits = isinstance(command, Allocate)  # with REJECT too, while an arena grows
             assert waits or (isinstance(command, Claim) and command.blocking), command
+            self.turns[name] = len(self.turns)
             self.parked[name] = self.model.now + command.timeout_s  # type: ignore[attr-defined]
             return None
         self.judge(client, command, faults, answers[0])
+        if isinstance(command, Allocate) and not command.update and len(outputs) == 1:
+            self.check_reserve(answers[0])
         return answers[0]
+
+    def check_reserve(self, answer: Answer) -> None:
+        """New rows leave the reserve of each unit they went to for updates."""
+        if isinstance(answer.result, Allocated):
+            for number in {placement.unit for placement in answer.result.placements}:
+                used = sum(size for unit, _, size in self.ledger.held_ranges() if unit == number)
+                capacity = self.units[number].capacity
+                mine = self.model.reserved[answer.session, answer.number]
+                wanted = sum(size for unit, _, size in mine if unit == number)
+                assert not wanted or used <= capacity - int(capacity * RESERVE)
 
     def judge(self, client: Client, command: Command, faults: Any, answer: Answer) -> None:
         if isinstance(answer.result, DataPlaneError):
@@ -414,6 +439,17 @@ class LedgerDriver(RuleBasedStateMachine):
                 continue
             if not command.where and command.group_size is None and not self.model.may_be_lost(command):
                 assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
+
+    @invariant()
+    def the_next_deadline_is_early_enough(self) -> None:
+        due = [*self.parked.values()]
+        for partition in self.model.partitions.values():
+            for sample in partition.samples.values():
+                due += [held.until for held in sample.claims.values() if held.until is not None and not held.limbo]
+        if due:
+            deadline = self.ledger.next_deadline()
+            assert deadline is not None
+            assert deadline <= min(due)
 
     def teardown(self) -> None:
         """Everybody leaves, all is cleared: every byte must be free. Then the written-down inputs replay."""

@@ -6,13 +6,13 @@ import itertools
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dataplane.ledger import space as space_module
 from dataplane.ledger.space import FreeSpace, granules_up
 from dataplane.types import GRANULE_BYTES
+from tests.profiles import budget
 
 CAPACITY = 96
 
@@ -134,7 +134,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 TestSpace = SpaceMachine.TestCase
-TestSpace.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True, database=None)
+TestSpace.settings = budget(60, steps=50)
 
 
 def test_nothing_is_free_before_it_is_backed() -> None:
