@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from tests.gloo import RankDied, Ranks
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
 from workers.siblings import ReplicaGroupError, ReplicaLostError
 
-PROMPT_S = 20.0
-"""Far below the deadlines that scenarios give their collectives where nothing should wait for one."""
+NEVER_S = 3600.0
+"""The deadline of fetches whose errors must not wait for it: longer than `tests.gloo` waits for a scenario."""
 
 
 def sample_batch() -> dict[str, Any]:
@@ -127,7 +126,7 @@ def recover(rank: int, group: ReplicaGroup) -> None:
 
 
 def disagree(rank: int, what: str) -> str:
-    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S)
     last = group.size - 1
     part, policy = part_of(rank), "auto"
     if what == "policy":
@@ -138,11 +137,9 @@ def disagree(rank: int, what: str) -> str:
         part = Part(leads=lambda: False, digest=part.digest, read=part.read)
     elif what == "meta":
         part = part_of(rank, digest=bytes([rank == last] * 16))
-    begin = time.monotonic()
     try:
         group.fetch(part, policy, lambda batch: batch)
     except ReplicaGroupError as error:
-        assert time.monotonic() - begin < PROMPT_S
         recover(rank, group)
         return str(error)
     raise AssertionError("the ranks disagreed and nobody noticed")
@@ -164,7 +161,7 @@ def test_ranks_that_disagree_all_raise(gloo: Ranks, what: str, message: str) -> 
 
 
 def mixed_with_independent(rank: int) -> str:
-    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S)
     try:
         if rank == 0:
             group.agree(part_of(rank), "independent")
@@ -208,7 +205,7 @@ ERRORS: dict[str, Exception] = {
 
 
 def fail(rank: int, who: str, kind: str) -> Exception:
-    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S)
 
     def boom() -> Any:
         raise ERRORS[kind]
@@ -219,11 +216,9 @@ def fail(rank: int, who: str, kind: str) -> Exception:
         part = Part(leads=part.leads, digest=part.digest, read=boom)
     if who == "sibling early" and rank == culprit:
         part = Part(leads=boom, digest=part.digest, read=part.read)
-    begin = time.monotonic()
     try:
         group.fetch(part, "auto", lambda batch: boom() if who.endswith("finishes") and rank == culprit else batch)
     except Exception as error:
-        assert time.monotonic() - begin < PROMPT_S
         recover(rank, group)
         return error
     raise AssertionError("nobody raised")
@@ -255,14 +250,12 @@ def test_errors_of_others_keep_type_and_text(pair: Ranks, kind: str, expected: t
 
 
 def die(rank: int) -> Exception:
-    group = ReplicaGroup(dist.group.WORLD, timeout_s=60)
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S)
     if rank == 0:
         failpoints.arm("fetch.between_header_and_payload", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    begin = time.monotonic()
     try:
         group.fetch(part_of(rank), "auto", lambda batch: batch)
     except Exception as error:
-        assert time.monotonic() - begin < PROMPT_S
         return error
     raise AssertionError("nobody raised")
 

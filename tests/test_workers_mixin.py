@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,8 @@ from workers.ranks import is_replica_leader
 from workers.sharding import NamedSharding
 from workers.siblings import ReplicaGroupError, ReplicaLostError
 
-PROMPT_S = 20.0
+NEVER_S = 3600.0
+"""The deadline of fetches whose errors must not wait for it: longer than `tests.gloo` waits for a scenario."""
 LENGTHS = [5, 0, 40, 17, 3, 3, 8, 21]
 LAYOUTS = {
     "tp2": NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"]),
@@ -147,6 +147,7 @@ def worker_on(rank: int, layout: str, address: str) -> Worker:
         group = dist.new_group(siblings) if len(siblings) > 1 else None
         if rank in siblings:
             worker.group = group
+    worker.fetch_timeout_s = NEVER_S
     worker.setup_data_plane({"address": address})
     return worker
 
@@ -302,11 +303,9 @@ def fail(rank: int, layout: str, address: str, metas: dict[int, KVBatchMeta], ho
         kwargs["preprocess"] = lambda worker, batch: batch["no such column"]
     elif how == "too narrow":
         meta.extra_info[schema.GLOBAL_FORWARD_PAD_SEQLEN] = 7
-    begin = time.monotonic()
     try:
         worker._fetch(meta, **kwargs)
     except Exception as error:
-        assert time.monotonic() - begin < PROMPT_S
         if how in ("missing field", "forgot coords"):
             recovered = worker_on(rank, layout, address)
             recovered._fetch(metas[rank])
@@ -353,11 +352,9 @@ def leader_dies(rank: int, address: str, metas: dict[int, KVBatchMeta]) -> Excep
     worker = worker_on(rank, "tp2 cp2", address)
     if rank == 0:
         failpoints.arm("fetch.between_header_and_payload", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    begin = time.monotonic()
     try:
         worker._fetch(metas[rank])
     except Exception as error:
-        assert time.monotonic() - begin < PROMPT_S
         worker.close_data_plane()
         return error
     raise AssertionError("nobody raised")
