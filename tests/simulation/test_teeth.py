@@ -1,0 +1,89 @@
+"""The simulator finds what it is there to find: with a defect planted in the ledger, a unit or a client, it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from dataplane.ledger.extents import Extents
+from dataplane.ledger.ledger import Ledger
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.rows import Rows
+from dataplane.ledger.state import State
+from tests.profiles import budget
+from tests.simulation.lives import Plan, plans, schedules, simulate
+from tests.simulation.world import Unit
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def pins_hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Extents, "pin", lambda self, numbers: None)
+    patch.setattr(Extents, "unpin", lambda self, numbers: None)
+
+
+def the_end_of_a_session_frees_without_proof(patch: pytest.MonkeyPatch) -> None:
+    end = Liveness.end
+
+    def hasty(self: Liveness, session: Any, why: str) -> None:
+        for unit in self.state.units:
+            self._free_on(session, unit)
+        end(self, session, why)
+
+    patch.setattr(Liveness, "end", hasty)
+
+
+def a_held_lock_proves_death(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Liveness, "alive", lambda self, item: self.gone(item))
+
+
+def withdrawals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "_withdraw", lambda self, session, number, target, kind: None)
+
+
+def reservations_leak(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(State, "free_reservation", lambda self, session, number: session.reservations.pop(number))
+
+
+def births_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rows, "holds", lambda self, rows, births: self.births[rows] > 0)
+
+
+def units_serve_fenced_sessions(patch: pytest.MonkeyPatch) -> None:
+    def write(self: Unit, grant: tuple[int, int], offset: int, data: bytes) -> str:
+        self.world.record.write(self.id, offset, data, grant)
+        return "written"
+
+    patch.setattr(Unit, "write", write)
+
+
+def an_abort_overtakes_its_frames(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Unit, "stop", lambda self, grant: "stopped")
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pins_hold_nothing,
+        the_end_of_a_session_frees_without_proof,
+        a_held_lock_proves_death,
+        withdrawals_are_forgotten,
+        reservations_leak,
+        births_are_not_checked,
+        units_serve_fenced_sessions,
+        an_abort_overtakes_its_frames,
+    ],
+)
+def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    @settings(budget(200), phases=[Phase.generate], report_multiple_bugs=False)
+    @given(plan=plans(), decisions=schedules())
+    def live(plan: Plan, decisions: bytes) -> None:
+        assert simulate(plan, decisions).record.all_free(), "bytes were lost"
+
+    with pytest.raises(AssertionError):
+        live()
