@@ -103,3 +103,21 @@ def test_posted_calls_come_due_until_they_are_answered() -> None:
     assert numbering.due(2.0) == [1]
     numbering.answered(1)
     assert numbering.due(2.0) == []
+
+
+def test_a_call_that_waits_long_is_named_apart_and_stops_no_others() -> None:
+    numbering = Numbering(1, hold=3)
+    numbering.issue(CLAIM, now=0.0)
+    for number in (2, 3):
+        assert numbering.issue(c.Units(), now=0.0).waiting == ()
+        numbering.answered(number)
+    fourth = numbering.issue(c.Units(), now=0.0)
+    assert (fourth.number, fourth.watermark, fourth.waiting) == (4, 4, (1,))
+    again = numbering.repeat(1, now=0.0)
+    assert (again.number, again.watermark, again.waiting) == (1, 4, (1,))
+    undo = numbering.abandon(1, now=0.0)
+    assert undo is not None
+    assert (undo.watermark, undo.waiting) == (4, (1,))
+    numbering.answered(4)
+    numbering.answered(undo.number)
+    assert (numbering.watermark, numbering.waiting) == (6, ())

@@ -315,3 +315,53 @@ def test_next_deadline() -> None:
     client.put(["b"])
     client.claimed(1, blocking=False, lease_s=0.25)
     assert driver.ledger.next_deadline() == 0.25
+
+
+# --- calls that wait while the watermark goes on
+
+
+def late_call(
+    driver: Driver, session: int, place: tuple[int, int, tuple[int, ...]], command: c.Command
+) -> list[c.Output]:
+    number, watermark, waiting = place
+    return driver.apply(c.Call(session=session, number=number, watermark=watermark, waiting=waiting, command=command))
+
+
+def test_a_waiting_call_is_not_given_up_by_the_watermark() -> None:
+    driver = Driver(limits=Limits(in_flight=4))
+    client = driver.client()
+    client.register()
+    claim = client.waits(client.claim(1))
+    for number in range(claim + 1, claim + 20):
+        watermark, waiting = (number, (claim,)) if number > claim + 2 else (claim, ())
+        assert results(late_call(driver, client.session, (number, watermark, waiting), c.Units())) == [c.UnitList]
+    last = claim + 20
+    # A retry joins it; and it counts against the calls in flight.
+    assert late_call(driver, client.session, (claim, last, (claim,)), client.claim(1)) == []
+    assert results(late_call(driver, client.session, (last + 3, last, (claim,)), c.Units())) == [InvalidRequestError]
+    # An older view that arrives late changes nothing.
+    assert results(late_call(driver, client.session, (last, last - 5, (claim,)), c.Units())) == [c.UnitList]
+    client.number = last
+    client.open.clear()
+    other = driver.client()
+    other.put(["a"])
+    assert client.claimed_by(claim) == ("a",)
+
+
+def test_a_waiting_number_is_executed_late_but_never_once_settled() -> None:
+    driver = Driver()
+    client = driver.client()
+    client.register()
+    client.put(["a", "b", "c"])
+    first, second = 90, 91
+    call(driver, client.session, first - 1, first - 1, c.Units())
+    assert results(late_call(driver, client.session, (100, 100, (first, second)), c.Units())) == [c.UnitList]
+    answered = late_call(driver, client.session, (first, 100, (first, second)), client.claim(1, blocking=False))
+    assert results(answered) == [c.Claimed]
+    again = late_call(driver, client.session, (first, 100, (first, second)), client.claim(1, blocking=False))
+    assert results(again) == results(answered)
+    late_call(driver, client.session, (101, 100, (second,)), c.Units())
+    # Settled now, whatever an older view says.
+    for place in ((first, 100, (first, second)), (first, 99, (first,))):
+        assert results(late_call(driver, client.session, place, client.claim(1, blocking=False))) == [StaleCallError]
+    assert results(late_call(driver, client.session, (second, 100, (second,)), c.Units())) == [c.UnitList]

@@ -248,7 +248,7 @@ def from_pb(value_type: type[c.Value], wire: Message) -> Any:
 def call_to_pb(call: c.Call) -> Message:
     """The request of a command in its place. Raises `InvalidRequestError` for values that no message can hold."""
     plan = _plans[type(call.command)]
-    header = pb.Header(session=call.session, number=call.number, watermark=call.watermark)
+    header = pb.Header(session=call.session, number=call.number, watermark=call.watermark, waiting=call.waiting)
     try:
         return plan.message(header=header, **plan.keywords(call.command))
     except (TypeError, ValueError, OverflowError) as error:
@@ -262,6 +262,7 @@ def call_from_pb(method: Method, wire: Any) -> c.Call:
         session=header.session,
         number=header.number,
         watermark=header.watermark,
+        waiting=tuple(header.waiting),
         command=_plans[method.command].from_pb(wire),
     )
 

@@ -21,23 +21,42 @@ class _Open:
     abandoned: bool = False
 
 
+HOLD = 2048
+"""How far numbers run ahead of an unanswered one before the watermark goes past it: half of what the ledger takes."""
+
+
 class Numbering:
     """Numbers the calls of one session and knows which are unanswered.
 
-    The watermark is the lowest unanswered number. It never passes an abandoned call before the command that undoes it
-    is answered, so that an undo always finds what it is to undo, and an answered claim whose answer nobody took is
-    never confirmed.
+    The watermark is the lowest unanswered number; one that is `hold` behind the newest is named apart, so that a call
+    that waits for hours does not stop the others. An abandoned call counts as unanswered
+    until the command that undoes it is answered, so that an undo always finds what it is to undo, and a claim whose
+    answer nobody took is never confirmed.
     """
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, *, hold: int = HOLD) -> None:
         self.session = session
+        self._hold = hold
         self._next = 1
         self._open: dict[int, _Open] = {}
 
     @property
     def watermark(self) -> int:
-        """The lowest unanswered number; the next number if all are answered."""
-        return next(iter(self._open), self._next)
+        """The lowest unanswered number that is not `waiting`; the next number if there is none."""
+        return self._view()[0]
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The unanswered numbers below the watermark."""
+        return self._view()[1]
+
+    def _view(self) -> tuple[int, tuple[int, ...]]:
+        waiting: list[int] = []
+        for number in self._open:
+            if number >= self._next - self._hold:
+                return number, tuple(waiting)
+            waiting.append(number)
+        return self._next, tuple(waiting)
 
     @property
     def unanswered(self) -> int:
@@ -91,7 +110,9 @@ class Numbering:
         return [number for number, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
     def _call(self, number: int) -> Call:
-        return Call(session=self.session, number=number, watermark=self.watermark, command=self._open[number].command)
+        watermark, waiting = self._view()
+        command = self._open[number].command
+        return Call(session=self.session, number=number, watermark=watermark, waiting=waiting, command=command)
 
 
 def undo_of(number: int, command: Command) -> Command | None:

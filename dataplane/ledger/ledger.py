@@ -161,15 +161,15 @@ class Ledger:
             self._refuse_expired(call, session)
             return
         session.hear(state.now)
-        if call.watermark <= number:
-            for abandoned in session.confirm(call.watermark):
+        if call.watermark <= number or number in call.waiting:
+            for abandoned in session.confirm(call.watermark, call.waiting):
                 state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
         if number in session.parked:
             return
         answered = session.answers.get(number)
         if answered is not None:
             state.out.append(c.Answer(session=session.number, number=number, result=answered))
-        elif number < max(session.watermark, call.watermark):
+        elif session.settled(number) or (number < call.watermark and number not in call.waiting):
             error = StaleCallError(session=session.number, number=number, watermark=session.watermark)
             state.out.append(c.Answer(session=session.number, number=number, result=error))
         else:
@@ -178,7 +178,7 @@ class Ledger:
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         result: c.Result | DataPlaneError | None
         try:
-            if number >= session.watermark + self._state.limits.in_flight:
+            if number >= session.watermark + self._state.limits.in_flight - len(session.waiting):
                 raise InvalidRequestError(
                     f"call {number} while call {session.watermark} is unanswered: "
                     f"a session has at most {self._state.limits.in_flight} calls in flight"
@@ -227,7 +227,7 @@ class Ledger:
             self._state.unpark(session.parked[target], cancelled)
         elif isinstance(answered, c.Result) and not isinstance(answered, kind):
             raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {kind.__name__}")
-        elif target >= session.watermark and not isinstance(answered, DataPlaneError):
+        elif not session.settled(target) and not isinstance(answered, DataPlaneError):
             session.answers[target] = cancelled
 
     # --- time

@@ -79,7 +79,8 @@ class Claimed:
 
 class Session:
     """`answers` keeps results from the watermark on, `parked` the calls that wait; `reservations`, `pins` and
-    `unconfirmed` claims are by the number of the call that made them.
+    `unconfirmed` claims are by the number of the call that made them. `waiting` are numbers below the watermark that
+    count as if they were above it.
 
     `attached` (in order of attachment; values unused) are the units that proved it local; `fencing` those whose proof
     is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
@@ -93,6 +94,7 @@ class Session:
         self.state = SessionState.LIVE
         self.why = ""
         self.watermark = 1
+        self.waiting: frozenset[int] = frozenset()
         self.answers: dict[int, Result | DataPlaneError] = {}
         self.parked: dict[int, Parked] = {}
         self.reservations: dict[int, Reservation] = {}
@@ -114,12 +116,20 @@ class Session:
         self.silent = False
         self.suspected = None
 
-    def confirm(self, watermark: int) -> list[Parked]:
-        """The client has the answers of all numbers below `watermark`. Gives parked calls it has thereby given up."""
-        if watermark <= self.watermark:
+    def settled(self, number: int) -> bool:
+        """Whether the client said that it has the answer of this number, or wants none."""
+        return number < self.watermark and number not in self.waiting
+
+    def confirm(self, watermark: int, waiting: tuple[int, ...] = ()) -> list[Parked]:
+        """The client has the answers of all numbers below `watermark` but those `waiting`. Gives parked calls it has
+        thereby given up. What was settled once stays so, in whatever order calls arrive."""
+        if watermark < self.watermark or (watermark == self.watermark and not self.waiting):
             return []
-        self.watermark = watermark
+        kept = frozenset(number for number in waiting if number < watermark and not self.settled(number))
+        if watermark == self.watermark and kept == self.waiting:
+            return []
+        self.watermark, self.waiting = watermark, kept
         for numbered in (self.answers, self.unconfirmed):
-            for number in [number for number in numbered if number < watermark]:
+            for number in [number for number in numbered if self.settled(number)]:
                 del numbered[number]
-        return [parked for number, parked in self.parked.items() if number < watermark]
+        return [parked for number, parked in self.parked.items() if self.settled(number)]

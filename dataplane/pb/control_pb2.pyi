@@ -49,14 +49,16 @@ ORDER_OLDEST: Order
 ORDER_FRESHEST: Order
 
 class Header(_message.Message):
-    __slots__ = ("session", "number", "watermark")
+    __slots__ = ("session", "number", "watermark", "waiting")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     session: int
     number: int
     watermark: int
-    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ...) -> None: ...
+    waiting: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ..., waiting: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("name", "facts")

@@ -12,12 +12,14 @@ class Input(Value, frozen=True, kw_only=True):
 
 class Call(Input, frozen=True, kw_only=True):
     """A command with its place: `number` counts up from 1 within the session, `watermark` is the session's lowest
-    unanswered number (answers below it are forgotten, claims below it confirmed)."""
+    unanswered number (answers below it are forgotten, claims below it confirmed) but for those in `waiting`, ascending:
+    calls that have waited so long that the watermark went past them. They count as if they were above it."""
 
     session: int
     number: int
     watermark: int
     command: Command
+    waiting: tuple[int, ...] = ()
 
 
 class OpenSession(Input, frozen=True, kw_only=True):
