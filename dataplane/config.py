@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ class DataPlaneConfig:
 
     address: where the controller answers, "host:port" or "actor:NAME[@NAMESPACE]"; None where a service is started.
     token: shared secret of the service, checked on every door; token_file names a file holding it.
-    host, port: where the controller and its units listen (port 0: any free one). Without a token loopback only.
+    host, port: where the controller and its units listen (port 0: any free one). Without a token loopback only. The
+        controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory for arenas, /dev/shm by default.
     units: storage units started with the controller.
@@ -33,7 +34,7 @@ class DataPlaneConfig:
     """
 
     address: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -67,7 +68,7 @@ class DataPlaneConfig:
             return cls()
         if isinstance(config, DataPlaneConfig):
             return config
-        known = {field.name for field in fields(cls)}
+        known = {setting.name for setting in fields(cls)}
         unknown = sorted(set(config) - known)
         if unknown:
             raise ValueError(f"unknown data plane settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")

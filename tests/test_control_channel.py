@@ -21,6 +21,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control import calls, opening, wire
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
+from dataplane.control.numbering import Numbering
 from dataplane.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -28,11 +29,14 @@ from dataplane.errors import (
     InvalidRequestError,
     PartitionNotFoundError,
     ProtocolVersionError,
+    RequestTooLargeError,
     ServiceRestartedError,
     ServiceUnavailableError,
     SessionExpiredError,
 )
 from dataplane.ledger import commands as c
+from dataplane.ledger.ledger import Ledger
+from dataplane.ledger.limits import Limits
 from tests.control_service import ScriptedLedger
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=5.0, call_timeout_s=20.0)
@@ -211,6 +215,40 @@ def test_failpoints_stand_around_every_command(
     channel.call(c.Seal(partition="p"))
     channel.post(c.Release(located=1))
     assert reached == ["call.Seal.before", "call.Seal.after", "call.Release.before", "call.Release.after"]
+
+
+def test_a_call_that_waits_long_does_not_stop_the_others(open_channel: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Numbering.__init__.__kwdefaults__, "hold", 8)
+    ledger = Ledger(1, limits=Limits(in_flight=16))
+    with Controller(QUICK, ledger=ledger, epoch=1) as controller, ThreadPoolExecutor(1) as pool:
+        channel = open_channel(controller)
+        register(channel)
+        waiting = pool.submit(channel.call, CLAIM)
+        for _ in range(100):
+            channel.call(c.Units())
+        tag = c.TagColumn(name="x", values=(1,))
+        new = c.Samples(ids=("a",))
+        channel.call(c.Commit(partition="p", samples=new, mode=c.Mode.CREATE, tags=(tag,)))
+        _, claimed_now = waiting.result(WAIT_S)
+        assert isinstance(claimed_now, c.Claimed)
+        assert claimed_now.ids == ("a",)
+        channel.close()
+
+
+def test_a_message_beyond_the_limit_is_refused_at_both_ends(
+    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = open_channel(scripted)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(RequestTooLargeError, match="a Seal command needs"):
+        channel.call(c.Seal(partition="x" * 200))
+    ledger.answer = lambda call: c.Done() if isinstance(call.command, c.Bye) else long_blocked()
+    with pytest.raises(RequestTooLargeError, match="the answer needs"):
+        channel.call(c.WhyBlocked(partition="p", task="t"))
+
+
+def long_blocked() -> c.Result:
+    return c.Blocked(unclaimed=0, ready=0, leased=0, lacking={}, why="y" * 200)
 
 
 def test_values_that_do_not_fit_a_message_use_up_no_number(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -136,8 +137,8 @@ class Channel(OpenChannel):
                     self._calls.heard(reply)
         finally:
             self._put_back(dealers)
-        if not self._calls.over:
-            for outgoing in self._calls.due():
+        with contextlib.suppress(ClientClosedError):
+            for outgoing in [] if self._calls.over else self._calls.due():
                 self._send_once(outgoing)
 
     # --- sockets

@@ -40,11 +40,6 @@ def parse(method: str, body: bytes) -> c.Input:
     return codec.decode(method, body)
 
 
-def number_of(item: c.Input) -> int:
-    """The number that the answer will carry."""
-    return item.number if isinstance(item, c.Call) else 0
-
-
 def key_of(item: c.Input | c.Output) -> Key | None:
     """What tells which output answers which input; None for what neither answers nor is answered."""
     match item:

@@ -6,18 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.control import codec
-from dataplane.errors import DataPlaneError, InternalError, from_wire, to_wire
+from dataplane.errors import DataPlaneError, InternalError, RequestTooLargeError, from_wire, to_wire
 from dataplane.ledger import commands as c
 
 OK = b"ok"
 MAX_MESSAGE_BYTES = 256 << 20
-"""Larger messages are refused by both doors."""
+"""The largest message on either door."""
 
 
 def request(item: c.Input, token: bytes) -> list[bytes]:
-    """The frames of a command, OpenSession, Heartbeat or DropUnit."""
+    """The frames of a command, OpenSession, Heartbeat or DropUnit. Raises `RequestTooLargeError`."""
     method, body = codec.encode(item)
+    check_size(body, f"a {method} command")
     return [method.encode(), token, body]
+
+
+def check_size(body: bytes, what: str) -> None:
+    """`RequestTooLargeError` for a message that the other end would drop."""
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise RequestTooLargeError(wanted_bytes=len(body), limit_bytes=MAX_MESSAGE_BYTES, what=what)
 
 
 def answer(number: int, body: bytes) -> list[bytes]:

@@ -115,7 +115,9 @@ class ZmqDoor:
         assert self._facts is not None
         number = output.number if isinstance(output, c.Answer) else 0
         try:
-            frames = wire.answer(number, message_of(output, self._facts).SerializeToString())
+            body = message_of(output, self._facts).SerializeToString()
+            wire.check_size(body, "the answer")
+            frames = wire.answer(number, body)
         except DataPlaneError as error:
             frames = wire.refusal(number, error)
         self._send(caller, frames)
