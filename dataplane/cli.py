@@ -143,6 +143,7 @@ def status(arguments: argparse.Namespace) -> int:
     channel = Channel.open(config)
     try:
         _, report = channel.call(c.Stats())
+        assert isinstance(report, c.StatsReport)
     finally:
         channel.close()
     if arguments.json:
@@ -163,11 +164,9 @@ def describe(address: str, report: c.StatsReport) -> str:
             f" {readable(unit.pinned_bytes)} pinned){'' if unit.connected else ', NOT CONNECTED'}"
         )
     for part in report.partitions:
-        size = "" if part.num_samples is None else f" of {part.num_samples}"
-        state = ", sealed" if part.sealed else ""
-        lines.append(
-            f"  partition {part.partition}: {part.live} live ({readable(part.live_bytes)}), {part.born}{size} born{state}"
-        )
+        born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
+        held = f"{part.live} live ({readable(part.live_bytes)})"
+        lines.append(f"  partition {part.partition}: {held}, {born}{', sealed' if part.sealed else ''}")
         lines += [f"    field {name}: {count} produced" for name, count in part.produced.items()]
         lines += [f"    task {name}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
         if part.waiting_claims:

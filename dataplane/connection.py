@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -16,6 +18,8 @@ from dataplane.desk import Desk
 from dataplane.errors import CallTimeoutError, ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
+
+log = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
@@ -71,8 +75,8 @@ class PerProcess(Generic[C]):
             made.close()
 
 
-class CopiesInFlight:
-    """Counts `Work` under way, so that closing can wait for it."""
+class CopiesUnderWay:
+    """Counts operations from their first copy to their end, so that closing can wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -91,7 +95,7 @@ class CopiesInFlight:
             self._changed.notify_all()
 
     def refuse_more(self) -> None:
-        """From now on nothing starts."""
+        """From now on none begins."""
         with self._changed:
             self._closing = True
 
@@ -99,9 +103,8 @@ class CopiesInFlight:
         """Until none is under way. Raises `CallTimeoutError` after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count == 0, timeout_s):
-                raise CallTimeoutError(
-                    what=f"close(): {self._count} copies in flight", waited_s=timeout_s, peer="this process"
-                )
+                what = f"close(): {self._count} operations that are copying"
+                raise CallTimeoutError(what=what, waited_s=timeout_s, peer="this process")
 
 
 @functools.cache
@@ -118,18 +121,29 @@ def desks() -> weakref.WeakSet[Desk]:
     return opened
 
 
+def session_lock(config: DataPlaneConfig) -> SessionLock | None:
+    """A held lock that lets units on this host know this process's life; None where every road is to be remote."""
+    if config.force_remote:
+        return None
+    try:
+        return SessionLock.create()
+    except OSError as error:
+        log.warning("no lock file for shared memory (%s): reading and writing over sockets instead", error)
+        return None
+
+
 class Connection:
     """An open session with its desk; runs operations in the calling thread. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
-        lock = None if config.force_remote else SessionLock.create()
+        lock = session_lock(config)
         try:
             self._channel = Channel.open(config)
         except BaseException:
             if lock is not None:
                 lock.close()
             raise
-        self._copies = CopiesInFlight()
+        self._copies = CopiesUnderWay()
         self._timeout_s = config.call_timeout_s
         self.desk = Desk(config, session=self._channel.session, lock=lock)
         self.desk.roads.learn(self._channel.units)
@@ -138,19 +152,20 @@ class Connection:
     def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
         self._release_dropped()
-        try:
-            step = next(operation)
-            while True:
-                try:
-                    outcome = self._perform(step)
-                except BaseException as error:
-                    step = operation.throw(error)
-                else:
-                    step = operation.send(outcome)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+        with contextlib.ExitStack() as copying:
+            try:
+                step = next(operation)
+                while True:
+                    try:
+                        outcome = self._perform(step, copying)
+                    except BaseException as error:
+                        step = operation.throw(error)
+                    else:
+                        step = operation.send(outcome)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
 
-    def _perform(self, step: Step) -> Any:
+    def _perform(self, step: Step, copying: contextlib.ExitStack) -> Any:
         match step:
             case Send(command):
                 number, result = self._channel.call(command)
@@ -158,8 +173,8 @@ class Connection:
             case Post(command):
                 self._channel.post(command)
             case Work(work):
-                with self._copies:
-                    return work()
+                copying.enter_context(self._copies)
+                return work()
         return None
 
     def _release_dropped(self) -> None:
@@ -171,5 +186,5 @@ class Connection:
         self._copies.refuse_more()
         self._copies.wait(self._timeout_s)
         self._release_dropped()
-        self._channel.close()
         self.desk.close()
+        self._channel.close()

@@ -42,17 +42,18 @@ def put(
     samples = samples_of(names)
     columns_of_tags = tag_columns(tags, len(ids))
     chosen = _mode(mode)
-    if not fields:
+    if fields is None or not len(fields.keys()):
         commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=columns_of_tags)
         committed = (yield from _naming(ids, commit)).result
         return _put_meta(ids, partition, (), tags, committed)
-    encoded = yield from _encode(desk, partition, fields, len(ids))
+    lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
+    encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
     try:
         committed = yield from _store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
     except SchemaError:
         if not (yield from _schema_moved(desk, partition)):
             raise
-        encoded = yield from _encode(desk, partition, fields, len(ids))
+        encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
         committed = yield from _store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
     return _put_meta(ids, partition, encoded, tags, committed)
 
@@ -65,19 +66,27 @@ def _mode(mode: str) -> c.Mode:
 
 
 def _encode(
-    desk: Desk, partition: str, fields: TensorDict | Mapping[str, Any], rows: int
+    desk: Desk,
+    partition: str,
+    fields: TensorDict | Mapping[str, Any],
+    rows: int,
+    token_lengths: Sequence[int] | None,
 ) -> Operation[list[EncodedColumn]]:
     """Columns as the partition's schema wants them; a schema this client remembers wrongly is asked for again once."""
-    remembered = desk.schemas.get(partition)
-    if remembered is not None:
-        try:
-            return encode_fields(fields, rows=rows, specs=remembered, partition=partition)
-        except SchemaError:
-            if not (yield from _schema_moved(desk, partition)):
-                raise
-    else:
+
+    def encode() -> list[EncodedColumn]:
+        specs = desk.schemas[partition]
+        return encode_fields(fields, rows=rows, specs=specs, partition=partition, token_lengths=token_lengths)
+
+    if partition not in desk.schemas:
         yield from _schema_moved(desk, partition)
-    return encode_fields(fields, rows=rows, specs=desk.schemas[partition], partition=partition)
+        return encode()
+    try:
+        return encode()
+    except SchemaError:
+        if not (yield from _schema_moved(desk, partition)):
+            raise
+    return encode()
 
 
 def _schema_moved(desk: Desk, partition: str) -> Operation[bool]:
@@ -191,7 +200,8 @@ def get_batch(
             decode_batch(sources, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=pad_to_seqlen)
         )
 
-    return (yield from _read(desk, meta, meta.partition_id, select_fields, build))
+    batch: BatchedDataDict[Any] = yield from _read(desk, meta, meta.partition_id, select_fields, build)
+    return batch
 
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:

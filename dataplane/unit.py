@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from dataplane.arena import Arena, default_capacity
-from dataplane.bulk.lock import boot_id
+from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import UnitLink
+from dataplane.host import boot_id, reachable_host
 from dataplane.ledger import commands as c
 from dataplane.lockfile import sweep
 
@@ -44,14 +45,20 @@ class StorageUnit:
 
     def _start(self) -> None:
         config = self._config
-        sweep(config.arena_dir)
+        for directory in {config.arena_dir, DEFAULT_LOCK_DIRECTORY}:
+            sweep(directory)
         capacity = config.capacity_bytes or default_capacity(config.arena_dir)
         epoch = time.time_ns()
         self._arena = Arena.create(config.arena_dir, capacity, epoch=epoch)
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._link = UnitLink(self._controller, config.secret())
         self._bulk = BulkServer(
-            self._arena, epoch=epoch, token=config.secret(), tcp_host=config.host, report=self._link.report
+            self._arena,
+            epoch=epoch,
+            token=config.secret(),
+            tcp_host=config.host,
+            advertise_host=reachable_host(config.host),
+            report=self._link.report,
         )
         self._bulk.start()
         self._bulk.unit = self._link.open(

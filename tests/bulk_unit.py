@@ -14,9 +14,9 @@ import zmq
 
 from dataplane.arena import Arena
 from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.lock import boot_id
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
+from dataplane.host import boot_id
 from dataplane.ledger.commands import Input, UnitInfo
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.bulk.lock import PeerLock, SessionLock, boot_id
+from dataplane.bulk.lock import PeerLock, SessionLock
+from dataplane.host import boot_id
 from dataplane.lockfile import new_session_lock_name, sweep
 
 SHM = Path("/dev/shm")

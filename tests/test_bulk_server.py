@@ -7,10 +7,11 @@ import zmq
 
 from dataplane.bulk import server as server_module
 from dataplane.bulk import sessions as sessions_module
-from dataplane.bulk.lock import SessionLock, boot_id
+from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, from_wire
+from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
 from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit

@@ -317,9 +317,14 @@ class LedgerMachine(LedgerWriter):
             if self.clients[held.name[0]].speaks and (held.until is not None) == leased
         ]
 
-    @precondition(lambda self: self.holdings(leased=True))
-    @rule(data=st.data(), what=st.sampled_from(["ack", "nack", "extend", "foreign"]))
-    def end_lease(self, data: st.DataObject, what: str) -> None:
+    @precondition(LedgerWriter.living)
+    @rule(data=st.data(), task=st.sampled_from(TASKS), what=st.sampled_from(["ack", "nack", "extend", "foreign"]))
+    def lease(self, data: st.DataObject, task: str, what: str) -> None:
+        """A task takes on lease what it can, and something becomes of one sample on lease."""
+        claim = Claim(partition="p", task=task, fields=(), batch_size=2, blocking=False, lease_s=4.0)
+        self.call(self.draw_client(data), claim)
+        if not self.holdings(leased=True):
+            return
         name, task, sample = data.draw(st.sampled_from(self.holdings(leased=True)))
         client = self.clients[name[0]]
         samples = by_handles([(sample.row, sample.birth)])
@@ -443,4 +448,4 @@ class LedgerMachine(LedgerWriter):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = budget(40, steps=50)
+TestLedger.settings = budget(60, steps=60)

@@ -28,9 +28,10 @@ from dataplane.bulk.frames import (
     plan_read,
     plan_write,
 )
-from dataplane.bulk.lock import SessionLock, boot_id
+from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.wire import Wire, WireLostError, WireSilentError
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
+from dataplane.host import boot_id
 from dataplane.ledger.commands import UnitInfo
 from dataplane.pb import bulk_pb2 as pb
 

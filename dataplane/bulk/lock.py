@@ -18,11 +18,6 @@ from dataplane.lockfile import SESSION_LOCK_NAME, create_locked, is_held, is_loc
 DEFAULT_LOCK_DIRECTORY = "/dev/shm"
 
 
-def boot_id() -> str:
-    """Names this boot of this machine's kernel: equal in two processes only if they run on one host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
 class SessionLock:
     """The client's side. Held from `create` until `close`, or until the last process that inherited it is gone."""
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.arena import Arena
-from dataplane.bulk.lock import PeerLock, boot_id
+from dataplane.bulk.lock import PeerLock
 from dataplane.errors import InvalidRequestError, SessionExpiredError
+from dataplane.host import boot_id
 from dataplane.lockfile import is_local, sweep
 from dataplane.pb import bulk_pb2 as pb
 

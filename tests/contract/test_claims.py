@@ -227,4 +227,4 @@ def test_why_blocked(client: DataPlaneClient, partition: str) -> None:
     put(client, partition, 0, 4)
     put(client, partition, 0, 1, field="y")
     blocked = client.why_blocked(partition, "train", ["x", "y"])
-    assert (blocked.unclaimed, blocked.ready, blocked.lacking) == (4, 1, {"y": 3})
+    assert (blocked.unclaimed, blocked.ready, blocked.lacking) == (4, 1, {"x": 0, "y": 3})

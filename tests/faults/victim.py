@@ -25,6 +25,7 @@ def main() -> None:
     client.list_samples(settings["partition"])
 
     def die() -> None:
+        failpoints.disarm()
         print("there", flush=True)
         os.kill(os.getpid(), signal.SIGKILL if settings["how"] == "kill" else signal.SIGSTOP)
 

@@ -44,6 +44,7 @@ from dataplane.ledger.commands import (
     Tick,
     Unclaim,
     UnitAdded,
+    UnitLost,
 )
 from dataplane.types import GRANULE_BYTES
 from tests.ledger_values import canonical, placement_ranges, value_places
@@ -123,7 +124,8 @@ class Recorder:
         self.holders: dict[tuple[str, str, int], Holder] = {}
         self.over: set[int] = set()
         self.heard: dict[int, float] = {}
-        self.attached: set[int] = set()
+        self.attached: dict[int, set[int]] = defaultdict(set)
+        self.connected: set[int] = set()
         self.counts: dict[str, int] = defaultdict(int)
 
     def add_memory(self, unit: int, capacity: int) -> None:
@@ -143,8 +145,10 @@ class Recorder:
                 self.answered(output)
             if isinstance(output, Opened):
                 self.heard.setdefault(output.session, self.now)
-            if isinstance(output, UnitAdded) and isinstance(item, AddUnit) and output.unit not in self.memory:
-                self.add_memory(output.unit, item.capacity_bytes)
+            if isinstance(output, UnitAdded) and isinstance(item, AddUnit):
+                self.connected.add(output.unit)
+                if output.unit not in self.memory:
+                    self.add_memory(output.unit, item.capacity_bytes)
         self.check_space()
         self.sweep()
         return outputs
@@ -154,12 +158,14 @@ class Recorder:
             case Tick(now=now):
                 self.now = now
                 for session, heard in self.heard.items():
-                    if session not in self.attached and now - heard >= TIMEOUT_S:
+                    if now - heard >= TIMEOUT_S and not self.attached[session] & self.connected:
                         self.over.add(session)
             case Heartbeat(session=session):
                 self.heard[session] = self.now
-            case SessionAttached(session=session):
-                self.attached.add(session)
+            case SessionAttached(unit=unit, session=session):
+                self.attached[session].add(unit)
+            case UnitLost(unit=unit):
+                self.connected.discard(unit)
             case SessionGone():
                 self.session_gone(item)
             case Call():
