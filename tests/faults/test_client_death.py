@@ -107,7 +107,10 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
     [
         ("local", "get.mid_copy"),
         ("local", "get.before_release"),
+        ("local", "call.Locate.before"),
         ("local", "call.Locate.after"),
+        ("local", "call.Release.before"),
+        ("local", "call.Release.after"),
         ("remote", "bulk.read.between_frames"),
         ("remote", "get.before_release"),
     ],
@@ -124,9 +127,10 @@ def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, a
     assert nothing_held(survivor)
 
 
-def test_killed_with_an_answered_claim(survivor: DataPlaneClient, victim: Victim) -> None:
+@pytest.mark.parametrize("at", ["call.Claim.before", "call.Claim.after"])
+def test_killed_around_a_claim(survivor: DataPlaneClient, victim: Victim, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
-    dying = victim(road="local", job="claim", at="call.Claim.after")
+    dying = victim(road="local", job="claim", at=at)
     assert line(dying) == "claiming"
     assert dying.wait(60) == -signal.SIGKILL
     assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
