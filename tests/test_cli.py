@@ -70,9 +70,11 @@ def services() -> Iterator[list[Service]]:
     started: list[Service] = []
     yield started
     for service in started:
-        if service.process.poll() is None:
-            service.process.kill()
-            service.process.communicate()
+        service.process.kill()
+        service.process.wait(60)
+        for stream in (service.process.stdout, service.process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

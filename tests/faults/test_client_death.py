@@ -83,7 +83,7 @@ REMOTE_PUT = ["bulk.write.between_frames", "put.before_commit", "call.Allocate.a
 
 
 @pytest.mark.parametrize(
-    ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids="-".join
+    ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids=str
 )
 def test_killed_in_a_put(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     dying = victim(road=road, job="put", at=at)
@@ -114,7 +114,7 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
         ("remote", "bulk.read.between_frames"),
         ("remote", "get.before_release"),
     ],
-    ids="-".join,
+    ids=str,
 )
 def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": rows(5)})
