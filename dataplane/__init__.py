@@ -21,29 +21,123 @@ if TYPE_CHECKING:
     from dataplane.column_api import write_columns as write_columns
     from dataplane.columns import Shared as Shared
     from dataplane.config import DataPlaneConfig as DataPlaneConfig
+    from dataplane.errors import ArenaSpaceError as ArenaSpaceError
+    from dataplane.errors import AuthenticationError as AuthenticationError
+    from dataplane.errors import CallCancelledError as CallCancelledError
+    from dataplane.errors import CallTimeoutError as CallTimeoutError
+    from dataplane.errors import CapacityTimeoutError as CapacityTimeoutError
+    from dataplane.errors import ClaimTimeoutError as ClaimTimeoutError
+    from dataplane.errors import ClientClosedError as ClientClosedError
     from dataplane.errors import DataPlaneError as DataPlaneError
+    from dataplane.errors import FieldNotFoundError as FieldNotFoundError
+    from dataplane.errors import FieldNotProducedError as FieldNotProducedError
+    from dataplane.errors import InternalError as InternalError
+    from dataplane.errors import InvalidRequestError as InvalidRequestError
+    from dataplane.errors import NotThereError as NotThereError
+    from dataplane.errors import PartitionDroppedError as PartitionDroppedError
+    from dataplane.errors import PartitionNotFoundError as PartitionNotFoundError
+    from dataplane.errors import PartitionSealedError as PartitionSealedError
+    from dataplane.errors import ProtocolVersionError as ProtocolVersionError
+    from dataplane.errors import RefusedError as RefusedError
+    from dataplane.errors import RequestTooLargeError as RequestTooLargeError
+    from dataplane.errors import SampleExistsError as SampleExistsError
+    from dataplane.errors import SampleNotFoundError as SampleNotFoundError
+    from dataplane.errors import SchemaError as SchemaError
+    from dataplane.errors import ServiceError as ServiceError
+    from dataplane.errors import ServiceRestartedError as ServiceRestartedError
+    from dataplane.errors import ServiceUnavailableError as ServiceUnavailableError
+    from dataplane.errors import SessionExpiredError as SessionExpiredError
+    from dataplane.errors import StaleCallError as StaleCallError
+    from dataplane.errors import StaleSampleError as StaleSampleError
+    from dataplane.errors import StorageUnitError as StorageUnitError
+    from dataplane.errors import TaskNotFoundError as TaskNotFoundError
+    from dataplane.errors import UnsupportedValueError as UnsupportedValueError
+    from dataplane.errors import WaitTimeoutError as WaitTimeoutError
     from dataplane.jagged import maybe_pack_jagged as maybe_pack_jagged
     from dataplane.jagged import pack_jagged_fields as pack_jagged_fields
     from dataplane.jagged import response_from_nested as response_from_nested
     from dataplane.jagged import to_nested_by_length as to_nested_by_length
     from dataplane.meta import KVBatchMeta as KVBatchMeta
     from dataplane.packing import shard_meta_for_dp as shard_meta_for_dp
+    from dataplane.schema import ADVANTAGES as ADVANTAGES
+    from dataplane.schema import ELEM_COUNTS_PER_GB as ELEM_COUNTS_PER_GB
+    from dataplane.schema import GENERATION_LOGPROBS as GENERATION_LOGPROBS
+    from dataplane.schema import GLOBAL_FORWARD_PAD_SEQLEN as GLOBAL_FORWARD_PAD_SEQLEN
+    from dataplane.schema import INPUT_IDS as INPUT_IDS
+    from dataplane.schema import INPUT_LENGTHS as INPUT_LENGTHS
+    from dataplane.schema import MICRO_BATCH_INDICES as MICRO_BATCH_INDICES
+    from dataplane.schema import MICRO_BATCH_LENGTHS as MICRO_BATCH_LENGTHS
+    from dataplane.schema import PACKING_KEYS as PACKING_KEYS
+    from dataplane.schema import PAD_TO_MULTIPLE as PAD_TO_MULTIPLE
+    from dataplane.schema import PREV_LOGPROBS as PREV_LOGPROBS
+    from dataplane.schema import REFERENCE_POLICY_LOGPROBS as REFERENCE_POLICY_LOGPROBS
+    from dataplane.schema import SAMPLE_MASK as SAMPLE_MASK
+    from dataplane.schema import TOKEN_ALIGNED_FIELDS as TOKEN_ALIGNED_FIELDS
+    from dataplane.schema import TOKEN_MASK as TOKEN_MASK
+    from dataplane.schema import Layout as Layout
     from dataplane.server import Server as Server
     from dataplane.server import serve as serve
     from dataplane.types import FieldKind as FieldKind
     from dataplane.types import FieldSpec as FieldSpec
 
 _HOME = {
+    "ADVANTAGES": "dataplane.schema",
+    "ArenaSpaceError": "dataplane.errors",
     "AsyncDataPlaneClient": "dataplane.aclient",
+    "AuthenticationError": "dataplane.errors",
     "BatchedDataDict": "dataplane.batch",
+    "CallCancelledError": "dataplane.errors",
+    "CallTimeoutError": "dataplane.errors",
+    "CapacityTimeoutError": "dataplane.errors",
+    "ClaimTimeoutError": "dataplane.errors",
+    "ClientClosedError": "dataplane.errors",
     "DataPlaneClient": "dataplane.client",
     "DataPlaneConfig": "dataplane.config",
     "DataPlaneError": "dataplane.errors",
+    "ELEM_COUNTS_PER_GB": "dataplane.schema",
     "FieldKind": "dataplane.types",
+    "FieldNotFoundError": "dataplane.errors",
+    "FieldNotProducedError": "dataplane.errors",
     "FieldSpec": "dataplane.types",
+    "GENERATION_LOGPROBS": "dataplane.schema",
+    "GLOBAL_FORWARD_PAD_SEQLEN": "dataplane.schema",
+    "INPUT_IDS": "dataplane.schema",
+    "INPUT_LENGTHS": "dataplane.schema",
+    "InternalError": "dataplane.errors",
+    "InvalidRequestError": "dataplane.errors",
     "KVBatchMeta": "dataplane.meta",
+    "Layout": "dataplane.schema",
+    "MICRO_BATCH_INDICES": "dataplane.schema",
+    "MICRO_BATCH_LENGTHS": "dataplane.schema",
+    "NotThereError": "dataplane.errors",
+    "PACKING_KEYS": "dataplane.schema",
+    "PAD_TO_MULTIPLE": "dataplane.schema",
+    "PREV_LOGPROBS": "dataplane.schema",
+    "PartitionDroppedError": "dataplane.errors",
+    "PartitionNotFoundError": "dataplane.errors",
+    "PartitionSealedError": "dataplane.errors",
+    "ProtocolVersionError": "dataplane.errors",
+    "REFERENCE_POLICY_LOGPROBS": "dataplane.schema",
+    "RefusedError": "dataplane.errors",
+    "RequestTooLargeError": "dataplane.errors",
+    "SAMPLE_MASK": "dataplane.schema",
+    "SampleExistsError": "dataplane.errors",
+    "SampleNotFoundError": "dataplane.errors",
+    "SchemaError": "dataplane.errors",
     "Server": "dataplane.server",
+    "ServiceError": "dataplane.errors",
+    "ServiceRestartedError": "dataplane.errors",
+    "ServiceUnavailableError": "dataplane.errors",
+    "SessionExpiredError": "dataplane.errors",
     "Shared": "dataplane.columns",
+    "StaleCallError": "dataplane.errors",
+    "StaleSampleError": "dataplane.errors",
+    "StorageUnitError": "dataplane.errors",
+    "TOKEN_ALIGNED_FIELDS": "dataplane.schema",
+    "TOKEN_MASK": "dataplane.schema",
+    "TaskNotFoundError": "dataplane.errors",
+    "UnsupportedValueError": "dataplane.errors",
+    "WaitTimeoutError": "dataplane.errors",
     "build_data_plane_client": "dataplane.attach",
     "connect": "dataplane.attach",
     "connect_async": "dataplane.attach",
