@@ -1,12 +1,13 @@
 # One verb per chore. `make demo` and `make test` set up what they need on first use.
 PYTHON ?= python3
 VENV := .venv
+BENCH_VENV := .venv-bench
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak lint format proto clean setup
+.PHONY: demo test soak bench lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -30,6 +31,16 @@ test: setup ## the test suite
 
 soak: setup ## the ledger's model test and simulator, twenty times longer, on fresh random examples
 	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+
+bench: $(BENCH_VENV)/.ready ## what it costs, beside its peers; ARGS=--quick takes two minutes
+	@$(BENCH_VENV)/bin/python -m benchmarks $(ARGS)
+
+$(BENCH_VENV)/.ready: pyproject.toml constraints.txt benchmarks/constraints.txt
+	@echo "setting up $(BENCH_VENV) (first time: a few minutes)"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/pip install -q $(PIP_ARGS) -c benchmarks/constraints.txt torch==2.13.0
+	@$(BENCH_VENV)/bin/pip install -q $(PIP_ARGS) -c benchmarks/constraints.txt -e '.[demo]' TransferQueue
+	@touch $@
 
 lint: setup ## ruff, mypy strict, import floors
 	@$(BIN)/ruff check .

@@ -1,0 +1,53 @@
+"""`python -m benchmarks`: measure, print, and write ./out/bench.json and ./out/bench.png."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.measure import Machine
+from benchmarks.plan import Plan, plan
+from benchmarks.race import Race
+from benchmarks.runner import ENTRIES
+
+
+def main() -> int:
+    arguments = _arguments()
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors alarm it for nothing
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    machine = Machine.here()
+    chosen = plan(quick=arguments.quick)
+    cases = tuple(case for case in chosen.cases if arguments.only in case.name)
+    console.print(f"{machine}; load {machine.load} before the start; {chosen.repetitions} repetitions in turns")
+    begun = time.monotonic()
+    with Race(arguments.systems) as race:
+        outcomes = race.run(
+            Plan(cases=cases, repetitions=chosen.repetitions),
+            lambda name: console.print(f"[{time.monotonic() - begun:5.0f} s] {name}", markup=False, highlight=False),
+        )
+    report.show(outcomes, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report.write_json(arguments.out / "bench.json", machine, outcomes, quick=arguments.quick)
+    report.draw(arguments.out / "bench.png", machine, outcomes)
+    console.print(f"{time.monotonic() - begun:.0f} s; wrote {arguments.out}/bench.json and {arguments.out}/bench.png")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    names = [entry.name for entry in ENTRIES]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="every row, smaller sweeps, at most two minutes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains TEXT")
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where the files go")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

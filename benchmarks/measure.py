@@ -1,0 +1,110 @@
+"""Numbers from repetitions, and what machine they were taken on. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_REPETITIONS = 7
+"""The fewest repetitions that a reported median may rest on."""
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which `fraction` of `values` lie, interpolated between neighbours. ValueError if empty."""
+    if not values:
+        raise ValueError("no values: a percentile needs at least one")
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The middle and the tenths at both ends of some repetitions, in the unit of what was measured."""
+
+    median: float
+    p10: float
+    p90: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """ValueError if `values` is empty."""
+        return cls(
+            median=percentile(values, 0.5),
+            p10=percentile(values, 0.1),
+            p90=percentile(values, 0.9),
+            repetitions=len(values),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where and under what load it ran. `load` is the one-minute average."""
+
+    cores: int
+    memory_gib: int
+    processor: str
+    kernel: str
+    python: str
+    load: float
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(
+            cores=cores(),
+            memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)),
+            processor=_processor(),
+            kernel=platform.release().split("-")[0],
+            python=platform.python_version(),
+            load=load(),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.cores} cores, {self.memory_gib} GiB, {self.processor}, Linux {self.kernel}, Python {self.python}"
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def load() -> float:
+    """The one-minute load average, which includes ourselves."""
+    return round(os.getloadavg()[0], 2)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long `call` takes; what it returns is dropped before the clock is read again by anyone."""
+    begun = time.perf_counter()
+    result = call()
+    taken = time.perf_counter() - begun
+    del result
+    return taken
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Private memory of a process: what it holds besides files and shared memory."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no line 'Anonymous:'")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time, user and system, that a process has used, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.partition(":")[2].replace("(R)", "").split())
+    return platform.machine()

@@ -1,0 +1,108 @@
+"""The table, the JSON and the chart of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Machine, Spread
+from benchmarks.race import Outcome
+
+COLUMNS = ("local", "views", "remote", "TransferQueue", "ray-numpy", "ray-tensors", "raw-zmq", "memcpy-1", "memcpy-all")
+CHARTED = ("local", "remote", "TransferQueue", "ray-numpy", "memcpy-1")
+COLOURS = {
+    "local": "#1b6ca8",
+    "remote": "#63a4cf",
+    "TransferQueue": "#d1495b",
+    "ray-numpy": "#edae49",
+    "memcpy-1": "#8a8f98",
+}
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """One line a case: the median in milliseconds with p10 to p90, and how many times slower than our local road."""
+    table = Table(title="median ms, (p10-p90), x = times our local road", caption_justify="left")
+    table.add_column("work")
+    table.add_column("MB", justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.case.name,
+            f"{outcome.nbytes / 1e6:.0f}",
+            *(_cell(outcome.seconds.get(name), outcome.seconds.get("local")) for name in COLUMNS),
+        )
+    console.print(table)
+
+
+def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome], **more: Any) -> None:
+    """Everything that was measured, for programs."""
+    record = {
+        "machine": asdict(machine),
+        **more,
+        "cases": [
+            {
+                "name": outcome.case.name,
+                "op": outcome.case.op.value,
+                "bytes": outcome.nbytes,
+                "load": outcome.load,
+                "seconds": {name: asdict(spread) for name, spread in outcome.seconds.items()},
+            }
+            for outcome in outcomes
+        ],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
+    """Bars by case: milliseconds on a logarithmic scale, shorter is better."""
+    matplotlib.use("Agg")
+    shown = [outcome for outcome in outcomes if len(set(outcome.seconds) & set(CHARTED)) > 1]
+    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.75 * len(shown)))
+    height = 0.8 / len(CHARTED)
+    for place, name in enumerate(CHARTED):
+        rows = [(row, outcome.seconds[name]) for row, outcome in enumerate(shown) if name in outcome.seconds]
+        medians = [spread.median * 1e3 for _, spread in rows]
+        errors = [
+            [(spread.median - spread.p10) * 1e3 for _, spread in rows],
+            [(spread.p90 - spread.median) * 1e3 for _, spread in rows],
+        ]
+        axes.barh(
+            [row + (place - len(CHARTED) / 2 + 0.5) * height for row, _ in rows],
+            medians,
+            height,
+            xerr=errors,
+            label=name,
+            color=COLOURS[name],
+            error_kw={"elinewidth": 0.8},
+        )
+    axes.set_yticks(range(len(shown)), [outcome.case.name for outcome in shown])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds (median, p10 to p90); shorter is better")
+    axes.set_title(str(machine), fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(CHARTED), frameon=False)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _cell(spread: Spread | None, ours: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    text = f"{_ms(spread.median)}\n({_ms(spread.p10)}-{_ms(spread.p90)})"
+    if ours is not None and spread is not ours:
+        text += f"\n{spread.median / ours.median:.2f}x"
+    return text
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"

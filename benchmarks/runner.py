@@ -1,0 +1,182 @@
+"""Processes that hold the systems and run repetitions when told to, so that they can be interleaved."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import multiprocessing
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks import cases, payload
+from benchmarks.cases import Case
+from benchmarks.measure import cores
+
+REPLY_S = 180.0
+WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A system by name: the class that adapts it, and the process it runs in."""
+
+    name: str
+    process: str
+    module: str
+    maker: str
+    arguments: Mapping[str, Any]
+
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry(name="local", process="local", module="benchmarks.systems.dataplane_system", maker="DataPlane", arguments={}),
+    Entry(
+        name="views",
+        process="views",
+        module="benchmarks.systems.dataplane_system",
+        maker="DataPlane",
+        arguments={"views": True},
+    ),
+    Entry(
+        name="remote",
+        process="remote",
+        module="benchmarks.systems.dataplane_system",
+        maker="DataPlane",
+        arguments={"remote": True},
+    ),
+    Entry(
+        name="ray-numpy",
+        process="ray",
+        module="benchmarks.systems.ray_system",
+        maker="RayStore",
+        arguments={"tensors": False},
+    ),
+    Entry(
+        name="ray-tensors",
+        process="ray",
+        module="benchmarks.systems.ray_system",
+        maker="RayStore",
+        arguments={"tensors": True},
+    ),
+    Entry(
+        name="TransferQueue",
+        process="ray",
+        module="benchmarks.systems.transfer_queue_system",
+        maker="TransferQueue",
+        arguments={},
+    ),
+    Entry(name="raw-zmq", process="raw-zmq", module="benchmarks.systems.raw_zmq", maker="RawZmq", arguments={}),
+    Entry(
+        name="memcpy-1",
+        process="memcpy",
+        module="benchmarks.systems.ceiling",
+        maker="Ceiling",
+        arguments={"threads": 1},
+    ),
+    Entry(name="memcpy-all", process="memcpy", module="benchmarks.systems.ceiling", maker="Ceiling", arguments={}),
+)
+
+
+class Runner:
+    """One child process and the systems in it. Calls block until it answered, `REPLY_S` at most."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_main, args=(theirs, tuple(entries)))
+        self._process.start()
+        theirs.close()
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Run one verb of `_Held` there. RuntimeError carries the child's traceback."""
+        self.begin(verb, *arguments)
+        return self.end()
+
+    def begin(self, verb: str, *arguments: Any) -> None:
+        """Send the call without waiting for it."""
+        self._pipe.send((verb, arguments))
+
+    def end(self) -> Any:
+        """The answer to `begin`."""
+        if not self._pipe.poll(REPLY_S):
+            raise TimeoutError(f"a system did not answer within {REPLY_S:.0f} s")
+        worked, value = self._pipe.recv()
+        if not worked:
+            raise RuntimeError(value)
+        return value
+
+    def close(self) -> None:
+        """End the systems, then the process."""
+        if self._process.is_alive():
+            self.call("close")
+        self._process.join(REPLY_S)
+
+
+class _Held:
+    """What the child does. One case at a time for each system."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._systems: dict[str, Any] = {}
+        self._held: dict[str, Any] = {}
+
+    def open(self) -> None:
+        for entry in self._entries:
+            system = getattr(importlib.import_module(entry.module), entry.maker)(**entry.arguments)
+            system.open()
+            self._systems[entry.name] = system
+
+    def prepare(self, name: str, case: Case) -> None:
+        """Make the batch, store it where the work reads it, and run unmeasured rounds."""
+        system, batch = self._systems[name], payload.build(case.batch)
+        self._held[name] = system.put(batch) if cases.stored(case.op) else None
+        for _ in range(WARM_UP):
+            self.repeat(name, case)
+        gc.collect()
+
+    def digests(self, name: str, case: Case) -> list[dict[str, str]]:
+        """Of what comes back of the batch."""
+        system, batch = self._systems[name], payload.build(case.batch)
+        held = self._held[name] if self._held[name] is not None else system.put(batch)
+        found = [payload.digest(columns) for columns in cases.read_back(case.op, system, batch, held)]
+        if self._held[name] is None:
+            system.drop(held)
+        return found
+
+    def repeat(self, name: str, case: Case) -> float:
+        return float(cases.repeat(case.op, self._systems[name], payload.build(case.batch), self._held[name]))
+
+    def finish(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self._systems[name].drop(held)
+        payload.build.cache_clear()
+        gc.collect()
+
+    def close(self) -> None:
+        for system in reversed(self._systems.values()):
+            system.close()
+        self._systems.clear()
+
+
+def _main(pipe: Connection, entries: Sequence[Entry]) -> None:
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors alarm it for nothing
+    os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR", "RAY_DEDUP_LOGS": "0"})
+    held = _Held(entries)
+    while True:
+        try:
+            verb, arguments = pipe.recv()
+        except EOFError:
+            held.close()
+            return
+        try:
+            answer = (True, getattr(held, verb)(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+        if verb == "close":
+            return

@@ -1,0 +1,1 @@
+"""The systems under measurement: one adapter each."""

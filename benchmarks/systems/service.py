@@ -1,0 +1,52 @@
+"""Our service in a process of its own, as in production: the client under measurement shares no interpreter with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from dataplane import serve
+from dataplane.bulk import endpoints
+
+READY_S = 60.0
+
+
+class Service:
+    """Started by the constructor; `address` and `pid` are those of its process.
+
+    tcp_only: the units listen on tcp alone, as on a machine whose ZMQ cannot check who connects over ipc, so that a
+    client with `force_remote` measures the road between hosts.
+    """
+
+    def __init__(self, *, capacity_bytes: int, tcp_only: bool = False) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process: BaseProcess = spawn.Process(
+            target=_serve, args=(theirs, {"capacity_bytes": capacity_bytes}, tcp_only), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        if not self._pipe.poll(READY_S):
+            self._process.kill()
+            raise TimeoutError(f"the service did not start within {READY_S:.0f} s")
+        self.address: str = self._pipe.recv()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it and wait until its arena is gone."""
+        self._pipe.close()
+        self._process.join(READY_S)
+
+
+def _serve(pipe: Connection, config: dict[str, Any], tcp_only: bool) -> None:
+    if tcp_only:
+        endpoints._bind_ipc = lambda router: ()
+    with serve(config) as server:
+        pipe.send(server.address)
+        pipe.poll(None)
