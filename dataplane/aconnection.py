@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
-from dataplane.connection import CopiesUnderWay, desks, session_lock
+from dataplane.connection import CopiesUnderWay, Copying, copies_end_s, desks, session_lock
 from dataplane.control.achannel import AsyncChannel
 from dataplane.desk import Desk
+from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
+
+log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
@@ -23,7 +27,7 @@ class AsyncConnection:
         self._channel = channel
         self._copies = CopiesUnderWay()
         self._detached: set[asyncio.Task[None]] = set()
-        self._timeout_s = config.call_timeout_s
+        self._patience_s = copies_end_s(config)
         self.desk = Desk(config, session=channel.session, lock=lock)
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)
@@ -44,22 +48,26 @@ class AsyncConnection:
         """Perform the operation's steps until it returns. A cancelled call leaves at once; its copy, if one is under
         way, ends in the background, and then its clean-up is done."""
         self._release_dropped()
-        with contextlib.ExitStack() as copying:
-            try:
-                step = next(operation)
-                while True:
-                    try:
-                        outcome = await self._perform(step, operation, copying)
-                    except _DetachedError:
-                        raise asyncio.CancelledError from None
-                    except BaseException as error:
-                        step = operation.throw(error)
-                    else:
-                        step = operation.send(outcome)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
+        with Copying(self._copies) as copying:
+            return await self._go_on(operation, copying)
 
-    async def _perform(self, step: Step, operation: Operation[Any], copying: contextlib.ExitStack) -> Any:
+    async def _go_on(self, operation: Operation[T], copying: Copying, thrown: BaseException | None = None) -> T:
+        """Perform what is left of the operation, after throwing `thrown` into it."""
+        try:
+            step = next(operation) if thrown is None else operation.throw(thrown)
+            while True:
+                try:
+                    outcome = await self._perform(step, operation, copying)
+                except _DetachedError:
+                    raise asyncio.CancelledError from None
+                except BaseException as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    async def _perform(self, step: Step, operation: Operation[Any], copying: Copying) -> Any:
         match step:
             case Send(command):
                 number, result = await self._channel.call(command)
@@ -67,18 +75,18 @@ class AsyncConnection:
             case Post(command):
                 self._channel.post(command)
             case Work():
-                copying.enter_context(self._copies)
+                copying.begin()
                 return await self._work(step, operation, copying)
         return None
 
-    async def _work(self, step: Work, operation: Operation[Any], copying: contextlib.ExitStack) -> Any:
+    async def _work(self, step: Work, operation: Operation[Any], copying: Copying) -> Any:
         running = asyncio.get_running_loop().run_in_executor(None, step.run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError as error:
             if running.done():
                 raise
-            finishing = self._finish(operation, running, error, copying.pop_all())
+            finishing = self._finish(operation, running, error, copying.hand_over())
             task = asyncio.get_running_loop().create_task(finishing)
             self._detached.add(task)
             task.add_done_callback(self._detached.discard)
@@ -89,18 +97,17 @@ class AsyncConnection:
         operation: Operation[Any],
         running: asyncio.Future[Any],
         error: asyncio.CancelledError,
-        copying: contextlib.ExitStack,
+        copying: Copying,
     ) -> None:
         """Wait for the copy of a cancelled call, then let the operation clean up."""
         with copying:
             await asyncio.wait([running])
             running.exception()
-            try:
-                step = operation.throw(error)
-                while True:
-                    step = operation.send(await self._perform(step, operation, copying))
-            except (StopIteration, asyncio.CancelledError):
-                return
+            with contextlib.suppress(asyncio.CancelledError):
+                try:
+                    await self._go_on(operation, copying, error)
+                except DataPlaneError as failed:
+                    log.warning("cleaning up after a cancelled call: %s", failed)
 
     def _release_dropped(self) -> None:
         for number in self.desk.pins.dropped():
@@ -109,7 +116,7 @@ class AsyncConnection:
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
-        await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._timeout_s)
+        await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._patience_s)
         self._release_dropped()
         self.desk.close()
         await self._channel.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
@@ -76,20 +75,22 @@ class PerProcess(Generic[C]):
 
 
 class CopiesUnderWay:
-    """Counts operations from their first copy to their end, so that closing can wait for them."""
+    """Counts operations from their first copy to their end (see `Copying`), so that closing can wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._count = 0
         self._closing = False
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """One more. Raises `ClientClosedError` after `refuse_more`."""
         with self._changed:
             if self._closing:
                 raise ClientClosedError()
             self._count += 1
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """One less."""
         with self._changed:
             self._count -= 1
             self._changed.notify_all()
@@ -107,6 +108,34 @@ class CopiesUnderWay:
                 raise CallTimeoutError(what=what, waited_s=timeout_s, peer="this process")
 
 
+class Copying:
+    """One operation's place among the copies under way: taken at its first copy, kept until this context ends, so that
+    its clean-up is not refused because the client is closing."""
+
+    def __init__(self, copies: CopiesUnderWay) -> None:
+        self._copies = copies
+        self._counted = False
+
+    def begin(self) -> None:
+        """To be called before each copy. Raises `ClientClosedError` if it is the first and the client is closing."""
+        if not self._counted:
+            self._copies.begin()
+            self._counted = True
+
+    def hand_over(self) -> Copying:
+        """Another to go on with; this one ends nothing any more."""
+        heir = Copying(self._copies)
+        heir._counted, self._counted = self._counted, False
+        return heir
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._counted:
+            self._copies.end()
+
+
 @functools.cache
 def desks() -> weakref.WeakSet[Desk]:
     """The desks of this process's open sessions. A forked child lets go of their locks (see `Desk.forked`)."""
@@ -119,6 +148,11 @@ def desks() -> weakref.WeakSet[Desk]:
 
     os.register_at_fork(after_in_child=in_child)
     return opened
+
+
+def copies_end_s(config: DataPlaneConfig) -> float:
+    """How long closing waits for copies: as long as one may be silent, and then the stop of its put."""
+    return config.call_timeout_s + config.connect_timeout_s
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
@@ -144,7 +178,7 @@ class Connection:
                 lock.close()
             raise
         self._copies = CopiesUnderWay()
-        self._timeout_s = config.call_timeout_s
+        self._patience_s = copies_end_s(config)
         self.desk = Desk(config, session=self._channel.session, lock=lock)
         self.desk.roads.learn(self._channel.units)
         desks().add(self.desk)
@@ -152,7 +186,7 @@ class Connection:
     def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
         self._release_dropped()
-        with contextlib.ExitStack() as copying:
+        with Copying(self._copies) as copying:
             try:
                 step = next(operation)
                 while True:
@@ -165,7 +199,7 @@ class Connection:
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
 
-    def _perform(self, step: Step, copying: contextlib.ExitStack) -> Any:
+    def _perform(self, step: Step, copying: Copying) -> Any:
         match step:
             case Send(command):
                 number, result = self._channel.call(command)
@@ -173,7 +207,7 @@ class Connection:
             case Post(command):
                 self._channel.post(command)
             case Work(work):
-                copying.enter_context(self._copies)
+                copying.begin()
                 return work()
         return None
 
@@ -184,7 +218,7 @@ class Connection:
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
-        self._copies.wait(self._timeout_s)
+        self._copies.wait(self._patience_s)
         self._release_dropped()
         self.desk.close()
         self._channel.close()

@@ -114,10 +114,11 @@ def _store(
             timeout_s=desk.config.put_timeout_s,
         )
     )
+    unfinished: set[int] = set()
     try:
         placements: tuple[c.Placement, ...] = room.result.placements
         yield from _know(desk, {placement.unit for placement in placements})
-        yield Work(lambda: desk.roads.write(placements, encoded))
+        yield Work(lambda: desk.roads.write(placements, encoded, room.number, unfinished))
         failpoints.hit("put.before_commit")
         commit = c.Commit(
             partition=partition,
@@ -132,8 +133,19 @@ def _store(
         )
         return (yield from _naming(ids, commit)).result  # type: ignore[no-any-return]
     except BaseException:
-        yield Post(c.Abort(reservation=room.number))
+        yield from _give_back(desk, room.number, unfinished)
         raise
+
+
+def _give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:
+    """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
+    reserved until the session ends: then the service has the unit fence it first."""
+    try:
+        if unfinished:
+            yield Work(lambda: desk.roads.stop(reservation, unfinished))
+    finally:
+        if not unfinished:
+            yield Post(c.Abort(reservation=reservation))
 
 
 def _naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:

@@ -5,6 +5,7 @@ Everything here blocks and runs inside a `Work` step.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
-from dataplane.errors import StorageUnitError
+from dataplane.errors import ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -78,8 +81,17 @@ class Roads:
                 self._connections[unit] = found
             return found
 
-    def write(self, placements: Sequence[c.Placement], columns: Sequence[EncodedColumn]) -> None:
+    def write(
+        self,
+        placements: Sequence[c.Placement],
+        columns: Sequence[EncodedColumn],
+        reservation: int,
+        unfinished: set[int],
+    ) -> None:
         """Copy the columns' values to where they were placed: one copy each by shared memory, frames otherwise.
+
+        reservation: the number of the Allocate call that reserved the places. unfinished: however this ends, holds the
+        units that may still carry out writes of it, which `stop` ends.
 
         Returns when every byte is in its arena. Raises `StorageUnitError`, `SessionExpiredError`, `CallTimeoutError`.
         """
@@ -96,7 +108,35 @@ class Roads:
                 offsets.append(placement.offset)
                 buffers.append(column.buffers(placement.first, placement.last))
         for unit, (offsets, buffers) in remote.items():
-            self.connection(unit).write(offsets, buffers, timeout_s=self._config.call_timeout_s)
+            connection = self.connection(unit)
+            unfinished.add(unit)
+            connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
+            unfinished.discard(unit)
+
+    def stop(self, reservation: int, unfinished: set[int]) -> None:
+        """Make the `unfinished` units refuse every write of the reservation; those that will are taken from the set.
+
+        Blocks up to the connect timeout for each unit. A unit that does not acknowledge stays in the set, with a
+        warning in the log: the room must then stay reserved.
+        """
+        for unit in sorted(unfinished):
+            try:
+                self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
+            except (SessionExpiredError, ServiceRestartedError) as error:
+                log.info("unit %d takes no write of this session any more: %s", unit, error)
+            except BaseException as error:
+                log.warning(
+                    "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
+                    "%d): %s; the put's room stays reserved until this client closes",
+                    unit,
+                    reservation,
+                    self._session,
+                    str(error) or type(error).__name__,
+                )
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            unfinished.discard(unit)
 
     def gather(self, located: Sequence[c.FieldLocations], *, guard: object | None = None) -> dict[str, RowSource]:
         """Where each field's rows are in this process's memory: the mapped arenas themselves, or received buffers.

@@ -40,7 +40,8 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Run `run` to its end, whatever happens to the caller: it copies bytes that nobody may take back meanwhile.
+    """Run `run` to its end, whatever happens to the caller: it copies bytes that nobody may take back meanwhile, or
+    sees to it that nobody copies them any more. An operation that has begun one may begin more while the client closes.
     Outcome: what it returns."""
 
     run: Callable[[], Any]

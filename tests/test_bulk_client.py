@@ -60,7 +60,7 @@ def noise(nbytes, seed=0):
 
 def test_many_chunks_there_and_back(unit, connection):
     data = noise(11 * MIB + 13)
-    connection.write([64], [data], timeout_s=WAIT_S)
+    connection.write([64], [data], reservation=1, timeout_s=WAIT_S)
     assert unit.arena.data[64 : 64 + len(data)].tobytes() == data.tobytes()
     whole = connection.read([64], [len(data)], timeout_s=WAIT_S)
     assert len(data) > CHUNK_BYTES
@@ -80,7 +80,7 @@ def test_scattered_rows_of_every_size(unit, connection):
     rows = [noise(size, seed=int(size)) for size in sizes]
     order = rng.permutation(60)
     pieces = [[rows[k][: sizes[k] // 2], rows[k][sizes[k] // 2 :]] if k % 2 else rows[k] for k in order]
-    connection.write(offsets[order].tolist(), pieces, timeout_s=WAIT_S)
+    connection.write(offsets[order].tolist(), pieces, reservation=1, timeout_s=WAIT_S)
     wanted = np.concatenate([order, order[:20]])
     got = connection.read(offsets[wanted], sizes[wanted], timeout_s=WAIT_S)
     for number, k in enumerate(wanted):
@@ -94,8 +94,8 @@ def test_rows_are_as_aligned_as_in_the_arena(connection):
 
 
 def test_nothing_to_move_asks_nobody(unit, connection):
-    connection.write([], [], timeout_s=WAIT_S)
-    connection.write([5], [b""], timeout_s=WAIT_S)
+    connection.write([], [], reservation=1, timeout_s=WAIT_S)
+    connection.write([5], [b""], reservation=1, timeout_s=WAIT_S)
     got = connection.read([7], [0], timeout_s=WAIT_S)
     assert got.range(0, 0).tobytes() == b""
 
@@ -106,7 +106,7 @@ def test_threads_share_a_connection(unit, connection):
     def work(number):
         data = noise(MIB, seed=number)
         for _ in range(5):
-            connection.write([number * MIB], [data], timeout_s=WAIT_S)
+            connection.write([number * MIB], [data], reservation=1, timeout_s=WAIT_S)
             got = connection.read([number * MIB], [MIB], timeout_s=WAIT_S)
             if got.range(0, MIB).tobytes() != data.tobytes():
                 wrong.append(number)
@@ -150,7 +150,7 @@ def test_who_is_not_local_is_remote(unit, lock, why):
     with UnitConnection(facts, session=5, token=TOKEN, **more) as connection:
         assert not connection.local
         assert connection.arena is None
-        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
         assert connection.read([0], [3], timeout_s=WAIT_S).range(0, 3).tobytes() == b"abc"
     assert unit.reports.empty()
 
@@ -159,7 +159,7 @@ def test_a_proof_that_the_unit_does_not_believe_is_no_error(unit, lock, monkeypa
     monkeypatch.setattr(client_module.MappedArena, "header", lambda *_: bytes(32))
     with unit.connect(lock=lock) as connection:
         assert not connection.local
-        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_refusals_at_the_door(unit, facts, more, error):
 def test_an_endpoint_that_does_not_answer_is_passed_over(unit):
     endpoints = ("ipc://@tq-nobody", "tcp://127.0.0.1:9", unit.info.endpoints[1])
     with UnitConnection(changed(unit.info, endpoints=endpoints), session=1, token=TOKEN) as connection:
-        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
 
 
 def test_a_shared_context_is_left_open(unit):
     context = client_module.zmq.Context()
     with UnitConnection(unit.info, session=1, token=TOKEN, context=context) as connection:
-        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
     assert not context.closed
     context.term()
 
@@ -196,11 +196,11 @@ def test_a_shared_context_is_left_open(unit):
 
 
 def test_a_fenced_writer_is_refused(unit, connection):
-    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
     unit.server.order(FenceSession(unit=UNIT, session=1))
     unit.expect(SessionGone)
     with pytest.raises(SessionExpiredError):
-        connection.write([0], [noise(9 * MIB)], timeout_s=WAIT_S)
+        connection.write([0], [noise(9 * MIB)], reservation=1, timeout_s=WAIT_S)
     with pytest.raises(SessionExpiredError):
         connection.read([0], [3], timeout_s=WAIT_S)
     assert unit.arena.data[:3].tobytes() == b"abc"
@@ -210,8 +210,8 @@ def test_a_fenced_writer_is_refused(unit, connection):
 
 def test_a_write_outside_is_refused_and_the_connection_goes_on(unit, connection):
     with pytest.raises(StorageUnitError, match="outside"):
-        connection.write([16 * MIB - 1], [b"ab"], timeout_s=WAIT_S)
-    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([16 * MIB - 1], [b"ab"], reservation=1, timeout_s=WAIT_S)
+    connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
 
 
 LOCAL_CLIENT = """
@@ -269,7 +269,7 @@ def die_between_the_frames_of_the_second_request():
     if next(frames) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 failpoints.arm("bulk.write.between_frames", die_between_the_frames_of_the_second_request)
-connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, timeout_s=20)
+connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, reservation=1, timeout_s=20)
 """
 
 
@@ -280,7 +280,7 @@ def test_a_writer_killed_between_frames_leaves_whole_requests_and_is_fenced(unit
     unit.server.order(FenceSession(unit=UNIT, session=5))
     assert unit.expect(SessionGone).session == 5
     with unit.connect(road) as other:
-        other.write([12 * MIB], [b"after"], timeout_s=WAIT_S)
+        other.write([12 * MIB], [b"after"], reservation=1, timeout_s=WAIT_S)
     assert not unit.arena.data[CHUNK_BYTES : 8 * MIB].any(), "of the torn request nothing"
     assert len(set(unit.arena.data[:CHUNK_BYTES].tolist())) == 1, "of the request before it all or nothing"
 
@@ -331,12 +331,12 @@ def test_a_silent_unit_is_a_timeout_that_names_it(unit, connection, monkeypatch)
 def test_a_unit_that_goes_is_noticed_at_once(road):
     unit = Unit()
     with unit.connect(road) as connection:
-        connection.write([0], [b"abc"], timeout_s=WAIT_S)
+        connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
         unit.close()
         with pytest.raises(StorageUnitError, match="cannot be reached"):
             connection.read([0], [3], timeout_s=600.0)
         with pytest.raises(StorageUnitError, match="cannot be reached"):
-            connection.write([0], [b"abc"], timeout_s=600.0)
+            connection.write([0], [b"abc"], reservation=1, timeout_s=600.0)
 
 
 def test_a_writer_that_dies_between_frames_leaves_no_torn_write(unit, connection):
@@ -349,10 +349,10 @@ def test_a_writer_that_dies_between_frames_leaves_no_torn_write(unit, connection
     data = noise(2 * MIB)
     failpoints.arm("bulk.write.between_frames", die_at_the_second)
     with pytest.raises(RuntimeError, match="interrupted"):
-        connection.write([0, 4 * MIB], [data[:MIB], data[MIB:]], timeout_s=WAIT_S)
+        connection.write([0, 4 * MIB], [data[:MIB], data[MIB:]], reservation=1, timeout_s=WAIT_S)
     failpoints.disarm()
     assert not unit.arena.data[: 8 * MIB].any()
-    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
     assert unit.arena.data[:3].tobytes() == b"abc"
 
 
@@ -361,7 +361,7 @@ def test_a_reader_interrupted_between_frames_starts_afresh(unit, connection):
         raise KeyboardInterrupt
 
     data = noise(2 * MIB)
-    connection.write([0], [data], timeout_s=WAIT_S)
+    connection.write([0], [data], reservation=1, timeout_s=WAIT_S)
     failpoints.arm("bulk.read.between_frames", die)
     with pytest.raises(KeyboardInterrupt):
         connection.read([0], [2 * MIB], timeout_s=WAIT_S)
@@ -394,7 +394,7 @@ def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, mo
     }
     with pytest.raises(errors[ending]) if ending in errors else contextlib.nullcontext() as caught:
         offset = 10 * MIB if ending == "refused" else 0
-        connection.write([offset], [data], timeout_s=0.05 if ending == "timeout" else WAIT_S)
+        connection.write([offset], [data], reservation=1, timeout_s=0.05 if ending == "timeout" else WAIT_S)
     del data, caught
     gc.collect()
     assert gone() is None, "something still refers to the buffer"
@@ -404,6 +404,56 @@ def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, mo
 def interrupt_when(now):
     if now:
         raise KeyboardInterrupt
+
+
+# --- stopping a put -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["interrupt", "timeout"])
+def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypatch, way):
+    """The requests of a failed write wait at the unit; none that is looked at after the stop touches the arena."""
+    began, given_up = threading.Event(), threading.Event()
+    perform = BulkServer._perform
+
+    def in_turn(server, verb, request):
+        if verb == "write" and request.write.reservation == 5:
+            began.set()
+            assert given_up.wait(WAIT_S)
+        return perform(server, verb, request)
+
+    monkeypatch.setattr(BulkServer, "_perform", in_turn)
+    if way == "interrupt":
+        frames = iter(range(100))
+        failpoints.arm("bulk.write.between_frames", lambda: interrupt_when(next(frames) == 3 and began.wait(WAIT_S)))
+    with pytest.raises(KeyboardInterrupt if way == "interrupt" else CallTimeoutError):
+        connection.write(
+            list(range(0, 8 * MIB, MIB)),
+            [noise(MIB)] * 8,
+            reservation=5,
+            timeout_s=WAIT_S if way == "interrupt" else 0.2,
+        )
+    failpoints.disarm()
+    given_up.set()
+    connection.stop_put(5, WAIT_S)
+    with unit.connect(session=2) as other:
+        other.write([0], [b"x" * 8 * MIB], reservation=5, timeout_s=WAIT_S)
+    with pytest.raises(StorageUnitError, match="put 5 of session 1 was stopped"):
+        connection.write([0], [noise(MIB)], reservation=5, timeout_s=WAIT_S)
+    assert unit.arena.data[: 8 * MIB].tobytes() == b"x" * 8 * MIB
+    connection.write([0], [b"abc"], reservation=6, timeout_s=WAIT_S)
+    assert unit.arena.data[:3].tobytes() == b"abc", "other puts go on"
+
+
+def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(
+        BulkServer, "_perform", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
+    )
+    with pytest.raises(CallTimeoutError, match="stop of a put"):
+        connection.stop_put(5, 0.05)
+    release.set()
+    with pytest.raises(StorageUnitError, match="stop of a put"):
+        connection.stop_put(5, WAIT_S)
 
 
 # --- closing and forking --------------------------------------------------------------------------------------
@@ -443,7 +493,7 @@ def test_a_closed_connection_refuses(unit, connection):
 
 
 def test_a_forked_child_is_refused_and_hurts_nobody(unit, connection):
-    connection.write([0], [b"abc"], timeout_s=WAIT_S)
+    connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
     child = os.fork()
     if child == 0:
         try:
@@ -457,11 +507,11 @@ def test_a_forked_child_is_refused_and_hurts_nobody(unit, connection):
 
 
 def test_a_forked_child_opens_its_own(unit, connection):
-    connection.write([0], [noise(MIB)], timeout_s=WAIT_S)
+    connection.write([0], [noise(MIB)], reservation=1, timeout_s=WAIT_S)
     child = os.fork()
     if child == 0:
         with unit.connect(session=2) as own:
-            own.write([MIB], [noise(MIB, seed=3)], timeout_s=WAIT_S)
+            own.write([MIB], [noise(MIB, seed=3)], reservation=1, timeout_s=WAIT_S)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert unit.arena.data[MIB : 2 * MIB].tobytes() == noise(MIB, seed=3).tobytes()
@@ -473,7 +523,7 @@ def test_descriptors_do_not_leak(unit, lock):
 
     def round_trip(number):
         with unit.connect(session=number, lock=lock) as connection:
-            connection.write([0], [noise(MIB)], timeout_s=WAIT_S)
+            connection.write([0], [noise(MIB)], reservation=1, timeout_s=WAIT_S)
             connection.read([0], [MIB], timeout_s=WAIT_S)
 
     round_trip(1)

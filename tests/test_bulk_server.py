@@ -175,6 +175,36 @@ def test_a_fenced_session_is_refused_for_good(unit, peer):
     assert peer.ask(b"z", session=2, write=write((0, 1)))[0].written.size == 1
 
 
+def test_a_stopped_puts_writes_are_refused_and_all_others_served(unit, peer):
+    def put(reservation, data, session=1):
+        request = write((0, len(data)))
+        request.reservation = reservation
+        return peer.ask(data, session=session, write=request)
+
+    assert put(8, b"early")[0].written.size == 5
+    for _ in range(2):
+        assert peer.ask(call=4, stop=pb.StopPut(reservation=8))[0].WhichOneof("outcome") == "stopped"
+    error = refused(put(8, b"late!"))
+    assert (type(error).__name__, error.unit) == ("StorageUnitError", UNIT)
+    assert "put 8 of session 1 was stopped" in str(error)
+    assert unit.arena.data[:5].tobytes() == b"early"
+    for number, session in ((7, 1), (9, 1), (8, 2)):
+        assert put(number, b"other", session)[0].written.size == 5
+    unit.server.order(FenceSession(unit=UNIT, session=1))
+    unit.expect(SessionGone)
+    assert type(refused(peer.ask(stop=pb.StopPut(reservation=9)))).__name__ == "SessionExpiredError"
+
+
+def test_a_fenced_sessions_stops_are_forgotten(unit):
+    sessions = sessions_module.Sessions(unit.arena, lock_directories=())
+    sessions.stop_put(1, 8)
+    sessions.stop_put(2, 8)
+    assert sessions.fence(1)
+    assert not sessions.is_stopped(1, 8), "it is refused as a whole"
+    assert sessions.is_stopped(2, 8)
+    sessions.close()
+
+
 def test_reports_carry_the_unit_of_the_order(unit):
     unit.server.order(FenceSession(unit=41, session=1))
     assert unit.expect(SessionGone).unit == 41

@@ -155,12 +155,22 @@ class UnitConnection:
 
     # --- the remote road ----------------------------------------------------------------------------------------
 
-    def write(self, offsets: Sequence[int], buffers: Sequence[Buffer | Sequence[Buffer]], *, timeout_s: float) -> None:
+    def write(
+        self,
+        offsets: Sequence[int],
+        buffers: Sequence[Buffer | Sequence[Buffer]],
+        *,
+        reservation: int,
+        timeout_s: float,
+    ) -> None:
         """Put `buffers[k]` (one C-contiguous buffer, or a list of them one after another) at `offsets[k]` of the arena.
+
+        reservation: the number of the Allocate call that reserved the room.
 
         Returns when the unit has it all. Large buffers are sent from where they are; whatever happens, ZMQ has let go
         of them when this returns or raises. `timeout_s` is the longest silence of the unit. Raises CallTimeoutError,
-        StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError.
+        StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError. However it fails, the unit may
+        carry out later what was sent: the room must not be given back before `stop_put` returned.
         """
         held: list[zmq.MessageTracker] = []
         try:
@@ -173,12 +183,27 @@ class UnitConnection:
                     header.write.offsets.extend(chunk.offsets)
                     header.write.sizes.extend(chunk.sizes)
                     header.write.frame_ranges.extend(chunk.frame_ranges)
+                    header.write.reservation = reservation
                     wire.send(header, chunk.frames, held=held)
                     waiting.append(header.call)
                 while waiting:
                     wire.receive(waiting.popleft(), time.monotonic() + timeout_s)
         finally:
             _wait_until_let_go(held)
+
+    def stop_put(self, reservation: int, timeout_s: float) -> None:
+        """Give up a put whose `write` failed. When this returns no byte of it lands any more: the unit refuses every
+        write of the reservation, those under way included. Goes over another socket than the write, which is closed.
+
+        Raises as `write`, CallTimeoutError after `timeout_s`; then nothing is known.
+        """
+        with self._wire("stop of a put", timeout_s) as wire:
+            header = self._header(wire)
+            header.stop.reservation = reservation
+            wire.send(header, held=[])
+            reply = wire.receive(header.call, time.monotonic() + timeout_s)
+            if reply.WhichOneof("outcome") != "stopped":
+                raise WireLostError(f"it answered {reply.WhichOneof('outcome')} to the stop of a put")
 
     def read(
         self, offsets: npt.ArrayLike | Sequence[int], sizes: npt.ArrayLike | Sequence[int], *, timeout_s: float

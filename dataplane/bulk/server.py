@@ -1,7 +1,8 @@
 """The storage unit's bulk server: one thread that moves bytes between sockets and the arena, and refuses who must be.
 
-It decides nothing else. Every copy ends before the next message or order is looked at, so that a fenced session has no
-copy under way: reads leave the arena before they are handed to ZMQ, writes are taken from ZMQ in one go.
+It decides nothing else. Every copy ends before the next message or order is looked at, so that a fenced session, or a
+stopped put, has no copy under way: reads leave the arena before they are handed to ZMQ, writes are taken from ZMQ in
+one go.
 """
 
 from __future__ import annotations
@@ -289,12 +290,24 @@ class BulkServer:
                 self._report(SessionAttached(unit=self._unit, session=request.session))
                 return pb.BulkReply(attached=pb.Attached()), None
             case "write":
+                self._refuse_stopped(request.session, request.write.reservation)
                 return pb.BulkReply(written=pb.Written(size=self._write(request.write))), None
             case "read":
                 payload = self._read(request.read)
                 return pb.BulkReply(bytes=pb.ReadBytes(size=len(payload))), payload
+            case "stop":
+                self._stop_put(request.session, request.stop.reservation)
+                return pb.BulkReply(stopped=pb.Stopped()), None
             case _:
                 raise self._fault("the request has no verb that this unit knows")
+
+    def _stop_put(self, session: int, reservation: int) -> None:
+        log.info("unit %d: session %d gave up put %d", self._unit, session, reservation)
+        self._sessions.stop_put(session, reservation)
+
+    def _refuse_stopped(self, session: int, reservation: int) -> None:
+        if self._sessions.is_stopped(session, reservation):
+            raise self._fault(f"put {reservation} of session {session} was stopped: its room may be another's by now")
 
     def _bury_dead(self) -> None:
         for session in self._sessions.bury_dead():

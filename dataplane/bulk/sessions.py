@@ -1,4 +1,5 @@
-"""What a storage unit knows of sessions: who is local to it by proof, and who is fenced. Files, but no sockets."""
+"""What a storage unit knows of sessions: who is local to it by proof, who is fenced, which puts were stopped. Files,
+but no sockets."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from dataplane.arena import Arena
 from dataplane.bulk.lock import PeerLock
+from dataplane.bulk.stops import StoppedPuts
 from dataplane.errors import InvalidRequestError, SessionExpiredError
 from dataplane.host import boot_id
 from dataplane.lockfile import is_local, sweep
@@ -38,11 +40,20 @@ class Sessions:
         self._pending: dict[int, _Pending] = {}
         self._attached: dict[int, PeerLock] = {}
         self._fenced: set[int] = set()
+        self._stopped = StoppedPuts()
 
     def admit(self, session: int) -> None:
         """Raises SessionExpiredError for a fenced session."""
         if session in self._fenced:
             raise SessionExpiredError(session=session, why="the storage unit was told that its process is gone")
+
+    def stop_put(self, session: int, reservation: int) -> None:
+        """Refuse every write of this put from now on."""
+        self._stopped.stop(session, reservation)
+
+    def is_stopped(self, session: int, reservation: int) -> bool:
+        """Whether writes of this put are refused."""
+        return self._stopped.covers(session, reservation)
 
     def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
         """A challenge for a client that may be local, or the reason why it stays remote."""
@@ -94,6 +105,7 @@ class Sessions:
         if lock is not None and lock.held():
             return False
         self._fenced.add(session)
+        self._stopped.forget(session)
         self._forget_pending(session)
         if lock is not None:
             del self._attached[session]

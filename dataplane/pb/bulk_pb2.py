@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x61taplane/pb/bulk.proto\x12\x05tq.v1\"\xfa\x01\n\x0b\x42ulkRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\x12\x1f\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\r.tq.v1.AttachH\x00\x12#\n\x05proof\x18\x07 \x01(\x0b\x32\x12.tq.v1.AttachProofH\x00\x12#\n\x05write\x18\x08 \x01(\x0b\x32\x12.tq.v1.WriteRangesH\x00\x12!\n\x04read\x18\t \x01(\x0b\x32\x11.tq.v1.ReadRangesH\x00\x42\x06\n\x04verb\"\xd9\x01\n\tBulkReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tq.v1.BulkErrorH\x00\x12%\n\tchallenge\x18\x03 \x01(\x0b\x32\x10.tq.v1.ChallengeH\x00\x12#\n\x08\x61ttached\x18\x04 \x01(\x0b\x32\x0f.tq.v1.AttachedH\x00\x12!\n\x07written\x18\x05 \x01(\x0b\x32\x0e.tq.v1.WrittenH\x00\x12!\n\x05\x62ytes\x18\x06 \x01(\x0b\x32\x10.tq.v1.ReadBytesH\x00\x42\t\n\x07outcome\",\n\x06\x41ttach\x12\x11\n\tlock_path\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"k\n\tChallenge\x12\r\n\x05local\x18\x01 \x01(\x08\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0e\n\x06\x63ookie\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x0b\n\x03why\x18\x06 \x01(\t\"\x1b\n\x0b\x41ttachProof\x12\x0c\n\x04seen\x18\x01 \x01(\x0c\"\n\n\x08\x41ttached\"C\n\x0bWriteRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x14\n\x0c\x66rame_ranges\x18\x03 \x03(\r\"\x17\n\x07Written\x12\x0c\n\x04size\x18\x01 \x01(\x04\",\n\nReadRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\"\x19\n\tReadBytes\x12\x0c\n\x04size\x18\x01 \x01(\x04\"(\n\tBulkError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x61taplane/pb/bulk.proto\x12\x05tq.v1\"\x9a\x02\n\x0b\x42ulkRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\x12\x1f\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\r.tq.v1.AttachH\x00\x12#\n\x05proof\x18\x07 \x01(\x0b\x32\x12.tq.v1.AttachProofH\x00\x12#\n\x05write\x18\x08 \x01(\x0b\x32\x12.tq.v1.WriteRangesH\x00\x12!\n\x04read\x18\t \x01(\x0b\x32\x11.tq.v1.ReadRangesH\x00\x12\x1e\n\x04stop\x18\n \x01(\x0b\x32\x0e.tq.v1.StopPutH\x00\x42\x06\n\x04verb\"\xfc\x01\n\tBulkReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tq.v1.BulkErrorH\x00\x12%\n\tchallenge\x18\x03 \x01(\x0b\x32\x10.tq.v1.ChallengeH\x00\x12#\n\x08\x61ttached\x18\x04 \x01(\x0b\x32\x0f.tq.v1.AttachedH\x00\x12!\n\x07written\x18\x05 \x01(\x0b\x32\x0e.tq.v1.WrittenH\x00\x12!\n\x05\x62ytes\x18\x06 \x01(\x0b\x32\x10.tq.v1.ReadBytesH\x00\x12!\n\x07stopped\x18\x07 \x01(\x0b\x32\x0e.tq.v1.StoppedH\x00\x42\t\n\x07outcome\",\n\x06\x41ttach\x12\x11\n\tlock_path\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"k\n\tChallenge\x12\r\n\x05local\x18\x01 \x01(\x08\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0e\n\x06\x63ookie\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x0b\n\x03why\x18\x06 \x01(\t\"\x1b\n\x0b\x41ttachProof\x12\x0c\n\x04seen\x18\x01 \x01(\x0c\"\n\n\x08\x41ttached\"X\n\x0bWriteRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x14\n\x0c\x66rame_ranges\x18\x03 \x03(\r\x12\x13\n\x0breservation\x18\x04 \x01(\x04\"\x17\n\x07Written\x12\x0c\n\x04size\x18\x01 \x01(\x04\"\x1e\n\x07StopPut\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\t\n\x07Stopped\",\n\nReadRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\"\x19\n\tReadBytes\x12\x0c\n\x04size\x18\x01 \x01(\x04\"(\n\tBulkError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,25 +32,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.pb.bulk_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BULKREQUEST']._serialized_start=35
-  _globals['_BULKREQUEST']._serialized_end=285
-  _globals['_BULKREPLY']._serialized_start=288
-  _globals['_BULKREPLY']._serialized_end=505
-  _globals['_ATTACH']._serialized_start=507
-  _globals['_ATTACH']._serialized_end=551
-  _globals['_CHALLENGE']._serialized_start=553
-  _globals['_CHALLENGE']._serialized_end=660
-  _globals['_ATTACHPROOF']._serialized_start=662
-  _globals['_ATTACHPROOF']._serialized_end=689
-  _globals['_ATTACHED']._serialized_start=691
-  _globals['_ATTACHED']._serialized_end=701
-  _globals['_WRITERANGES']._serialized_start=703
-  _globals['_WRITERANGES']._serialized_end=770
-  _globals['_WRITTEN']._serialized_start=772
-  _globals['_WRITTEN']._serialized_end=795
-  _globals['_READRANGES']._serialized_start=797
-  _globals['_READRANGES']._serialized_end=841
-  _globals['_READBYTES']._serialized_start=843
-  _globals['_READBYTES']._serialized_end=868
-  _globals['_BULKERROR']._serialized_start=870
-  _globals['_BULKERROR']._serialized_end=910
+  _globals['_BULKREQUEST']._serialized_end=317
+  _globals['_BULKREPLY']._serialized_start=320
+  _globals['_BULKREPLY']._serialized_end=572
+  _globals['_ATTACH']._serialized_start=574
+  _globals['_ATTACH']._serialized_end=618
+  _globals['_CHALLENGE']._serialized_start=620
+  _globals['_CHALLENGE']._serialized_end=727
+  _globals['_ATTACHPROOF']._serialized_start=729
+  _globals['_ATTACHPROOF']._serialized_end=756
+  _globals['_ATTACHED']._serialized_start=758
+  _globals['_ATTACHED']._serialized_end=768
+  _globals['_WRITERANGES']._serialized_start=770
+  _globals['_WRITERANGES']._serialized_end=858
+  _globals['_WRITTEN']._serialized_start=860
+  _globals['_WRITTEN']._serialized_end=883
+  _globals['_STOPPUT']._serialized_start=885
+  _globals['_STOPPUT']._serialized_end=915
+  _globals['_STOPPED']._serialized_start=917
+  _globals['_STOPPED']._serialized_end=926
+  _globals['_READRANGES']._serialized_start=928
+  _globals['_READRANGES']._serialized_end=972
+  _globals['_READBYTES']._serialized_start=974
+  _globals['_READBYTES']._serialized_end=999
+  _globals['_BULKERROR']._serialized_start=1001
+  _globals['_BULKERROR']._serialized_end=1041
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BulkRequest(_message.Message):
-    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read")
+    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read", "stop")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class BulkRequest(_message.Message):
     PROOF_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     token: bytes
     session: int
@@ -25,23 +26,26 @@ class BulkRequest(_message.Message):
     proof: AttachProof
     write: WriteRanges
     read: ReadRanges
-    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ...) -> None: ...
+    stop: StopPut
+    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ..., stop: _Optional[_Union[StopPut, _Mapping]] = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("call", "error", "challenge", "attached", "written", "bytes")
+    __slots__ = ("call", "error", "challenge", "attached", "written", "bytes", "stopped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
     call: int
     error: BulkError
     challenge: Challenge
     attached: Attached
     written: Written
     bytes: ReadBytes
-    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[BulkError, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., bytes: _Optional[_Union[ReadBytes, _Mapping]] = ...) -> None: ...
+    stopped: Stopped
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[BulkError, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., bytes: _Optional[_Union[ReadBytes, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("lock_path", "boot_id")
@@ -78,20 +82,32 @@ class Attached(_message.Message):
     def __init__(self) -> None: ...
 
 class WriteRanges(_message.Message):
-    __slots__ = ("offsets", "sizes", "frame_ranges")
+    __slots__ = ("offsets", "sizes", "frame_ranges", "reservation")
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     FRAME_RANGES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     frame_ranges: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., frame_ranges: _Optional[_Iterable[int]] = ...) -> None: ...
+    reservation: int
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., frame_ranges: _Optional[_Iterable[int]] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("size",)
     SIZE_FIELD_NUMBER: _ClassVar[int]
     size: int
     def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class StopPut(_message.Message):
+    __slots__ = ("reservation",)
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    reservation: int
+    def __init__(self, reservation: _Optional[int] = ...) -> None: ...
+
+class Stopped(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ReadRanges(_message.Message):
     __slots__ = ("offsets", "sizes")

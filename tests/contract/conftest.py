@@ -96,7 +96,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room handed out for a put is overwritten before the put's own bytes come: whoever still reads there sees it."""
     honest = Roads.write
 
-    def write(self: Roads, placements: Any, columns: Any) -> None:
+    def write(self: Roads, placements: Any, columns: Any, reservation: int, unfinished: set[int]) -> None:
         for placement in placements:
             sizes = columns[placement.column].sizes[placement.first : placement.last]
             garbage = np.full(int(sizes.sum()), 0xA5, np.uint8)
@@ -104,7 +104,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             if connection.local:
                 connection.arena.writable(placement.offset, garbage.size)[:] = garbage
             else:
-                connection.write([placement.offset], [[garbage]], timeout_s=30)
-        honest(self, placements, columns)
+                connection.write([placement.offset], [[garbage]], reservation=reservation, timeout_s=30)
+        honest(self, placements, columns, reservation, unfinished)
 
     monkeypatch.setattr(Roads, "write", write)
