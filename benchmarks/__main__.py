@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from pathlib import Path
@@ -11,29 +10,43 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measure import Machine
+from benchmarks.measure import Machine, quieten
 from benchmarks.plan import Plan, plan
-from benchmarks.race import Race
+from benchmarks.probes.all import PROBES
+from benchmarks.probes.base import Figure
+from benchmarks.race import Outcome, Race
 from benchmarks.runner import ENTRIES
 
 
 def main() -> int:
     arguments = _arguments()
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors alarm it for nothing
+    quieten()
     console = Console(width=None if sys.stdout.isatty() else 180)
     machine = Machine.here()
-    chosen = plan(quick=arguments.quick)
-    cases = tuple(case for case in chosen.cases if arguments.only in case.name)
+    whole = plan(quick=arguments.quick)
+    chosen = Plan(
+        cases=tuple(case for case in whole.cases if arguments.only in case.name), repetitions=whole.repetitions
+    )
     console.print(f"{machine}; load {machine.load} before the start; {chosen.repetitions} repetitions in turns")
     begun = time.monotonic()
-    with Race(arguments.systems) as race:
-        outcomes = race.run(
-            Plan(cases=cases, repetitions=chosen.repetitions),
-            lambda name: console.print(f"[{time.monotonic() - begun:5.0f} s] {name}", markup=False, highlight=False),
-        )
+
+    def progress(name: str) -> None:
+        console.print(f"[{time.monotonic() - begun:5.0f} s] {name}", markup=False, highlight=False)
+
+    outcomes: list[Outcome] = []
+    if chosen.cases:
+        with Race(arguments.systems) as race:
+            outcomes = race.run(chosen, progress)
+    figures: list[Figure] = []
+    for name, probe in PROBES.items():
+        if arguments.only in name:
+            progress(name)
+            figures += probe(quick=arguments.quick)
     report.show(outcomes, console)
+    report.show_figures(figures, console)
+    report.show_targets(outcomes, figures, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report.write_json(arguments.out / "bench.json", machine, outcomes, quick=arguments.quick)
+    report.write_json(arguments.out / "bench.json", machine, outcomes, figures, quick=arguments.quick)
     report.draw(arguments.out / "bench.png", machine, outcomes)
     console.print(f"{time.monotonic() - begun:.0f} s; wrote {arguments.out}/bench.json and {arguments.out}/bench.png")
     return 0

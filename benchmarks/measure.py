@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -75,6 +76,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def quieten() -> None:
+    """No log lines of torch's about nested tensors, which alarm its tracer for nothing, in this process."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
 def load() -> float:
     """The one-minute load average, which includes ourselves."""
     return round(os.getloadavg()[0], 2)
@@ -98,9 +104,9 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time, user and system, that a process has used, in steps of 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time that the living threads of a process have used."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text(encoding="utf-8").split()[0]) for task in tasks) / 1e9
 
 
 def _processor() -> str:

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Machine, Spread
+from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome
+from benchmarks.targets import Results, judge
 
 COLUMNS = ("local", "views", "remote", "TransferQueue", "ray-numpy", "ray-tensors", "raw-zmq", "memcpy-1", "memcpy-all")
 CHARTED = ("local", "remote", "TransferQueue", "ray-numpy", "memcpy-1")
@@ -43,7 +45,31 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     console.print(table)
 
 
-def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome], **more: Any) -> None:
+def show_figures(figures: Sequence[Figure], console: Console) -> None:
+    """One line a number of this project alone."""
+    table = Table(title="this project alone")
+    for column in ("what", "value", "p10 - p90", "unit", "how"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for figure in figures:
+        spread = "" if figure.spread is None else f"{figure.spread[0]:.3g} - {figure.spread[1]:.3g}"
+        table.add_row(figure.name, f"{figure.value:,.4g}", spread, figure.unit, figure.note)
+    console.print(table)
+
+
+def show_targets(outcomes: Sequence[Outcome], figures: Sequence[Figure], console: Console) -> None:
+    """One line a budget."""
+    table = Table(title="budgets")
+    for column in ("budget", "needed", "reached", ""):
+        table.add_column(column, justify="right" if column in ("needed", "reached") else "left")
+    for target, value in judge(Results.of(outcomes, figures)):
+        verdict = "met" if target.met(value) else "[bold red]missed[/]"
+        table.add_row(target.text, f"{'<=' if target.most else '>='} {target.needed:g}", f"{value:,.3g}", verdict)
+    console.print(table)
+
+
+def write_json(
+    path: Path, machine: Machine, outcomes: Sequence[Outcome], figures: Sequence[Figure], **more: Any
+) -> None:
     """Everything that was measured, for programs."""
     record = {
         "machine": asdict(machine),
@@ -57,6 +83,11 @@ def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome], **more
                 "seconds": {name: asdict(spread) for name, spread in outcome.seconds.items()},
             }
             for outcome in outcomes
+        ],
+        "figures": [asdict(figure) for figure in figures],
+        "budgets": [
+            {"text": target.text, "needed": target.needed, "reached": value, "met": target.met(value)}
+            for target, value in judge(Results.of(outcomes, figures))
         ],
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import multiprocessing
 import os
 import traceback
@@ -15,7 +14,7 @@ from typing import Any
 
 from benchmarks import cases, payload
 from benchmarks.cases import Case
-from benchmarks.measure import cores
+from benchmarks.measure import cores, quieten
 
 REPLY_S = 180.0
 WARM_UP = 2
@@ -164,7 +163,7 @@ class _Held:
 
 
 def _main(pipe: Connection, entries: Sequence[Entry]) -> None:
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors alarm it for nothing
+    quieten()
     os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR", "RAY_DEDUP_LOGS": "0"})
     held = _Held(entries)
     while True:

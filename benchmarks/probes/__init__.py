@@ -1,0 +1,1 @@
+"""Measurements of this project alone: latencies, growth, memory and processor time of the service."""

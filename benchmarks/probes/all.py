@@ -1,0 +1,18 @@
+"""Every probe, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.probes import broadcast, claims, controller, crowd, live, memory
+from benchmarks.probes.base import Figure
+
+PROBES: Mapping[str, Callable[..., list[Figure]]] = {
+    "single-sample puts of many clients": crowd.small_puts,
+    "large batches of several clients": crowd.large_batches,
+    "waking a claim": claims.wake,
+    "growth with stored samples": live.growth,
+    "processor time of the controller": controller.commands,
+    "client memory": memory.peaks,
+    "leader broadcast": broadcast.leader_broadcast,
+}

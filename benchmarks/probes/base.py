@@ -1,0 +1,70 @@
+"""What a probe gives back, and how the probes run processes and reach the service."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.measure import quieten
+from benchmarks.systems.service import Service
+from dataplane import DataPlaneClient, connect
+
+PARTITION = "probe"
+REPLY_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number. `spread` are its tenths at both ends, where it is a median of repetitions. `note`: what was run."""
+
+    name: str
+    value: float
+    unit: str
+    spread: tuple[float, float] | None = None
+    note: str = ""
+
+
+@contextmanager
+def service(*, capacity_bytes: int = 1 << 30) -> Iterator[tuple[Service, DataPlaneClient]]:
+    """A service process and a client of it in this process."""
+    running = Service(capacity_bytes=capacity_bytes)
+    try:
+        with connect(running.address) as client:
+            client.register_partition(PARTITION, [], None, ["task"])
+            yield running, client
+    finally:
+        running.close()
+
+
+def side_by_side(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """`work(go, *arguments[i])` in a process of its own for each i; what they return. Each does its preparations, then
+    calls `go()`, which returns when all have called it."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier = spawn.Barrier(len(arguments))
+    pipes, processes = [], []
+    for each in arguments:
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_call, args=(theirs, barrier, work, each), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results = [_result(pipe) for pipe in pipes]
+    for process in processes:
+        process.join(REPLY_S)
+    return results
+
+
+def _result(pipe: Connection) -> Any:
+    if not pipe.poll(REPLY_S):
+        raise TimeoutError(f"a process of the probe did not answer within {REPLY_S:.0f} s")
+    return pipe.recv()
+
+
+def _call(pipe: Connection, barrier: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    quieten()
+    pipe.send(work(lambda: barrier.wait(REPLY_S), *arguments))

@@ -1,0 +1,79 @@
+"""One fetch for a replica group of two: bytes and collectives, and its time beside a bare Gloo broadcast."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Spread
+from benchmarks.payload import BatchSpec, Shape, build
+from benchmarks.probes.base import Figure, side_by_side
+from dataplane import BatchedDataDict
+from workers.broadcast import NO_DIGEST, Part, ReplicaGroup
+
+WORLD = 2
+REPETITIONS = 9
+TOKENS = BatchSpec(shape=Shape.TOKENS, rows=512, length=1848)
+
+
+def leader_broadcast(*, quick: bool) -> list[Figure]:
+    """The leader's 19 MB of jagged columns to one sibling over Gloo on loopback."""
+    with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
+        store = str(Path(directory) / "store")
+        moved, collectives, fetches, bare = side_by_side(_rank, [(store, rank) for rank in range(WORLD)])[0]
+    size = build(TOKENS).nbytes
+    ratio = [fetch / raw for fetch, raw in zip(fetches, bare, strict=True)]
+    spread = Spread.of(ratio)
+    return [
+        Figure(
+            name="leader broadcast, bytes", value=moved / size, unit="x jagged bytes", note="all collectives together"
+        ),
+        Figure(name="leader broadcast, payload collectives", value=collectives, unit=""),
+        Figure(
+            name="leader broadcast, time",
+            value=spread.median,
+            unit="x Gloo broadcast",
+            spread=(spread.p10, spread.p90),
+            note="of the same bytes in one tensor, in turns",
+        ),
+    ]
+
+
+def _rank(go: Callable[[], Any], store: str, rank: int) -> tuple[float, float, list[float], list[float]]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    batch = build(TOKENS)
+    flat = torch.zeros(batch.nbytes, dtype=torch.uint8)
+    group = ReplicaGroup(dist.group.WORLD)
+    part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
+    fetches, bare = [], []
+    go()
+    for _ in range(REPETITIONS + 2):
+        fetches.append(_timed(lambda: group.fetch(part, "leader_broadcast", _kept)))
+        bare.append(_timed(lambda: dist.broadcast(flat, 0)))
+    rounds = REPETITIONS + 2
+    moved = sum(group.siblings.bytes.values()) / rounds
+    collectives = group.siblings.collectives["payload"] / rounds
+    dist.destroy_process_group()
+    return moved, collectives, fetches[2:], bare[2:]
+
+
+def _kept(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    return batch
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    """From a moment at which both ranks are there."""
+    dist.barrier()
+    begun = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - begun
