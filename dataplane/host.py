@@ -30,6 +30,18 @@ def resolve_host(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
+def require_free_port(host: str, port: int) -> None:
+    """OSError, naming both, if something listens on that port of `host` already."""
+    address = resolve_host(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
+
+
 def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """ValueError if others than this machine could reach `host` and no token guards it."""
     if token is None and not ipaddress.ip_address(resolve_host(host)).is_loopback:

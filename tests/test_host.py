@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 import pytest
 
@@ -10,6 +11,7 @@ from dataplane.host import (
     boot_id,
     join_address,
     reachable_host,
+    require_free_port,
     require_token_beyond_loopback,
     resolve_host,
     split_address,
@@ -39,3 +41,13 @@ def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
     assert reachable_host("localhost") == "localhost"
     assert not ipaddress.ip_address(reachable_host("0.0.0.0")).is_unspecified
     assert resolve_host("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use"):
+            require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", port)

@@ -12,7 +12,14 @@ from dataplane.control.handlers import Facts
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
-from dataplane.host import boot_id, join_address, reachable_host, require_token_beyond_loopback, resolve_host
+from dataplane.host import (
+    boot_id,
+    join_address,
+    reachable_host,
+    require_free_port,
+    require_token_beyond_loopback,
+    resolve_host,
+)
 from dataplane.ledger.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -93,6 +100,7 @@ class Controller:
 
     def _bind_pair(self, grpc: GrpcDoor, secret: Secret, door: ZmqDoor) -> tuple[int, ZmqDoor]:
         try:
+            require_free_port(self._config.host, door.port - 1)  # gRPC would also print that it is not
             grpc.bind(join_address(resolve_host(self._config.host), door.port - 1))
         except BaseException:
             door.close()
