@@ -32,11 +32,16 @@ def abandoned(path: Path) -> bool:
         os.close(fd)
 
 
+def litter(before: set[str]) -> set[str]:
+    """What came into shared memory since `before` and nobody holds."""
+    return {name for name in our_files() - before if abandoned(SHARED_MEMORY / name)}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     files = our_files()
     yield
-    left = {name for name in our_files() - files if abandoned(SHARED_MEMORY / name)}
+    left = litter(files)
     assert not left, f"left in /dev/shm: {sorted(left)}"
     children = psutil.Process(os.getpid()).children(recursive=True)
     ours = [child for child in children if "multiprocessing" not in " ".join(_command_line(child))]
