@@ -74,7 +74,7 @@ class DataPlaneClient:
 
         fields: names, or name -> FieldSpec; the standard per-token RL columns are jagged by name. num_samples: how many
         samples will be born until the partition counts as complete (None: until `seal`). consumer_tasks: the only tasks
-        that may claim. grpo_group_size: default group size of group-atomic claims. enums: the allowed values of tags.
+        that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have.
         strict: a put of an undeclared field is a ValueError instead of extending the schema.
         """
         self._run(ops.register, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, strict)
