@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import zmq
 
 from dataplane.arena import Arena
@@ -149,3 +150,12 @@ class Process:
         for end in (self._process.stdin, self._process.stdout):
             assert end is not None
             end.close()
+
+
+def noise(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def interrupt_when(now):
+    if now:
+        raise KeyboardInterrupt

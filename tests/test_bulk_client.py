@@ -25,7 +25,7 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
-from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Process, Unit, changed
+from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Process, Unit, changed, interrupt_when, noise
 
 
 @pytest.fixture
@@ -49,10 +49,6 @@ def connection(unit, road):
 def lock():
     with SessionLock.create() as made:
         yield made
-
-
-def noise(nbytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------
@@ -399,61 +395,6 @@ def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, mo
     gc.collect()
     assert gone() is None, "something still refers to the buffer"
     release.set()
-
-
-def interrupt_when(now):
-    if now:
-        raise KeyboardInterrupt
-
-
-# --- stopping a put -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["interrupt", "timeout"])
-def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypatch, way):
-    """The requests of a failed write wait at the unit; none that is looked at after the stop touches the arena."""
-    began, given_up = threading.Event(), threading.Event()
-    perform = BulkServer._perform
-
-    def in_turn(server, verb, request):
-        if verb == "write" and request.write.reservation == 5:
-            began.set()
-            assert given_up.wait(WAIT_S)
-        return perform(server, verb, request)
-
-    monkeypatch.setattr(BulkServer, "_perform", in_turn)
-    if way == "interrupt":
-        frames = iter(range(100))
-        failpoints.arm("bulk.write.between_frames", lambda: interrupt_when(next(frames) == 3 and began.wait(WAIT_S)))
-    with pytest.raises(KeyboardInterrupt if way == "interrupt" else CallTimeoutError):
-        connection.write(
-            list(range(0, 8 * MIB, MIB)),
-            [noise(MIB)] * 8,
-            reservation=5,
-            timeout_s=WAIT_S if way == "interrupt" else 0.2,
-        )
-    failpoints.disarm()
-    given_up.set()
-    connection.stop_put(5, WAIT_S)
-    with unit.connect(session=2) as other:
-        other.write([0], [b"x" * 8 * MIB], reservation=5, timeout_s=WAIT_S)
-    with pytest.raises(StorageUnitError, match="put 5 of session 1 was stopped"):
-        connection.write([0], [noise(MIB)], reservation=5, timeout_s=WAIT_S)
-    assert unit.arena.data[: 8 * MIB].tobytes() == b"x" * 8 * MIB
-    connection.write([0], [b"abc"], reservation=6, timeout_s=WAIT_S)
-    assert unit.arena.data[:3].tobytes() == b"abc", "other puts go on"
-
-
-def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(
-        BulkServer, "_perform", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
-    )
-    with pytest.raises(CallTimeoutError, match="stop of a put"):
-        connection.stop_put(5, 0.05)
-    release.set()
-    with pytest.raises(StorageUnitError, match="stop of a put"):
-        connection.stop_put(5, WAIT_S)
 
 
 # --- closing and forking --------------------------------------------------------------------------------------

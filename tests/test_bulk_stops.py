@@ -1,4 +1,26 @@
+import threading
+
+import pytest
+
+from dataplane import failpoints
+from dataplane.bulk import client as client_module
+from dataplane.bulk.server import BulkServer
 from dataplane.bulk.stops import STOPS_KEPT, StoppedPuts
+from dataplane.config import MIB
+from dataplane.errors import CallTimeoutError, StorageUnitError
+from tests.bulk_unit import WAIT_S, Unit, interrupt_when, noise
+
+
+@pytest.fixture
+def unit():
+    with Unit() as made:
+        yield made
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def connection(unit, request):
+    with unit.connect(request.param) as made:
+        yield made
 
 
 def test_puts_are_told_apart_by_session_and_number():
@@ -32,3 +54,53 @@ def test_a_fenced_session_is_forgotten_alone():
     stops.forget(1)
     stops.forget(1)
     assert (stops.covers(1, 5), stops.covers(2, 5), len(stops)) == (False, True, 1)
+
+
+# --- over the wire ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["interrupt", "timeout"])
+def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypatch, way):
+    """The requests of a failed write wait at the unit; none that is looked at after the stop touches the arena."""
+    began, given_up = threading.Event(), threading.Event()
+    perform = BulkServer._perform
+
+    def in_turn(server, verb, request):
+        if verb == "write" and request.write.reservation == 5:
+            began.set()
+            assert given_up.wait(WAIT_S)
+        return perform(server, verb, request)
+
+    monkeypatch.setattr(BulkServer, "_perform", in_turn)
+    if way == "interrupt":
+        frames = iter(range(100))
+        failpoints.arm("bulk.write.between_frames", lambda: interrupt_when(next(frames) == 3 and began.wait(WAIT_S)))
+    with pytest.raises(KeyboardInterrupt if way == "interrupt" else CallTimeoutError):
+        connection.write(
+            list(range(0, 8 * MIB, MIB)),
+            [noise(MIB)] * 8,
+            reservation=5,
+            timeout_s=WAIT_S if way == "interrupt" else 0.2,
+        )
+    failpoints.disarm()
+    given_up.set()
+    connection.stop_put(5, WAIT_S)
+    with unit.connect(session=2) as other:
+        other.write([0], [b"x" * 8 * MIB], reservation=5, timeout_s=WAIT_S)
+    with pytest.raises(StorageUnitError, match="put 5 of session 1 was stopped"):
+        connection.write([0], [noise(MIB)], reservation=5, timeout_s=WAIT_S)
+    assert unit.arena.data[: 8 * MIB].tobytes() == b"x" * 8 * MIB
+    connection.write([0], [b"abc"], reservation=6, timeout_s=WAIT_S)
+    assert unit.arena.data[:3].tobytes() == b"abc", "other puts go on"
+
+
+def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(
+        BulkServer, "_perform", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
+    )
+    with pytest.raises(CallTimeoutError, match="stop of a put"):
+        connection.stop_put(5, 0.05)
+    release.set()
+    with pytest.raises(StorageUnitError, match="stop of a put"):
+        connection.stop_put(5, WAIT_S)
