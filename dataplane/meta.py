@@ -204,9 +204,10 @@ def _names(what: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str | bytes):
         raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
     listed = list(names)
-    for row, name in enumerate(listed):
-        if not isinstance(name, str):
-            raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
+    if set(map(type, listed)) - {str}:
+        for row, name in enumerate(listed):
+            if not isinstance(name, str):
+                raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
     return listed
 
 
@@ -221,6 +222,8 @@ def _lengths(lengths: Any, size: int) -> list[int] | None:
     if lengths is None:
         return None
     listed = _aligned("sequence_lengths", lengths, size)
+    if not set(map(type, listed)) - {int} and min(listed, default=0) >= 0:
+        return listed
     wrong = next((length for length in listed if isinstance(length, bool) or int(length) != length or length < 0), None)
     if wrong is not None:
         raise InvalidRequestError(f"sequence_lengths: expected integers of 0 or more, got {wrong!r}")

@@ -31,11 +31,12 @@ def ids_of(names: Names) -> list[str]:
             field="sample_ids", row=None, got=type(names).__name__, hint="Pass a list of strings or a KVBatchMeta."
         )
     ids = list(names)
-    for row, name in enumerate(ids):
-        if not isinstance(name, str):
-            raise UnsupportedValueError(
-                field="sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
-            )
+    if set(map(type, ids)) - {str}:
+        for row, name in enumerate(ids):
+            if not isinstance(name, str):
+                raise UnsupportedValueError(
+                    field="sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
+                )
     if len(set(ids)) != len(ids):
         twice = [name for name, count in Counter(ids).items() if count > 1]
         raise InvalidRequestError(f"sample ids must be distinct; {first_few(twice)} came more than once in one call")
