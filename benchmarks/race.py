@@ -19,11 +19,13 @@ WITHOUT_DATA = ("memcpy-1", "memcpy-all", "raw-zmq")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One case: seconds by system. `nbytes` of its batch. `load` when it was done."""
+    """One case: seconds by system. `cold`: of the very first round, before warm-up. `nbytes` of its batch. `load` when
+    it was done."""
 
     case: Case
     nbytes: int
     seconds: Mapping[str, Spread]
+    cold: Mapping[str, float]
     load: float
 
 
@@ -68,8 +70,7 @@ class Race:
 
     def _case(self, case: Case, repetitions: int) -> Outcome:
         systems = [name for name in case.systems if name in self._of]
-        for name in systems:
-            self._of[name].call("prepare", name, case)
+        cold = {name: self._of[name].call("prepare", name, case) for name in systems}
         self._compare(case, [name for name in systems if name not in WITHOUT_DATA])
         taken: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(repetitions):
@@ -81,6 +82,7 @@ class Race:
             case=case,
             nbytes=build(case.batch).nbytes,
             seconds={name: Spread.of(values) for name, values in taken.items()},
+            cold=cold,
             load=load(),
         )
 

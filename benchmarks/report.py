@@ -13,9 +13,10 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine, Spread
+from benchmarks.measure import Machine
 from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome
+from benchmarks.runner import ENTRIES
 from benchmarks.targets import Results, judge
 
 COLUMNS = ("local", "views", "remote", "TransferQueue", "ray-numpy", "ray-tensors", "raw-zmq", "memcpy-1", "memcpy-all")
@@ -31,7 +32,12 @@ COLOURS = {
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
     """One line a case: the median in milliseconds with p10 to p90, and how many times slower than our local road."""
-    table = Table(title="median ms, (p10-p90), x = times our local road", caption_justify="left")
+    caption = "\n".join(f"{entry.name}: {entry.how}" for entry in ENTRIES)
+    table = Table(
+        title="median ms, (p10-p90), first: before warm-up, x: times our local road",
+        caption=caption,
+        caption_justify="left",
+    )
     table.add_column("work")
     table.add_column("MB", justify="right")
     for name in COLUMNS:
@@ -40,7 +46,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         table.add_row(
             outcome.case.name,
             f"{outcome.nbytes / 1e6:.0f}",
-            *(_cell(outcome.seconds.get(name), outcome.seconds.get("local")) for name in COLUMNS),
+            *(_cell(outcome, name) for name in COLUMNS),
         )
     console.print(table)
 
@@ -80,13 +86,20 @@ def write_json(
                 "op": outcome.case.op.value,
                 "bytes": outcome.nbytes,
                 "load": outcome.load,
+                "cold_seconds": dict(outcome.cold),
                 "seconds": {name: asdict(spread) for name, spread in outcome.seconds.items()},
             }
             for outcome in outcomes
         ],
         "figures": [asdict(figure) for figure in figures],
         "budgets": [
-            {"text": target.text, "needed": target.needed, "reached": value, "met": target.met(value)}
+            {
+                "text": target.text,
+                "needed": target.needed,
+                "most": target.most,
+                "reached": value,
+                "met": target.met(value),
+            }
             for target, value in judge(Results.of(outcomes, figures))
         ],
     }
@@ -126,10 +139,11 @@ def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
     pyplot.close(figure)
 
 
-def _cell(spread: Spread | None, ours: Spread | None) -> str:
+def _cell(outcome: Outcome, name: str) -> str:
+    spread, ours = outcome.seconds.get(name), outcome.seconds.get("local")
     if spread is None:
         return "-"
-    text = f"{_ms(spread.median)}\n({_ms(spread.p10)}-{_ms(spread.p90)})"
+    text = f"{_ms(spread.median)}\n({_ms(spread.p10)}-{_ms(spread.p90)})\nfirst {_ms(outcome.cold[name])}"
     if ours is not None and spread is not ours:
         text += f"\n{spread.median / ours.median:.2f}x"
     return text

@@ -22,23 +22,32 @@ WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A system by name: the class that adapts it, and the process it runs in."""
+    """A system by name: the class that adapts it, and the process it runs in. `how`: what else runs, for a person."""
 
     name: str
     process: str
     module: str
     maker: str
     arguments: Mapping[str, Any]
+    how: str
 
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry(name="local", process="local", module="benchmarks.systems.dataplane_system", maker="DataPlane", arguments={}),
+    Entry(
+        name="local",
+        process="local",
+        module="benchmarks.systems.dataplane_system",
+        maker="DataPlane",
+        arguments={},
+        how="this project by shared memory: client process, service process (controller and one unit)",
+    ),
     Entry(
         name="views",
         process="views",
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
         arguments={"views": True},
+        how="the same, whole-batch reads with copy=False",
     ),
     Entry(
         name="remote",
@@ -46,6 +55,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
         arguments={"remote": True},
+        how="the same over tcp on loopback, no shared memory",
     ),
     Entry(
         name="ray-numpy",
@@ -53,6 +63,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.ray_system",
         maker="RayStore",
         arguments={"tensors": False},
+        how="Ray's object store, the batch one object of numpy arrays; driver process",
     ),
     Entry(
         name="ray-tensors",
@@ -60,6 +71,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.ray_system",
         maker="RayStore",
         arguments={"tensors": True},
+        how="the same, of torch tensors",
     ),
     Entry(
         name="TransferQueue",
@@ -67,16 +79,32 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.transfer_queue_system",
         maker="TransferQueue",
         arguments={},
+        how="PyPI 0.1.11: SimpleStorage, 2 storage units, polling mode, key-value calls; its 3 actors and the driver",
     ),
-    Entry(name="raw-zmq", process="raw-zmq", module="benchmarks.systems.raw_zmq", maker="RawZmq", arguments={}),
+    Entry(
+        name="raw-zmq",
+        process="raw-zmq",
+        module="benchmarks.systems.raw_zmq",
+        maker="RawZmq",
+        arguments={},
+        how="the same bytes between two processes over tcp on loopback, warm buffers",
+    ),
     Entry(
         name="memcpy-1",
         process="memcpy",
         module="benchmarks.systems.ceiling",
         maker="Ceiling",
         arguments={"threads": 1},
+        how="the same bytes into a warm buffer, one thread",
     ),
-    Entry(name="memcpy-all", process="memcpy", module="benchmarks.systems.ceiling", maker="Ceiling", arguments={}),
+    Entry(
+        name="memcpy-all",
+        process="memcpy",
+        module="benchmarks.systems.ceiling",
+        maker="Ceiling",
+        arguments={},
+        how="the same with a thread on every core",
+    ),
 )
 
 
@@ -129,13 +157,13 @@ class _Held:
             system.open()
             self._systems[entry.name] = system
 
-    def prepare(self, name: str, case: Case) -> None:
-        """Make the batch, store it where the work reads it, and run unmeasured rounds."""
+    def prepare(self, name: str, case: Case) -> float:
+        """Make the batch, store it where the work reads it, and run unmeasured rounds; seconds of the first of them."""
         system, batch = self._systems[name], payload.build(case.batch)
         self._held[name] = system.put(batch) if cases.stored(case.op) else None
-        for _ in range(WARM_UP):
-            self.repeat(name, case)
+        taken = [self.repeat(name, case) for _ in range(WARM_UP)]
         gc.collect()
+        return taken[0]
 
     def digests(self, name: str, case: Case) -> list[dict[str, str]]:
         """Of what comes back of the batch."""

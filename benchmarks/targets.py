@@ -139,7 +139,7 @@ def judge(results: Results) -> list[tuple[Target, float]]:
     for target in TARGETS:
         try:
             judged.append((target, target.value(results)))
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, StopIteration):
             continue
     return judged
 

@@ -1,0 +1,180 @@
+"""What `benchmarks/` computes and plans. Nothing here is timed, and the peers are not needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from benchmarks.cases import Case, Op, read_back, repeat, stored
+from benchmarks.measure import MIN_REPETITIONS, Machine, Spread, anonymous_bytes, cpu_seconds, percentile
+from benchmarks.payload import Batch, BatchSpec, Shape, build, digest, spans
+from benchmarks.plan import plan
+from benchmarks.probes.base import Figure
+from benchmarks.race import Outcome
+from benchmarks.runner import ENTRIES
+from benchmarks.systems.base import Span
+from benchmarks.systems.ceiling import Ceiling
+from benchmarks.targets import TARGETS, Results, Target, judge
+
+SMALL = BatchSpec(shape=Shape.TOKENS, rows=40, length=16)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_are_interpolated() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([0.0, 10.0], 0.1) == pytest.approx(1.0)
+    assert percentile([5.0], 0.9) == 5.0
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 0.5)
+
+
+def test_a_spread_is_the_middle_and_the_tenths() -> None:
+    spread = Spread.of([float(value) for value in range(11)])
+    assert (spread.median, spread.p10, spread.p90, spread.repetitions) == (5.0, 1.0, 9.0, 11)
+
+
+def test_what_the_kernel_says_of_this_process() -> None:
+    before = cpu_seconds(os.getpid())
+    sum(range(1_000_000))
+    assert cpu_seconds(os.getpid()) >= before > 0
+    assert anonymous_bytes(os.getpid()) > 1 << 20
+    assert Machine.here().cores >= 1
+
+
+# --- payloads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", list(Shape))
+def test_a_batch_is_the_same_each_time_and_its_digest_tells(shape: Shape) -> None:
+    spec = BatchSpec(shape=shape, rows=40, length=16, fields=3)
+    first = build(spec)
+    build.cache_clear()
+    again = build(spec)
+    assert first is not again
+    assert digest(first.columns) == digest(again.columns)
+    name, column = next(iter(again.columns.items()))
+    values = column.values() if column.is_nested else column
+    values.view(-1)[7] += 1
+    assert {each for each in first.columns if digest(first.columns)[each] != digest(again.columns)[each]} == {name}
+    build.cache_clear()
+
+
+def test_a_digest_sees_the_lengths_of_rows() -> None:
+    values = torch.arange(6)
+    one = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 6]))
+    other = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 6]))
+    assert digest({"x": one}) != digest({"x": other})
+
+
+def test_bytes_of_a_batch() -> None:
+    columns = {"dense": torch.zeros(2, 3), "text": ["é", "ab"], "jagged": build(SMALL).columns["input_ids"]}
+    assert Batch(ids=["a", "b"], columns=columns).nbytes == 24 + 4 + columns["jagged"].values().numel() * 8
+
+
+def test_spans_cover_all_rows_once() -> None:
+    assert spans(10, 3) == [(0, 3), (3, 6), (6, 10)]
+    assert Span(100, 200, 10).part(2, 5) == Span(120, 150, 3)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_row_is_planned(quick: bool) -> None:
+    chosen = plan(quick=quick)
+    assert chosen.repetitions >= MIN_REPETITIONS
+    assert len({case.name for case in chosen.cases}) == len(chosen.cases)
+    assert {case.op for case in chosen.cases} == set(Op)
+    assert {case.batch.shape for case in chosen.cases} == set(Shape)
+    known = {entry.name for entry in ENTRIES}
+    assert {name for case in chosen.cases for name in case.systems} == known
+    assert all("local" in case.systems for case in chosen.cases)
+
+
+def test_quick_has_the_rows_of_the_whole_plan() -> None:
+    def rows(quick: bool) -> set[tuple[Op, Shape]]:
+        return {(case.op, case.batch.shape) for case in plan(quick=quick).cases}
+
+    assert rows(True) == rows(False)
+    assert len(plan(quick=True).cases) < len(plan(quick=False).cases)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_budget_on_a_case_can_be_judged(quick: bool) -> None:
+    spread = Spread.of([1.0])
+    outcomes = [
+        Outcome(case=case, nbytes=1, seconds=dict.fromkeys(case.systems, spread), cold={}, load=0.0)
+        for case in plan(quick=quick).cases
+    ]
+    judged = {target.text for target, _ in judge(Results.of(outcomes, _figures()))}
+    assert judged == {target.text for target in TARGETS}
+
+
+def _figures() -> list[Figure]:
+    """One of each name that a budget asks for."""
+    names = [
+        "single-sample puts, 64 clients",
+        "commit -> claim returns, p50",
+        "commit -> claim returns, p99",
+        *(f"read 512 rows by {how} at {live}" for how in ("meta", "ids") for live in ("1,000", "100,000")),
+        "controller memory, 100,000 samples x 10 fields",
+        "commands of put, 1 row",
+        "commands of put, 512 rows",
+        "leader broadcast, bytes",
+        "leader broadcast, payload collectives",
+        "put 512 rows at 100,000",
+        "put 512 rows at 100,000, every second cleared",
+        "peak of a put beyond the caller's payload",
+        "peak of a read",
+    ]
+    return [Figure(name=name, value=1.0, unit="") for name in names]
+
+
+# --- budgets --------------------------------------------------------------------------------------------------
+
+
+def test_growth_is_read_off_the_most_samples() -> None:
+    figures = {"read 512 rows by ids at 1,000": 1.0, "read 512 rows by ids at 1,000,000": 3.0}
+    results = Results({}, {**figures, "read 512 rows by ids at 100,000": 2.0})
+    assert results.last("read 512 rows by ids at") == "read 512 rows by ids at 1,000,000"
+    [(target, value)] = judge(results)
+    assert (target.text, value) == ("512 rows by ids, most samples : 10^3", 3.0)
+
+
+def test_a_ratio_above_one_says_ours_is_faster() -> None:
+    results = Results({"row": {"local": Spread.of([1.0]), "TransferQueue": Spread.of([20.0])}}, {})
+    assert results.speed("row", "local", "TransferQueue") == 20.0
+    at_least, at_most = Target("", 20, lambda _: 0.0), Target("", 20, lambda _: 0.0, most=True)
+    assert [at_least.met(19.9), at_least.met(20), at_most.met(20), at_most.met(20.1)] == [False, True, True, False]
+
+
+# --- work -----------------------------------------------------------------------------------------------------
+
+
+def test_work_drops_what_it_stored_and_reads_all_slices() -> None:
+    class Recorder(Ceiling):
+        dropped = 0
+
+        def drop(self, held: Span) -> None:
+            Recorder.dropped += 1
+
+    system = Recorder(threads=2)
+    batch = build(SMALL)
+    for op in (Op.PUT, Op.READ, Op.SLICES, Op.SINGLE):
+        held = system.put(batch) if stored(op) else None
+        assert repeat(op, system, batch, held) > 0
+    assert Recorder.dropped == 1 + 32
+    assert len(read_back(Op.SLICES, system, batch, system.put(batch))) == 8
+    system.close()
+
+
+def test_cases_can_travel_between_processes_and_be_compared() -> None:
+    case = plan(quick=True).cases[0]
+    assert dataclasses.replace(case) == case
+    assert isinstance(case, Case)
+    assert hash(case.batch)
