@@ -30,6 +30,7 @@ class DataPlaneConfig:
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
     put_timeout_s: how long a put waits for room.
+    result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -47,12 +48,15 @@ class DataPlaneConfig:
     call_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     put_timeout_s: float = 60.0
+    result_memory_bytes: int = 512 * MIB
     force_remote: bool = False
     client_name: str = ""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+        if self.result_memory_bytes < 0:
+            raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
         if self.units < 0:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:

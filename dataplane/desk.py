@@ -7,9 +7,11 @@ import collections
 import weakref
 
 from dataplane.bulk.lock import SessionLock
+from dataplane.columns import warm
 from dataplane.config import DataPlaneConfig
 from dataplane.roads import Roads
 from dataplane.types import FieldSpec
+from dataplane.warm import WarmMemory
 
 
 class Hold:
@@ -61,6 +63,8 @@ class Desk:
         self.roads = Roads(config, session=session, lock=lock)
         self.schemas: dict[str, dict[str, FieldSpec]] = {}
         self.pins = Pins()
+        self.memory = WarmMemory(config.result_memory_bytes)
+        self.empty = warm(self.memory)
         self._hold = None if lock is None else Hold(lock)
 
     def pin(self, number: int) -> Pin:
@@ -72,6 +76,7 @@ class Desk:
         self._hold = None
 
     def close(self) -> None:
-        """Close the roads and let go of the lock; living views go on holding it."""
+        """Close the roads, give idle memory back and let go of the lock; living views go on holding it."""
         self.roads.close()
+        self.memory.drop()
         self._hold = None

@@ -192,7 +192,11 @@ def _put_meta(
 def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], copy: bool) -> Operation[TensorDict]:
     """The fields of the samples as a TensorDict; with `copy=False`, views where rows lie together."""
     if copy:
-        return (yield from _read(desk, names, partition, select_fields, assemble))
+
+        def build(sources: Mapping[str, RowSource]) -> TensorDict:
+            return assemble(sources, empty=desk.empty)
+
+        return (yield from _read(desk, names, partition, select_fields, build))
     return (yield from _read_views(desk, names, partition, select_fields))
 
 
@@ -209,7 +213,9 @@ def get_batch(
 
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
         return BatchedDataDict(
-            decode_batch(sources, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=pad_to_seqlen)
+            decode_batch(
+                sources, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=pad_to_seqlen, empty=desk.empty
+            )
         )
 
     batch: BatchedDataDict[Any] = yield from _read(desk, meta, meta.partition_id, select_fields, build)

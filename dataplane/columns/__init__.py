@@ -2,6 +2,7 @@
 
 from dataplane.columns.decode import (
     Column,
+    Empty,
     RowSource,
     SharedOffsets,
     assemble,
@@ -10,12 +11,15 @@ from dataplane.columns.decode import (
     decode_columns,
     decode_padded,
     decode_views,
+    fresh,
+    warm,
 )
 from dataplane.columns.encode import EncodedColumn, Shared, encode_fields
 from dataplane.columns.specs import declared_specs
 
 __all__ = [
     "Column",
+    "Empty",
     "EncodedColumn",
     "RowSource",
     "Shared",
@@ -28,4 +32,6 @@ __all__ = [
     "decode_padded",
     "decode_views",
     "encode_fields",
+    "fresh",
+    "warm",
 ]

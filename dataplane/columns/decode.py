@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,13 @@ from dataplane.jagged import TORCH_DTYPES, byte_view, jagged_from_values, pad_el
 from dataplane.objects import decode_object
 from dataplane.rowcopy import Int32s, Int64s, UInt8s, address, check_bounds, gather, gather_padded, merge_runs
 from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.warm import FROM_BYTES, WarmMemory
 
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 """What `decode` makes of a column: a dense or jagged tensor, the list of a ragged one, or an object array."""
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a contiguous tensor of any content for values to be gathered into."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +74,29 @@ class SharedOffsets:
         return self._made[key]
 
 
-def decode(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column:
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An `Empty` of new memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def warm(memory: WarmMemory) -> Empty:
+    """An `Empty` of memory that was touched before, where there is some; small tensors are new."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < FROM_BYTES:
+            return fresh(shape, dtype)
+        return torch.from_numpy(memory.take(nbytes)).view(dtype).view(shape)
+
+    return empty
+
+
+def decode(source: RowSource, *, offsets: SharedOffsets | None = None, empty: Empty = fresh) -> Column:
     """The column in memory of its own: dense `[N, *inner]`, a jagged tensor (whatever the lengths), a list of ragged
     tensors, or a `[N]` object array. InternalError if ragged or object rows are damaged."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
-            values = _empty_values(source)
+            values = _empty_values(source, empty)
             gather(source.buffers, source.which, source.offsets, source.sizes, byte_view(values))
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
@@ -83,7 +104,7 @@ def decode(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column
     return _object_array([decode_object(row.data) for row in source.rows()])
 
 
-def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
+def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0, empty: Empty = fresh) -> Tensor:
     """A jagged column right-padded, gathered straight to its place: `[N, S, *inner]`, S the longest row, or `width` if
     that is more than 0. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
     spec = source.spec
@@ -91,7 +112,7 @@ def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> T
         raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
     dtype = TORCH_DTYPES[spec.dtype or ""]
     size = padded_width(source.lengths, width)
-    out = torch.empty((len(source), size, *spec.inner), dtype=dtype)
+    out = empty((len(source), size, *spec.inner), dtype)
     target = byte_view(out).reshape(len(source), size * spec.unit_bytes)
     pad = pad_element(pad_value, dtype)
     gather_padded(source.buffers, source.which, source.offsets, source.sizes, target, pad)
@@ -112,15 +133,15 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
     check_bounds(source.buffers, source.which, source.offsets, source.sizes)
     holders, starts, stops = merge_runs(source.which, source.offsets, source.sizes)
     if not holders:
-        return _shaped(source, _empty_values(source), offsets)
+        return _shaped(source, _empty_values(source, fresh), offsets)
     flat = _window(source, holders[0], starts[0], stops[0]) if len(holders) == 1 else None
     return None if flat is None else _shaped(source, flat, offsets)
 
 
-def assemble(sources: Mapping[str, RowSource], *, copy: bool = True) -> TensorDict:
+def assemble(sources: Mapping[str, RowSource], *, copy: bool = True, empty: Empty = fresh) -> TensorDict:
     """The columns as a TensorDict of batch size `[N]`; objects and ragged rows as a NonTensorStack. Jagged columns of
     equal lengths share one offsets tensor. `copy=False` takes views where `decode_views` can."""
-    columns = decode_columns(sources, copy=copy)
+    columns = decode_columns(sources, copy=copy, empty=empty)
     rows = {len(source) for source in sources.values()}
     assert len(rows) <= 1, f"columns of different row counts: {rows}"
     stacked = {
@@ -130,14 +151,14 @@ def assemble(sources: Mapping[str, RowSource], *, copy: bool = True) -> TensorDi
     return TensorDict(stacked, batch_size=[rows.pop() if rows else 0])
 
 
-def decode_columns(sources: Mapping[str, RowSource], *, copy: bool = True) -> dict[str, Column]:
+def decode_columns(sources: Mapping[str, RowSource], *, copy: bool = True, empty: Empty = fresh) -> dict[str, Column]:
     """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
     columns of equal lengths share one offsets tensor."""
     offsets = SharedOffsets()
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         views = None if copy else decode_views(source, offsets=offsets)
-        columns[name] = decode(source, offsets=offsets) if views is None else views
+        columns[name] = decode(source, offsets=offsets, empty=empty) if views is None else views
     return columns
 
 
@@ -147,20 +168,21 @@ def decode_batch(
     layout: str = "padded",
     pad_value_dict: Mapping[str, Any] | None = None,
     pad_to_seqlen: int = 0,
+    empty: Empty = fresh,
 ) -> dict[str, Column]:
     """What `materialize` makes of the same columns, gathered straight into the padded tensors."""
     if layout == "jagged":
-        return decode_columns(sources)
+        return decode_columns(sources, empty=empty)
     if layout != "padded":
         raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
     pads = pad_value_dict or {}
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         if source.spec.kind is not FieldKind.JAGGED:
-            columns[name] = decode(source)
+            columns[name] = decode(source, empty=empty)
             continue
         try:
-            columns[name] = decode_padded(source, pad_value=pads.get(name, 0), width=pad_to_seqlen)
+            columns[name] = decode_padded(source, pad_value=pads.get(name, 0), width=pad_to_seqlen, empty=empty)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"field {name!r}: {error}") from error
     return columns
@@ -169,9 +191,9 @@ def decode_batch(
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def _empty_values(source: RowSource) -> Tensor:
+def _empty_values(source: RowSource, empty: Empty) -> Tensor:
     spec = source.spec
-    return torch.empty((int(source.lengths.sum()), *(spec.inner or ())), dtype=TORCH_DTYPES[spec.dtype or ""])
+    return empty((int(source.lengths.sum()), *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
 
 
 def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:

@@ -1,0 +1,99 @@
+"""Memory is used again when, and only when, nobody can see it any more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane.columns import warm
+from dataplane.warm import FROM_BYTES, WarmMemory
+
+MIB = 1 << 20
+
+
+def place(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_what_was_dropped_is_used_again() -> None:
+    memory = WarmMemory(64 * MIB)
+    first = memory.take(3 * MIB)
+    where = place(first)
+    del first
+    assert place(memory.take(3 * MIB - 5)) == where
+
+
+@pytest.mark.parametrize("keep", ["array", "view", "tensor", "tensor view", "numpy of tensor"])
+def test_what_is_held_in_any_way_is_not(keep: str) -> None:
+    memory = WarmMemory(64 * MIB)
+    array = memory.take(MIB)
+    array[:] = 7
+    tensor = torch.from_numpy(array)
+    held = {
+        "array": array,
+        "view": array[5:10],
+        "tensor": tensor,
+        "tensor view": tensor.view(torch.int64)[1:3],
+        "numpy of tensor": tensor.view(torch.int16)[9:].numpy(),
+    }[keep]
+    del array, tensor
+    gc.collect()
+    other = memory.take(MIB)
+    other[:] = 9
+    assert bool((np.asarray(held).view(np.uint8) == 7).all())
+    del held
+    gc.collect()
+    assert memory.idle_bytes > 0
+
+
+def test_regions_much_too_large_stay_for_others() -> None:
+    memory = WarmMemory(64 * MIB)
+    memory.take(32 * MIB)
+    idle = memory.idle_bytes
+    assert idle == 32 * MIB
+    small = memory.take(3 * MIB)
+    assert memory.idle_bytes == idle
+    assert small.nbytes == 3 * MIB
+
+
+def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
+    memory = WarmMemory(10 * MIB)
+    held = [memory.take(4 * MIB) for _ in range(5)]
+    held.clear()
+    assert 0 < memory.idle_bytes <= 10 * MIB
+    memory.drop()
+    assert memory.idle_bytes == 0
+    memory.take(4 * MIB)
+    assert memory.idle_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64])
+def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
+    empty = warm(WarmMemory(64 * MIB))
+    for shape in ((3, 0), (7,), (5, FROM_BYTES, 2)):
+        tensor = empty(shape, dtype)
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
+        tensor.zero_()
+
+
+def test_threads_never_share() -> None:
+    memory = WarmMemory(64 * MIB)
+    wrong: list[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(50):
+            mine = memory.take(MIB // 2)
+            mine[:] = value
+            if not bool((mine == value).all()):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
