@@ -60,10 +60,10 @@ class Desk:
     def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None) -> None:
         self.config = config
         self.session = session
-        self.roads = Roads(config, session=session, lock=lock)
         self.schemas: dict[str, dict[str, FieldSpec]] = {}
         self.pins = Pins()
         self.memory = WarmMemory(config.result_memory_bytes)
+        self.roads = Roads(config, session=session, lock=lock, memory=self.memory)
         self.empty = warm(self.memory)
         self._hold = None if lock is None else Hold(lock)
 

@@ -21,6 +21,7 @@ from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
+from dataplane.warm import WarmMemory
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,15 @@ class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
 class Roads:
     """Connections of one session to storage units, made when first needed. Thread-safe.
 
-    session: the session's number; lock: the file lock that proves its life to units on this host (None: never local).
+    session: the session's number; lock: the file lock that proves its life to units on this host (None: never local);
+    memory: where remote reads are received.
     """
 
-    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None) -> None:
+    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None, memory: WarmMemory) -> None:
         self._config = config
         self._session = session
         self._lock = lock
+        self._memory = memory
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._guard = threading.Lock()
@@ -77,6 +80,7 @@ class Roads:
                     token=self._config.secret(),
                     force_remote=self._config.force_remote,
                     timeout_s=self._config.connect_timeout_s,
+                    memory=self._memory,
                 )
                 self._connections[unit] = found
             return found

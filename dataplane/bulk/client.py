@@ -19,7 +19,6 @@ from dataplane.arena import MappedArena
 from dataplane.bulk.endpoints import candidates
 from dataplane.bulk.frames import (
     CHUNK_BYTES,
-    SMALL_BYTES,
     Buffer,
     Bytes,
     Int32s,
@@ -34,6 +33,7 @@ from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequest
 from dataplane.host import boot_id
 from dataplane.ledger.commands import UnitInfo
 from dataplane.pb import bulk_pb2 as pb
+from dataplane.warm import FROM_BYTES, WarmMemory
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class UnitConnection:
 
     lock: the session's lock, held before the session was opened; None, or force_remote, never proves to be local.
     context: a ZMQ context to use, left open by `close`; by default the connection has its own.
+    memory: where reads are received; by default new memory each time.
 
     The constructor takes at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
     CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
@@ -84,6 +85,7 @@ class UnitConnection:
         force_remote: bool = False,
         timeout_s: float = 10.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        memory: WarmMemory | None = None,
     ) -> None:
         self.info = info
         self.local = False
@@ -91,6 +93,7 @@ class UnitConnection:
         self._session = session
         self._token = (token or "").encode()
         self._owner = os.getpid()
+        self._memory = WarmMemory(0) if memory is None else memory
         self._context = zmq.Context() if context is None else context
         self._owns_context = context is None
         self._idle: list[Wire] = []
@@ -216,9 +219,9 @@ class UnitConnection:
         buffers: list[Bytes] = [np.empty(0, np.uint8)] * max(1, len(plan.buffers))
         with self._wire("read", timeout_s) as wire:
             waiting: deque[_Fetch] = deque()
-            for fetch in _fetches(plan.buffers, buffers):
+            for fetch in _fetches(plan.buffers, buffers, self._memory):
                 if len(waiting) == WINDOW:
-                    self._take(wire, waiting.popleft(), buffers, timeout_s)
+                    self._take(wire, waiting.popleft(), timeout_s)
                 header = self._header(wire)
                 header.read.offsets.extend(fetch.offsets)
                 header.read.sizes.extend(fetch.sizes)
@@ -226,16 +229,12 @@ class UnitConnection:
                 fetch.call = header.call
                 waiting.append(fetch)
             while waiting:
-                self._take(wire, waiting.popleft(), buffers, timeout_s)
+                self._take(wire, waiting.popleft(), timeout_s)
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets)
 
-    def _take(self, wire: Wire, fetch: _Fetch, buffers: list[Bytes], timeout_s: float) -> None:
+    def _take(self, wire: Wire, fetch: _Fetch, timeout_s: float) -> None:
         wire.receive(fetch.call, time.monotonic() + timeout_s)
-        if fetch.target is not None:
-            wire.payload_into(fetch.target.data)
-        else:
-            # One copy less; such frames are allocated by ZMQ one by one, so that they are aligned to 8 bytes.
-            buffers[fetch.buffer] = np.frombuffer(wire.payload(fetch.nbytes).buffer, np.uint8)
+        wire.payload_into(fetch.target.data)
 
     def _header(self, wire: Wire) -> pb.BulkRequest:
         return wire.request(session=self._session, epoch=self.info.epoch, token=self._token)
@@ -325,32 +324,26 @@ class UnitConnection:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """One read request; its payload is `buffers[buffer]` itself, or goes to `target`."""
+    """One read request; its payload goes to `target`."""
 
-    buffer: int
     offsets: Sequence[int]
     sizes: Sequence[int]
-    nbytes: int
-    target: Bytes | None
+    target: Bytes
     call: int = 0
 
 
-def _fetches(planned: list[ReadBuffer], buffers: list[Bytes]) -> Iterator[_Fetch]:
-    """The requests that fill `buffers`; those that are received in place are allocated here."""
+def _fetches(planned: list[ReadBuffer], buffers: list[Bytes], memory: WarmMemory) -> Iterator[_Fetch]:
+    """The requests that fill `buffers`, which are allocated here."""
     for number, plan in enumerate(planned):
-        if SMALL_BYTES <= plan.nbytes <= CHUNK_BYTES:
-            ranges = (plan.offsets.tolist(), plan.sizes.tolist())
-            yield _Fetch(buffer=number, offsets=ranges[0], sizes=ranges[1], nbytes=plan.nbytes, target=None)
-            continue
-        whole = buffers[number] = np.empty(plan.nbytes, np.uint8)
-        if plan.nbytes < SMALL_BYTES:
-            ranges = (plan.offsets.tolist(), plan.sizes.tolist())
-            yield _Fetch(buffer=number, offsets=ranges[0], sizes=ranges[1], nbytes=plan.nbytes, target=whole)
+        warm = plan.nbytes >= FROM_BYTES
+        whole = buffers[number] = memory.take(plan.nbytes) if warm else np.empty(plan.nbytes, np.uint8)
+        if plan.nbytes <= CHUNK_BYTES:
+            yield _Fetch(offsets=plan.offsets.tolist(), sizes=plan.sizes.tolist(), target=whole)
             continue
         start = int(plan.offsets[0])
         for at in range(0, plan.nbytes, CHUNK_BYTES):
             part = whole[at : at + CHUNK_BYTES]
-            yield _Fetch(buffer=number, offsets=[start + at], sizes=[len(part)], nbytes=len(part), target=part)
+            yield _Fetch(offsets=[start + at], sizes=[len(part)], target=part)
 
 
 def _wait_until_let_go(held: list[zmq.MessageTracker]) -> None:

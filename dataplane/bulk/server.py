@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane.arena import Arena
 from dataplane.bulk.endpoints import bind
-from dataplane.bulk.frames import MAX_REQUEST_BYTES
+from dataplane.bulk.frames import MAX_REQUEST_BYTES, Bytes
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.sessions import Sessions
 from dataplane.errors import (
@@ -46,6 +46,7 @@ from dataplane.ledger.commands import (
 )
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.warm import WarmMemory
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ PEER_REQUESTS = 4
 PEER_REPLIES = 64
 """Replies that may wait for one peer. One that asks for more without taking them, so keeps no window, loses replies
 and gives up; the thread never waits for it."""
+REPLY_MEMORY_BYTES = 64 << 20
+"""Memory of replies that were sent, kept for the next ones."""
 STOP_WAIT_S = 30.0
 
 Order = FenceSession | GrowArena
@@ -88,6 +91,7 @@ class BulkServer:
         self._tcp = (tcp_host, advertise_host)
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._unit = 0
+        self._memory = WarmMemory(REPLY_MEMORY_BYTES)
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._growth: deque[tuple[GrowArena, Iterator[int]]] = deque()
@@ -245,7 +249,7 @@ class BulkServer:
 
     def _answer(self, peer: bytes, request: pb.BulkRequest) -> None:
         verb = request.WhichOneof("verb")
-        payload: bytes | None = None
+        payload: Bytes | None = None
         try:
             self._admit(request)
             if verb == "attach" and not self._unit:
@@ -261,12 +265,12 @@ class BulkServer:
         reply.call = request.call
         self._send(peer, reply, payload)
 
-    def _send(self, peer: bytes, reply: pb.BulkReply, payload: bytes | None) -> None:
+    def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
         """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""
         self._router.send(peer, zmq.SNDMORE)
         self._router.send(reply.SerializeToString(), 0 if payload is None else zmq.SNDMORE)
         if payload is not None:
-            self._router.send(payload, copy=False)
+            self._router.send(payload.data, copy=False)
 
     def _admit(self, request: pb.BulkRequest) -> None:
         if request.protocol_version != PROTOCOL_VERSION:
@@ -280,7 +284,7 @@ class BulkServer:
             )
         self._sessions.admit(request.session)
 
-    def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, bytes | None]:
+    def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:
         match verb:
             case "attach":
                 self._bury_dead()
@@ -348,11 +352,15 @@ class BulkServer:
             arena[offset : offset + size] = frame[at : at + size]
             at += size
 
-    def _read(self, request: pb.ReadRanges) -> bytes:
+    def _read(self, request: pb.ReadRanges) -> Bytes:
         """A copy: nothing refers to the arena when this returns."""
         offsets, sizes = self._ranges(request.offsets, request.sizes)
-        arena = self._arena.data.data
-        return b"".join([arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
+        copy = self._memory.take(max(1, sum(sizes)))[: sum(sizes)]
+        at = 0
+        for offset, size in zip(offsets, sizes, strict=True):
+            copy[at : at + size] = self._arena.data[offset : offset + size]
+            at += size
+        return copy
 
     def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
         """The ranges, all of them within what is backed."""

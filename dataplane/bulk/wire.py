@@ -107,16 +107,8 @@ class Wire:
         if left_s <= 0:
             raise WireSilentError
 
-    def payload(self, nbytes: int) -> zmq.Frame:
-        """The payload frame of the reply just received, as ZMQ has it."""
-        failpoints.hit("bulk.read.between_frames")
-        self._expect_more()
-        frame = self._socket.recv(copy=False)
-        self._check_length(len(frame), nbytes)
-        return frame
-
     def payload_into(self, target: memoryview) -> None:
-        """The same, received in place; it must be exactly as long as `target`."""
+        """The payload frame of the reply just received, in place; it must be exactly as long as `target`."""
         failpoints.hit("bulk.read.between_frames")
         self._expect_more()
         self._check_length(self._socket.recv_into(target), len(target))
