@@ -1,8 +1,9 @@
-"""`python -m benchmarks`: measure, print, and write ./out/bench.json and ./out/bench.png."""
+"""`python -m benchmarks`: measure, print, and write bench.json, bench.md and bench.png into ./out."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.markdown import markdown
 from benchmarks.measure import Machine, quieten
 from benchmarks.plan import Plan, plan
 from benchmarks.probes.all import PROBES
@@ -47,8 +49,10 @@ def main() -> int:
     report.show_targets(outcomes, figures, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_json(arguments.out / "bench.json", machine, outcomes, figures, quick=arguments.quick)
+    record = json.loads((arguments.out / "bench.json").read_text(encoding="utf-8"))
+    (arguments.out / "bench.md").write_text(markdown(record), encoding="utf-8")
     report.draw(arguments.out / "bench.png", machine, outcomes)
-    console.print(f"{time.monotonic() - begun:.0f} s; wrote {arguments.out}/bench.json and {arguments.out}/bench.png")
+    console.print(f"{time.monotonic() - begun:.0f} s; wrote {arguments.out}/bench.json, .md and .png")
     return 0
 
 

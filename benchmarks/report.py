@@ -110,7 +110,7 @@ def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
     """Bars by case: milliseconds on a logarithmic scale, shorter is better."""
     matplotlib.use("Agg")
     shown = [outcome for outcome in outcomes if len(set(outcome.seconds) & set(CHARTED)) > 1]
-    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.75 * len(shown)))
+    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.5 * len(shown)))
     height = 0.8 / len(CHARTED)
     for place, name in enumerate(CHARTED):
         rows = [(row, outcome.seconds[name]) for row, outcome in enumerate(shown) if name in outcome.seconds]
@@ -132,8 +132,9 @@ def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("milliseconds (median, p10 to p90); shorter is better")
-    axes.set_title(str(machine), fontsize=9)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(CHARTED), frameon=False)
+    axes.set_title(str(machine), fontsize=9, pad=28)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(CHARTED), frameon=False)
+    axes.margins(y=0.01)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

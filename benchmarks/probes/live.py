@@ -95,7 +95,7 @@ def _claim(client: DataPlaneClient) -> float:
 
 
 def _repeated(once: Callable[[], float]) -> Spread:
-    for _ in range(3):
+    for _ in range(10):
         once()
     return Spread.of([once() for _ in range(REPETITIONS)])
 
