@@ -25,7 +25,7 @@ def wake(*, quick: bool) -> list[Figure]:
     """Latency in milliseconds from the moment the producer calls put to the return of a claim in another process.
 
     A commit of tags alone is one command; a put of one row with data is two and a copy."""
-    rounds = 200 if quick else 2000
+    rounds = 150 if quick else 2000
     figures = []
     variants = (("commit", False), ("put of one row", True))
     for what, with_data in variants[:1] if quick else variants:
