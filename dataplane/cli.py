@@ -77,6 +77,10 @@ def serve(arguments: argparse.Namespace) -> int:
             threading.Thread(target=_end_with, args=(unit, stop), daemon=True).start()
         print(f"data plane service at {controller.address}", flush=True)
         stop.wait()
+        dead = [number for number, unit in enumerate(units) if unit.poll() is not None]
+        if dead:
+            print(f"tq: storage unit unit-{dead[0]} ended, and the service with it", file=sys.stderr)
+            return 1
     finally:
         for unit in units:
             if unit.stdin is not None:
@@ -110,7 +114,8 @@ def _await_unit(unit: subprocess.Popen[str]) -> None:
 
 
 def unit(arguments: argparse.Namespace) -> int:
-    """A storage unit for a running controller, until a signal (or, started by `tq serve`, until that ends)."""
+    """A storage unit for a running controller, until a signal (or, started by `tq serve`, until that ends); exit code 1
+    if the controller goes first."""
     stop = Stop()
     if arguments.until_stdin_closes:
 
@@ -121,7 +126,17 @@ def unit(arguments: argparse.Namespace) -> int:
         threading.Thread(target=watch, daemon=True).start()
     with StorageUnit(_service_config(arguments), arguments.address, name=arguments.name) as running:
         print(f"storage unit {running.name} ready", flush=True)
+        lost = running.lost
+
+        def give_up() -> None:
+            lost.wait()
+            stop.set()
+
+        threading.Thread(target=give_up, daemon=True).start()
         stop.wait()
+        if lost.is_set():
+            print(f"tq: storage unit {running.name} lost its controller at {arguments.address}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from types import TracebackType
 from typing import Self
@@ -74,6 +75,12 @@ class StorageUnit:
             ),
             on_order=self._bulk.order,
         )
+
+    @property
+    def lost(self) -> threading.Event:
+        """Set when the controller is gone, or its link: the unit gets no new rows any more."""
+        assert self._link is not None, "not started"
+        return self._link.lost
 
     def stop(self) -> None:
         """Leave the controller, end the door, unlink the arena. Idempotent."""

@@ -75,7 +75,9 @@ class WarmMemory:
 
 
 def _fresh(nbytes: int) -> mmap.mmap:
-    region = mmap.mmap(-1, -(-nbytes // _STEP_BYTES) * _STEP_BYTES)
+    size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
+    # Private: what a forked child inherited stays as it was when the parent uses the region again.
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return region

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import dataplane
 from dataplane import connect
 from dataplane.cli import main, size
 
@@ -123,3 +124,15 @@ def test_units_end_when_their_service_is_killed(services: list[Service]) -> None
 
     assert select.select([waiting], [], [], 60)[0]
     os.close(waiting)
+
+
+def test_a_unit_says_when_its_controller_is_gone() -> None:
+    with dataplane.serve({"units": 0}) as server:
+        command = [sys.executable, "-m", "dataplane", "unit", server.address, "--capacity", "8m", "--name", "extra"]
+        unit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert unit.stdout is not None
+        assert unit.stdout.readline() == "storage unit extra ready\n"
+        address = server.address
+    _, errors = unit.communicate(timeout=60)
+    assert unit.returncode == 1
+    assert f"storage unit extra lost its controller at {address}" in errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control.controller import Controller
+from dataplane.control.grpc_import import import_grpc_door, import_grpc_link
 from dataplane.control.unit_link import Order, UnitLink
 from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -17,6 +19,8 @@ from tests.control_service import ScriptedLedger, add_unit
 
 CONFIG = DataPlaneConfig()
 WAIT_S = 20.0
+PINGS_S = 6.0
+"""Time for some pings, of which gRPC sends one a second at the most; the third unwelcome one would end the link."""
 
 
 @pytest.fixture
@@ -123,4 +127,19 @@ def test_a_dead_address_and_a_wrong_token_are_named() -> None:
             UnitLink(controller.address, "guess").open(add_unit(), refuse)
         link = UnitLink(controller.address, "secret")
         assert link.open(add_unit(), lambda order: None) == 1
+        link.close()
+
+
+def test_pings_on_an_idle_link_are_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller must not take keepalive pings for abuse: a link that carries nothing lives on."""
+    import_grpc_door()
+    import_grpc_link()
+    door, link_module = sys.modules["dataplane.control.grpc_door"], sys.modules["dataplane.control.grpc_link"]
+    quick = {"grpc.keepalive_time_ms": 100, "grpc.http2.min_ping_interval_without_data_ms": 20}
+    for module in (door, link_module):
+        monkeypatch.setattr(module, "OPTIONS", tuple((name, quick.get(name, value)) for name, value in module.OPTIONS))
+    with Controller(CONFIG, epoch=1) as controller:
+        link = UnitLink(controller.address, None)
+        link.open(add_unit(), refuse)
+        assert not link.lost.wait(PINGS_S)
         link.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import numpy as np
@@ -78,6 +79,26 @@ def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
         tensor = empty(shape, dtype)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
         tensor.zero_()
+
+
+def test_a_forked_child_keeps_what_it_inherited() -> None:
+    memory = WarmMemory(64 * MIB)
+    array = memory.take(MIB)
+    array[:] = 7
+    go_r, go_w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go_r, 1)
+        os._exit(0 if bool((array == 7).all()) else 1)
+    where = place(array)
+    del array
+    again = memory.take(MIB)
+    assert place(again) == where
+    again[:] = 9
+    os.write(go_w, b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    for fd in (go_r, go_w):
+        os.close(fd)
 
 
 def test_threads_never_share() -> None:

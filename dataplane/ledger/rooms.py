@@ -80,7 +80,7 @@ class Rooms:
         )
 
     def _holders(self) -> list[tuple[str, int]]:
-        """Partitions, then sessions with reservations and pins; the largest of each first."""
+        """Units that are not there, partitions, then sessions with reservations and pins; the largest of each first."""
         state, bytes_of = self.state, self.state.extents.bytes_of
         partitions = [(f"partition {p.name!r}", p.account.live_bytes) for p in state.partitions.values()]
         sessions = []
@@ -89,7 +89,12 @@ class Rooms:
             reserved = sum(bytes_of(reservation.extents()) for reservation in session.reservations.values())
             pinned = sum(bytes_of(pins) for pins in session.pins.values())
             sessions += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
-        ranked = [sorted(group, key=lambda holder: -holder[1]) for group in (partitions, sessions)]
+        lost = [
+            (f"storage unit {unit.number} ({unit.offer.name}), which is not connected,", unit.space.capacity_bytes)
+            for unit in state.units.values()
+            if not unit.connected
+        ]
+        ranked = [sorted(group, key=lambda holder: -holder[1]) for group in (lost, partitions, sessions)]
         return [holder for group in ranked for holder in group[:3] if holder[1]]
 
     def _check(self, command: Allocate) -> None:
