@@ -20,9 +20,14 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def bracketed(host: str) -> str:
+    """`host` as it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def join_address(host: str, port: int) -> str:
     """ "host:port", an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
 
 def resolve_host(host: str) -> str:
@@ -46,7 +51,7 @@ def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """ValueError if others than this machine could reach `host` and no token guards it."""
     if token is None and not ipaddress.ip_address(resolve_host(host)).is_loopback:
         raise ValueError(
-            f"host {host!r} can be reached from other machines, so the service needs a token: set config.token, "
+            f"host {host!r} is not loopback, others can reach it, so the service needs a token: set config.token, "
             "token_file (tq serve --token-file) or TQ_TOKEN, or listen on 127.0.0.1"
         )
 

@@ -39,7 +39,7 @@ def put(
 ) -> Operation[KVBatchMeta]:
     """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
     ids = ids_of(names)
-    samples = samples_of(names)
+    samples = samples_of(names, ids)
     columns_of_tags = tag_columns(tags, len(ids))
     chosen = _mode(mode)
     if fields is None or not len(fields.keys()):
@@ -234,7 +234,7 @@ def _locate(desk: Desk, names: Names, partition: str, select_fields: Sequence[st
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: name at least one field, in a list")
     ids = ids_of(names)
-    locate = c.Locate(partition=partition, samples=samples_of(names), fields=tuple(select_fields))
+    locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields))
     return (yield from _naming(ids, locate))
 
 
@@ -376,7 +376,9 @@ def clear(desk: Desk, names: Names | None, partition: str) -> Operation[None]:
 def set_tags(desk: Desk, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
     """Merge tags into live samples, all or none."""
     ids = ids_of(names)
-    yield from _naming(ids, c.SetTags(partition=partition, samples=samples_of(names), tags=tag_columns(tags, len(ids))))
+    yield from _naming(
+        ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
+    )
 
 
 def about_claimed(desk: Desk, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any) -> Operation[None]:

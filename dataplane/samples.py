@@ -43,13 +43,12 @@ def ids_of(names: Names) -> list[str]:
     return ids
 
 
-def samples_of(names: Names) -> c.Samples:
-    """`names` for the ledger: by row handles where a meta carries them, else by ids."""
-    if isinstance(names, KVBatchMeta):
-        handles = names.handles
-        if handles is not None:
-            return c.Samples(rows=handles[0], births=handles[1])
-    return c.Samples(ids=tuple(ids_of(names)))
+def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
+    """`names` for the ledger: by row handles where a meta carries them, else by ids (`ids`: what `ids_of` gave)."""
+    if isinstance(names, KVBatchMeta) and names.handles is not None:
+        rows, births = names.handles
+        return c.Samples(rows=rows, births=births)
+    return c.Samples(ids=tuple(ids_of(names) if ids is None else ids))
 
 
 def scalar(tag: str, row: int, value: Any) -> Scalar:

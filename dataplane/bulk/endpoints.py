@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -11,6 +10,7 @@ import socket
 import zmq
 
 from dataplane.errors import ServiceUnavailableError
+from dataplane.host import bracketed, require_token_beyond_loopback, resolve_host
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ KEEPALIVE_IDLE_S = 60
 
 
 def bind(
-    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, secured: bool
+    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, token: str | None
 ) -> tuple[str, ...]:
     """Bind to ipc, for this user only, and to a free tcp port of `tcp_host` if one is given; the endpoints to tell
-    clients, ipc first. `secured`: whether a token guards the socket; without one tcp is for loopback (ValueError)."""
+    clients, ipc first. `token` guards the socket; without one tcp is for loopback (ValueError)."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
-        endpoints += _bind_tcp(router, tcp_host, advertise_host, secured=secured)
+        endpoints += _bind_tcp(router, tcp_host, advertise_host, token)
     if not endpoints:
         raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
     return endpoints
@@ -45,27 +45,21 @@ def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
     return (endpoint,)
 
 
-def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, *, secured: bool) -> tuple[str, ...]:
-    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    ip = str(address[0])
-    if not secured and not ipaddress.ip_address(ip).is_loopback:
-        raise ValueError(f"host {host!r} is not loopback: give the service a token, or host 127.0.0.1")
-    if family == socket.AF_INET6:
+def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, token: str | None) -> tuple[str, ...]:
+    require_token_beyond_loopback(host, token)
+    ip = resolve_host(host)
+    if ":" in ip:
         router.set(zmq.IPV6, 1)
     router.set(zmq.TCP_KEEPALIVE, 1)
     router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     try:
-        router.bind(f"tcp://{_bracketed(ip)}:*")
+        router.bind(f"tcp://{bracketed(ip)}:*")
     except zmq.ZMQError as error:
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
     bound = router.last_endpoint
     assert isinstance(bound, bytes)
     port = bound.decode().rpartition(":")[2]
-    return (f"tcp://{_bracketed(advertise or ip)}:{port}",)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return (f"tcp://{bracketed(advertise or ip)}:{port}",)
 
 
 def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:

@@ -116,7 +116,7 @@ class BulkServer:
             self._router.set(zmq.SNDHWM, PEER_REPLIES)
             self._router.set(zmq.RCVHWM, PEER_REQUESTS)
             self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            self.endpoints = bind(self._router, *self._tcp, secured=bool(self._token))
+            self.endpoints = bind(self._router, *self._tcp, token=self._token.decode() or None)
         except BaseException:
             self._close_sockets()
             raise

@@ -202,16 +202,12 @@ class _FieldEncoder:
             return list(tensor.unbind())
         plain = self._plain(tensor, None)
         if plain.dim() == 0:
-            raise InvalidRequestError(
-                f"field {self.name!r}: a tensor without dimensions has no rows; expected [N, ...]"
-            )
+            raise self._without_rows("a tensor")
         return plain
 
     def _normal_array(self, array: np.ndarray[Any, Any]) -> Tensor | list[Any]:
         if array.ndim == 0:
-            raise InvalidRequestError(
-                f"field {self.name!r}: an array without dimensions has no rows; expected [N, ...]"
-            )
+            raise self._without_rows("an array")
         if array.dtype.hasobject:
             if array.ndim > 1:
                 raise self._unsupported(f"an object array of shape {list(array.shape)}", "Give it one dimension, [N].")
