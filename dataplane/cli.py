@@ -47,12 +47,17 @@ def readable(count: int) -> str:
 
 
 class Stop:
-    """Set by SIGTERM and SIGINT."""
+    """Set by SIGTERM and SIGINT (`asked`: by the user; a terminal sends the units its SIGINT, too), or by `set`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._event.set())
+            signal.signal(number, self._asked)
+
+    def _asked(self, *_: object) -> None:
+        self.asked = True
+        self._event.set()
 
     def set(self) -> None:
         self._event.set()
@@ -78,7 +83,7 @@ def serve(arguments: argparse.Namespace) -> int:
         print(f"data plane service at {controller.address}", flush=True)
         stop.wait()
         dead = [number for number, unit in enumerate(units) if unit.poll() is not None]
-        if dead:
+        if dead and not stop.asked:
             print(f"tq: storage unit unit-{dead[0]} ended, and the service with it", file=sys.stderr)
             return 1
     finally:
@@ -134,7 +139,7 @@ def unit(arguments: argparse.Namespace) -> int:
 
         threading.Thread(target=give_up, daemon=True).start()
         stop.wait()
-        if lost.is_set():
+        if lost.is_set() and not stop.asked:
             print(f"tq: storage unit {running.name} lost its controller at {arguments.address}", file=sys.stderr)
             return 1
     return 0

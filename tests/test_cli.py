@@ -56,7 +56,9 @@ class Service:
     def __init__(self, *arguments: str) -> None:
         self.files = our_files()
         command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().split()[-1]
 
@@ -99,6 +101,15 @@ def test_serve_status_and_a_clean_end(
         assert report["partitions"][0]["produced"] == {"x": 2}
     assert service.end(number) == 0
     assert service.errors == ""
+    assert not litter(service.files)
+
+
+def test_control_c_reaches_the_units_too_and_is_no_failure(services: list[Service]) -> None:
+    service = Service("--units", "2")
+    services.append(service)
+    os.killpg(service.process.pid, signal.SIGINT)
+    _, errors = service.process.communicate(timeout=60)
+    assert (service.process.returncode, errors) == (0, "")
     assert not litter(service.files)
 
 
