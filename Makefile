@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak bench lint format proto clean setup
+.PHONY: demo demo-async test soak bench lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -25,6 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup ## GRPO of a small transformer, every tensor through the data plane
 	@$(BIN)/python examples/grpo_arithmetic.py $(ARGS)
+
+demo-async: setup ## the same, asynchronously: rollouts go on while the policy trains
+	@$(BIN)/python examples/grpo_async.py $(ARGS)
 
 test: setup ## the test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

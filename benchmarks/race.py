@@ -75,7 +75,7 @@ class Race:
         taken: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(repetitions):
             for name in systems:
-                taken[name].append(self._of[name].call("repeat", name, case))
+                taken[name].append(self._of[name].call("turn", name, case))
         for name in systems:
             self._of[name].call("finish", name)
         return Outcome(

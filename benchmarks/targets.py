@@ -119,6 +119,22 @@ TARGETS: tuple[Target, ...] = (
         lambda r: r.figures["leader broadcast, payload collectives"],
         most=True,
     ),
+    Target(
+        "channel, 64 KB items: x ray.util.queue.Queue",
+        10,
+        lambda r: r.figures["channel : ray.util.queue.Queue, 64 KB items"],
+    ),
+    Target(
+        "channel, 4 MB items: x ray.util.queue.Queue",
+        5,
+        lambda r: r.figures["channel : ray.util.queue.Queue, 4 MB items"],
+    ),
+    Target(
+        "broadcast of 16 MB to 3 workers: x Gloo",
+        1.15,
+        lambda r: r.figures["broadcast of 16 MB to 3 workers, time"],
+        most=True,
+    ),
     Target("remote put: of raw ZMQ", 0.5, lambda r: r.speed(PUT, "remote", "raw-zmq")),
     Target("remote read: of raw ZMQ", 0.5, lambda r: r.speed(READ, "remote", "raw-zmq")),
     Target("remote large put: of raw ZMQ", 0.5, lambda r: r.speed(LARGE_PUT, "remote", "raw-zmq")),
@@ -130,6 +146,20 @@ TARGETS: tuple[Target, ...] = (
         "peak of a put, x payload", 0.1, lambda r: r.figures["peak of a put beyond the caller's payload"], most=True
     ),
     Target("peak of a read, x payload", 1.1, lambda r: r.figures["peak of a read"], most=True),
+    Target(
+        "tokens of the heaviest rank, x mean, any algorithm",
+        1.05,
+        lambda r: max(
+            value for name, value in r.figures.items() if re.fullmatch(r"tokens of the heaviest rank, \w+", name)
+        ),
+        most=True,
+    ),
+    Target(
+        "packed split of 10^5 samples, ms",
+        100,
+        lambda r: r.figures["shard_meta_for_dp of 100,000, modified_first_fit_decreasing"],
+        most=True,
+    ),
 )
 
 

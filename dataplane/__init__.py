@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dataplane.column_api import write_columns as write_columns
     from dataplane.columns import Shared as Shared
     from dataplane.config import DataPlaneConfig as DataPlaneConfig
+    from dataplane.dynamic_sampling import DynamicSampler as DynamicSampler
+    from dataplane.dynamic_sampling import split_by_spread as split_by_spread
     from dataplane.errors import ArenaSpaceError as ArenaSpaceError
     from dataplane.errors import AuthenticationError as AuthenticationError
     from dataplane.errors import CallCancelledError as CallCancelledError
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from dataplane.errors import ProtocolVersionError as ProtocolVersionError
     from dataplane.errors import RefusedError as RefusedError
     from dataplane.errors import RequestTooLargeError as RequestTooLargeError
+    from dataplane.errors import RolloutAbortedError as RolloutAbortedError
+    from dataplane.errors import RowsChangedError as RowsChangedError
     from dataplane.errors import SampleExistsError as SampleExistsError
     from dataplane.errors import SampleNotFoundError as SampleNotFoundError
     from dataplane.errors import SchemaError as SchemaError
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from dataplane.errors import ServiceRestartedError as ServiceRestartedError
     from dataplane.errors import ServiceUnavailableError as ServiceUnavailableError
     from dataplane.errors import SessionExpiredError as SessionExpiredError
+    from dataplane.errors import ShareTakenError as ShareTakenError
     from dataplane.errors import StaleCallError as StaleCallError
     from dataplane.errors import StaleSampleError as StaleSampleError
     from dataplane.errors import StorageUnitError as StorageUnitError
@@ -59,6 +64,8 @@ if TYPE_CHECKING:
     from dataplane.jagged import to_nested_by_length as to_nested_by_length
     from dataplane.meta import KVBatchMeta as KVBatchMeta
     from dataplane.packing import shard_meta_for_dp as shard_meta_for_dp
+    from dataplane.replay import ReplayBuffer as ReplayBuffer
+    from dataplane.replay import Reservation as Reservation
     from dataplane.schema import ADVANTAGES as ADVANTAGES
     from dataplane.schema import ELEM_COUNTS_PER_GB as ELEM_COUNTS_PER_GB
     from dataplane.schema import GENERATION_LOGPROBS as GENERATION_LOGPROBS
@@ -77,6 +84,14 @@ if TYPE_CHECKING:
     from dataplane.schema import Layout as Layout
     from dataplane.server import Server as Server
     from dataplane.server import serve as serve
+    from dataplane.staleness import Flow as Flow
+    from dataplane.staleness import InOrder as InOrder
+    from dataplane.staleness import ReadyFirst as ReadyFirst
+    from dataplane.staleness import StalenessPolicy as StalenessPolicy
+    from dataplane.staleness import WeightFifo as WeightFifo
+    from dataplane.staleness import Windowed as Windowed
+    from dataplane.streaming import MicroBatch as MicroBatch
+    from dataplane.streaming import StreamingDataLoader as StreamingDataLoader
     from dataplane.types import FieldKind as FieldKind
     from dataplane.types import FieldSpec as FieldSpec
 
@@ -94,21 +109,25 @@ _HOME = {
     "DataPlaneClient": "dataplane.client",
     "DataPlaneConfig": "dataplane.config",
     "DataPlaneError": "dataplane.errors",
+    "DynamicSampler": "dataplane.dynamic_sampling",
     "ELEM_COUNTS_PER_GB": "dataplane.schema",
     "FieldKind": "dataplane.types",
     "FieldNotFoundError": "dataplane.errors",
     "FieldNotProducedError": "dataplane.errors",
     "FieldSpec": "dataplane.types",
+    "Flow": "dataplane.staleness",
     "GENERATION_LOGPROBS": "dataplane.schema",
     "GLOBAL_FORWARD_PAD_SEQLEN": "dataplane.schema",
     "INPUT_IDS": "dataplane.schema",
     "INPUT_LENGTHS": "dataplane.schema",
+    "InOrder": "dataplane.staleness",
     "InternalError": "dataplane.errors",
     "InvalidRequestError": "dataplane.errors",
     "KVBatchMeta": "dataplane.meta",
     "Layout": "dataplane.schema",
     "MICRO_BATCH_INDICES": "dataplane.schema",
     "MICRO_BATCH_LENGTHS": "dataplane.schema",
+    "MicroBatch": "dataplane.streaming",
     "NotThereError": "dataplane.errors",
     "PACKING_KEYS": "dataplane.schema",
     "PAD_TO_MULTIPLE": "dataplane.schema",
@@ -118,9 +137,14 @@ _HOME = {
     "PartitionSealedError": "dataplane.errors",
     "ProtocolVersionError": "dataplane.errors",
     "REFERENCE_POLICY_LOGPROBS": "dataplane.schema",
+    "ReadyFirst": "dataplane.staleness",
     "RefusedError": "dataplane.errors",
+    "ReplayBuffer": "dataplane.replay",
     "RequestTooLargeError": "dataplane.errors",
+    "Reservation": "dataplane.replay",
+    "RolloutAbortedError": "dataplane.errors",
     "SAMPLE_MASK": "dataplane.schema",
+    "RowsChangedError": "dataplane.errors",
     "SampleExistsError": "dataplane.errors",
     "SampleNotFoundError": "dataplane.errors",
     "SchemaError": "dataplane.errors",
@@ -129,15 +153,20 @@ _HOME = {
     "ServiceRestartedError": "dataplane.errors",
     "ServiceUnavailableError": "dataplane.errors",
     "SessionExpiredError": "dataplane.errors",
+    "ShareTakenError": "dataplane.errors",
     "Shared": "dataplane.columns",
     "StaleCallError": "dataplane.errors",
     "StaleSampleError": "dataplane.errors",
+    "StalenessPolicy": "dataplane.staleness",
     "StorageUnitError": "dataplane.errors",
+    "StreamingDataLoader": "dataplane.streaming",
     "TOKEN_ALIGNED_FIELDS": "dataplane.schema",
     "TOKEN_MASK": "dataplane.schema",
     "TaskNotFoundError": "dataplane.errors",
     "UnsupportedValueError": "dataplane.errors",
     "WaitTimeoutError": "dataplane.errors",
+    "WeightFifo": "dataplane.staleness",
+    "Windowed": "dataplane.staleness",
     "build_data_plane_client": "dataplane.attach",
     "connect": "dataplane.attach",
     "connect_async": "dataplane.attach",
@@ -149,6 +178,7 @@ _HOME = {
     "response_from_nested": "dataplane.jagged",
     "serve": "dataplane.server",
     "shard_meta_for_dp": "dataplane.packing",
+    "split_by_spread": "dataplane.dynamic_sampling",
     "to_nested_by_length": "dataplane.jagged",
     "write_columns": "dataplane.column_api",
 }

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 import torch
 from tensordict import TensorDict
 
+from dataplane import claiming
 from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
@@ -21,6 +22,7 @@ from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.samples import Names
 from dataplane.schema import Layout
+from dataplane.staleness import WEIGHT_VERSION
 from dataplane.steps import Operation, T
 
 P = ParamSpec("P")
@@ -122,9 +124,16 @@ class AsyncDataPlaneClient:
         group_size: int | None = None,
         order: str = "oldest",
         lease_s: float | None = None,
+        dp_world: int | None = None,
+        step: int | None = None,
+        sampler: str | None = None,
+        max_lag: int | None = None,
+        version_tag: str = WEIGHT_VERSION,
+        partial_after_s: float | None = None,
+        partial: str = "release",
     ) -> KVBatchMeta:
         """See `DataPlaneClient.claim_meta`."""
-        command = ops.claim_command(
+        command = claiming.claim_command(
             partition_id,
             task_name,
             required_fields,
@@ -137,24 +146,32 @@ class AsyncDataPlaneClient:
             group_size=group_size,
             order=order,
             lease_s=lease_s,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            step=step,
+            sampler=sampler,
+            max_lag=max_lag,
+            version_tag=version_tag,
+            partial_after_s=partial_after_s,
+            partial=partial,
         )
-        return await self._run(ops.claim, command, dp_rank)
+        return await self._run(claiming.claim, command, dp_rank)
 
     async def ack(self, meta: KVBatchMeta) -> None:
         """See `DataPlaneClient.ack`."""
-        await self._run(ops.about_claimed, c.Ack, meta)
+        await self._run(claiming.about_claimed, c.Ack, meta)
 
     async def nack(self, meta: KVBatchMeta) -> None:
         """See `DataPlaneClient.nack`."""
-        await self._run(ops.about_claimed, c.Nack, meta)
+        await self._run(claiming.about_claimed, c.Nack, meta)
 
     async def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
         """See `DataPlaneClient.extend`."""
-        await self._run(ops.about_claimed, c.Extend, meta, lease_s=lease_s)
+        await self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
 
     async def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient.check_consumption_status`."""
-        return await self._run(ops.consumed, partition_id, task_names)
+        return await self._run(claiming.consumed, partition_id, task_names)
 
     async def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """See `DataPlaneClient.clear_samples`."""
@@ -172,9 +189,34 @@ class AsyncDataPlaneClient:
         """See `DataPlaneClient.set_tags`."""
         await self._run(ops.set_tags, sample_ids, partition_id, tags)
 
-    async def why_blocked(self, partition_id: str, task_name: str, required_fields: Sequence[str] = ()) -> c.Blocked:
+    async def set_version(self, partition_id: str, version: int) -> None:
+        """See `DataPlaneClient.set_version`."""
+        await self._run(ops.ask, c.SetVersion(partition=partition_id, version=version))
+
+    async def why_blocked(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str] = (),
+        *,
+        where: Sequence[tuple[str, str, Any]] = (),
+        group_by: str = "group",
+        group_size: int | None = None,
+        max_lag: int | None = None,
+        version_tag: str = WEIGHT_VERSION,
+    ) -> c.Blocked:
         """See `DataPlaneClient.why_blocked`."""
-        return await self._run(ops.why_blocked, partition_id, task_name, required_fields)
+        return await self._run(
+            claiming.why_blocked,
+            partition_id,
+            task_name,
+            required_fields,
+            where=where,
+            group_by=group_by,
+            group_size=group_size,
+            max_lag=max_lag,
+            version_tag=version_tag,
+        )
 
     async def stats(self) -> c.StatsReport:
         """See `DataPlaneClient.stats`."""

@@ -13,7 +13,6 @@ from dataplane.connection import CopiesUnderWay, Copying, copies_end_s, desks, s
 from dataplane.control.achannel import AsyncChannel
 from dataplane.desk import Desk
 from dataplane.errors import DataPlaneError
-from dataplane.ledger import commands as c
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 
 log = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ class AsyncConnection:
         self.desk = Desk(config, session=channel.session, lock=lock)
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)
+        self._channel.leftovers = self.desk.idle_leftovers
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
@@ -47,7 +47,7 @@ class AsyncConnection:
     async def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. A cancelled call leaves at once; its copy, if one is under
         way, ends in the background, and then its clean-up is done."""
-        self._release_dropped()
+        self._post_leftovers()
         with Copying(self._copies) as copying:
             return await self._go_on(operation, copying)
 
@@ -109,15 +109,15 @@ class AsyncConnection:
                 except DataPlaneError as failed:
                     log.warning("cleaning up after a cancelled call: %s", failed)
 
-    def _release_dropped(self) -> None:
-        for number in self.desk.pins.dropped():
-            self._channel.post(c.Release(located=number))
+    def _post_leftovers(self) -> None:
+        for command in self.desk.leftovers():
+            self._channel.post(command)
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
         await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._patience_s)
-        self._release_dropped()
+        self._post_leftovers()
         self.desk.close()
         await self._channel.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dataplane.errors import InvalidRequestError
 from dataplane.jagged import is_jagged, jagged_from_values, offsets_of, pad_nested, pad_scalar, row_lengths, select_rows
+from dataplane.packing import plan_shards
 from dataplane.schema import Layout
 
 DictT = TypeVar("DictT")
@@ -80,10 +81,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict[Any]:
         """Batch number `batch_idx` of `batch_size` rows each, the last one maybe shorter; on a shard whose global
-        batches differ in rows (`elem_counts_per_gb`), leave `batch_size` out. Micro-batch attributes come along."""
+        batches have their own numbers of rows (`elem_counts_per_gb`) those, whatever `batch_size` says. Micro-batch
+        attributes come along."""
         counts = self.elem_counts_per_gb
-        if counts is not None and batch_size is not None:
-            raise InvalidRequestError("this shard's batches have their own sizes: leave batch_size out")
         if counts is None:
             if batch_size is None or batch_size < 1:
                 raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
@@ -95,6 +95,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
             batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        if self.elem_counts_per_gb is not None:
+            batch.elem_counts_per_gb = [counts[batch_idx]]
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> BatchedDataDict[Any]:
@@ -116,6 +118,101 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if num_repeats < 0:
             raise InvalidRequestError(f"cannot repeat {num_repeats} times")
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
+
+    # --- shards and micro-batches ---
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> list[BatchedDataDict[Any]] | tuple[list[BatchedDataDict[Any]], list[int]]:
+        """The rows of each of `shards` data-parallel ranks, copied: a part of every global batch of `batch_size` rows
+        (default: all of them), batch after batch.
+
+        Plain parts are equal, contiguous and in order; with `allow_uneven_shards` (and no `batch_size`) the last ones
+        may be shorter. With packing or dynamic batching (see `packing.plan_shards`; lengths are the column that
+        "input_lengths_key" names) every shard gets as many micro-batches as the others, in its attributes, and the
+        result is (shards, order): row i of the shards, one after another, is row `order[i]` here, so that
+        `reorder_data(order)` puts results of theirs back. A column that "input_key" names may be narrower than a
+        micro-batch's length, which is rounded up.
+
+        KeyError without the column of lengths; ValueError for numbers that do not divide, and for a row over the
+        budget.
+        """
+        plan = plan_shards(
+            self.size,
+            self._lengths,
+            shards=shards,
+            batch_size=batch_size,
+            allow_uneven_shards=allow_uneven_shards,
+            sequence_packing_args=sequence_packing_args,
+            dynamic_batching_args=dynamic_batching_args,
+        )
+        parts = []
+        for shard in plan:
+            part = self.select_indices(shard.rows)
+            part.micro_batch_indices = shard.micro_batch_indices
+            part.micro_batch_lengths = shard.micro_batch_lengths
+            part.elem_counts_per_gb = shard.elem_counts_per_gb
+            parts.append(part)
+        if sequence_packing_args is None and dynamic_batching_args is None:
+            return parts
+        return parts, [row for shard in plan for row in shard.rows.tolist()]
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[Any]]:
+        """Micro-batches of `microbatch_size` rows, in order. ValueError if they do not come out even."""
+        size = self.size
+        if microbatch_size < 1 or size % microbatch_size:
+            raise InvalidRequestError(f"{size} rows cannot be cut into micro-batches of {microbatch_size}")
+        return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
+        """The micro-batches that dynamic batching made of this one global batch (see `get_batch`), every dense tensor
+        that has dimension `sequence_dim` cut there to the micro-batch's length. ValueError without them."""
+        indices, lengths = self._micro_batches()
+
+        def cut(start: int, end: int, length: int) -> BatchedDataDict[Any]:
+            batch = self.slice(start, end)
+            batch.truncate_tensors(sequence_dim, length)
+            return batch
+
+        return (cut(start, end, length) for (start, end), length in zip(indices, lengths, strict=True))
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` gives."""
+        return len(self._micro_batches()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict[Any]]:
+        """The micro-batches that packing made of this one global batch (see `get_batch`): the sequences of one bin
+        each, as they are. ValueError without them."""
+        indices, _ = self._micro_batches()
+        return (self.slice(start, end) for start, end in indices)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """(how many micro-batches `make_microbatch_iterator_for_packable_sequences` gives, the most tokens of one)."""
+        indices, lengths = self._micro_batches()
+        return len(indices), max(lengths)
+
+    def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
+        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None:
+            raise InvalidRequestError("no micro-batches here: shard_by_batch_size makes them with packing arguments")
+        if len(indices) != 1:
+            raise InvalidRequestError(
+                f"the micro-batches are those of {len(indices)} global batches: use get_batch first"
+            )
+        return indices[0], lengths[0]
+
+    def _lengths(self, key: str) -> Any:
+        if key not in self.data:
+            raise KeyError(f"there is no column {key!r} to cut micro-batches by")
+        column = self.data[key]
+        if is_jagged(column):
+            raise InvalidRequestError(f"{key!r}: expected the lengths of the rows, got a jagged column")
+        return column.cpu().numpy() if isinstance(column, Tensor) else column
 
     # --- columns ---
 

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self
 import torch
 from tensordict import TensorDict
 
+from dataplane import claiming
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
 from dataplane.config import DataPlaneConfig
@@ -18,6 +19,7 @@ from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.samples import Names
 from dataplane.schema import Layout
+from dataplane.staleness import WEIGHT_VERSION
 from dataplane.steps import Operation, T
 
 P = ParamSpec("P")
@@ -94,7 +96,16 @@ class DataPlaneClient:
         rows, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list or array
         of objects.
         tags: one mapping of small scalars per sample, merged into what is there. mode: "upsert", "create" (ids must be
-        new, else ValueError) or "update" (ids must live, else KeyError).
+        new, else ValueError), "update" (ids must live, else KeyError) or "append".
+
+        "append" is for samples that are still being generated: what is given of jagged fields goes behind what their
+        rows hold (a new sample or field begins with it), other fields and tags are set as ever, all of it visible at
+        once or not at all; a tag such as `finished` put with the last piece is seen by predicates exactly when the
+        piece is. Appends of one client are in its order; when another writes the same rows at the same time, the append
+        begins anew, and after some times is a `RowsChangedError`. The rows are copied to new room each time, once more
+        through this process, so that reads find every row in one piece: append what a stretch of generation gave, not
+        token by token. By ids, a sample that was cleared meanwhile may begin anew; through the meta of an earlier put
+        that is a `StaleSampleError`.
 
         Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
         bytes are in the arena and visible; the caller's tensors may change. Waits for room up to
@@ -163,6 +174,13 @@ class DataPlaneClient:
         group_size: int | None = None,
         order: str = "oldest",
         lease_s: float | None = None,
+        dp_world: int | None = None,
+        step: int | None = None,
+        sampler: str | None = None,
+        max_lag: int | None = None,
+        version_tag: str = WEIGHT_VERSION,
+        partial_after_s: float | None = None,
+        partial: str = "release",
     ) -> KVBatchMeta:
         """Move the task's cursor over `batch_size` samples whose `required_fields` are all produced and which the
         task has not claimed, oldest first; each sample goes to one claim of a task only.
@@ -172,11 +190,40 @@ class DataPlaneClient:
         `timeout_s` raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
         is ready, possibly none.
 
-        dp_rank: recorded in `extra_info`. where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
+        where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
         groups only, samples with equal tag `group_by`. order: "oldest" or "freshest". lease_s: samples not acknowledged
         with `ack` in time may be claimed again. Unknown partition or task: KeyError at once.
+
+        dp_rank with dp_world and step: the rank's share of one selection of `batch_size` samples, fixed by the first
+        rank that asks for the step; the others get theirs whenever they ask, in any order. `batch_size` is that of the
+        whole step and a multiple of `dp_world` (times `group_size`; groups are never split). Shares have equal numbers
+        of samples (of groups), at the tail of a complete partition numbers that differ by one at most, possibly none;
+        `blocking=False` returns an empty meta while the step cannot be fixed. All ranks ask on the same terms (sizes,
+        fields, where, order, sampler), else ValueError naming both. A share is handed out once: asking again is a
+        ValueError, unless the claim was given back (`nack`, lease over, its client died before it had the answer):
+        then what came back is handed out if it is still free, and is a `ShareTakenError` if another claim took it.
+        Shares nobody asked for go back after `lease_s` (600 s if None); cleared samples are left out. Steps are
+        remembered for the last 256 of a task. Without the other two, `dp_rank` is only recorded. Either way it is
+        `extra_info["dp_rank"]`.
+
+        max_lag: only samples whose tag `version_tag` is at least the partition's version (`set_version`) less this;
+        which version that is is looked up whenever the claim is judged, so that a waiting claim follows the trainer.
+        What is too old is passed over and holds up no tail; a sample without the tag may still get it.
+
+        partial_after_s: what becomes of a group that never gets whole, because its producer died or a field was never
+        written: from this long after the oldest of its unclaimed samples was put (by the service's clock) while fewer
+        than `group_size` of them are ready, it is, with partial="release", claimed like a whole one with those that are
+        (`batch_size` then counts groups: the meta is shorter), or with partial="drop", cleared, for all tasks; the ids
+        dropped since the task's last claim are `extra_info["dropped_samples"]`, their number is in `stats()`. Claims
+        wait for this at the tail of a complete partition. Groups all of whose samples fail `where` or `max_lag` are
+        let be.
+
+        sampler: how the selection is made and dealt: "sequential" (in order; rank 0 gets the first ones), "group-n"
+        (the same with whole groups), "length-balanced" (so that sums of the tag `input_lengths` are about equal over
+        the ranks; in order if a sample lacks it), "rank-aware" (to the ranks in turns). None: "length-balanced" for
+        shares, else "group-n" with `group_size`, else "sequential".
         """
-        command = ops.claim_command(
+        command = claiming.claim_command(
             partition_id,
             task_name,
             required_fields,
@@ -189,25 +236,33 @@ class DataPlaneClient:
             group_size=group_size,
             order=order,
             lease_s=lease_s,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            step=step,
+            sampler=sampler,
+            max_lag=max_lag,
+            version_tag=version_tag,
+            partial_after_s=partial_after_s,
+            partial=partial,
         )
-        return self._run(ops.claim, command, dp_rank)
+        return self._run(claiming.claim, command, dp_rank)
 
     def ack(self, meta: KVBatchMeta) -> None:
         """The leased samples of `meta` are done with. StaleSampleError if a lease is no longer this session's."""
-        self._run(ops.about_claimed, c.Ack, meta)
+        self._run(claiming.about_claimed, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> None:
         """Give claimed samples back; the task may claim them again."""
-        self._run(ops.about_claimed, c.Nack, meta)
+        self._run(claiming.about_claimed, c.Nack, meta)
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
         """Let the leases of `meta` end `lease_s` seconds from now."""
-        self._run(ops.about_claimed, c.Extend, meta, lease_s=lease_s)
+        self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the partition is complete and each task has claimed every live sample. KeyError for an unknown
         task."""
-        return self._run(ops.consumed, partition_id, task_names)
+        return self._run(claiming.consumed, partition_id, task_names)
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
@@ -227,10 +282,38 @@ class DataPlaneClient:
         there."""
         self._run(ops.set_tags, sample_ids, partition_id, tags)
 
-    def why_blocked(self, partition_id: str, task_name: str, required_fields: Sequence[str] = ()) -> c.Blocked:
-        """Why a claim of these fields would wait now: counts of unclaimed, ready and leased samples, and lacking
-        fields."""
-        return self._run(ops.why_blocked, partition_id, task_name, required_fields)
+    def set_version(self, partition_id: str, version: int) -> None:
+        """The trainer's weights are at this version now: claims with `max_lag` count from it (from 0 until it was set;
+        it may go back). Waiting claims are looked at again. KeyError for an unknown partition."""
+        self._run(ops.ask, c.SetVersion(partition=partition_id, version=version))
+
+    def why_blocked(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str] = (),
+        *,
+        where: Sequence[tuple[str, str, Any]] = (),
+        group_by: str = "group",
+        group_size: int | None = None,
+        max_lag: int | None = None,
+        version_tag: str = WEIGHT_VERSION,
+    ) -> c.Blocked:
+        """Why such a claim would wait now: which fields, groups and samples are missing, how many samples are ready,
+        leased, held, or turned away by each predicate, and which sessions wrote last and how long ago. `why` says it in
+        a sentence. The same facts are attributes of every claim's TimeoutError. KeyError for an unknown partition or
+        task."""
+        return self._run(
+            claiming.why_blocked,
+            partition_id,
+            task_name,
+            required_fields,
+            where=where,
+            group_by=group_by,
+            group_size=group_size,
+            max_lag=max_lag,
+            version_tag=version_tag,
+        )
 
     def stats(self) -> c.StatsReport:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""

@@ -31,6 +31,8 @@ class DataPlaneConfig:
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
     put_timeout_s: how long a put waits for room.
     result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
+    copy_threads: how many threads of a client copy large columns to and from shared memory, the calling one included
+        (1: it alone); None takes one for each core it may use, up to four.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -49,6 +51,7 @@ class DataPlaneConfig:
     connect_timeout_s: float = 10.0
     put_timeout_s: float = 60.0
     result_memory_bytes: int = 512 * MIB
+    copy_threads: int | None = None
     force_remote: bool = False
     client_name: str = ""
 
@@ -57,6 +60,8 @@ class DataPlaneConfig:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
         if self.result_memory_bytes < 0:
             raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
+        if self.copy_threads is not None and self.copy_threads < 1:
+            raise ValueError(f"copy_threads={self.copy_threads}: expected 1 or more")
         if self.units < 0:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:

@@ -15,7 +15,6 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.desk import Desk
 from dataplane.errors import CallTimeoutError, ClientClosedError
-from dataplane.ledger import commands as c
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 
 log = logging.getLogger(__name__)
@@ -182,10 +181,11 @@ class Connection:
         self.desk = Desk(config, session=self._channel.session, lock=lock)
         self.desk.roads.learn(self._channel.units)
         desks().add(self.desk)
+        self._channel.leftovers = self.desk.idle_leftovers
 
     def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
-        self._release_dropped()
+        self._post_leftovers()
         with Copying(self._copies) as copying:
             try:
                 step = next(operation)
@@ -211,14 +211,14 @@ class Connection:
                 return work()
         return None
 
-    def _release_dropped(self) -> None:
-        for number in self.desk.pins.dropped():
-            self._channel.post(c.Release(located=number))
+    def _post_leftovers(self) -> None:
+        for command in self.desk.leftovers():
+            self._channel.post(command)
 
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
         self._copies.wait(self._patience_s)
-        self._release_dropped()
+        self._post_leftovers()
         self.desk.close()
         self._channel.close()

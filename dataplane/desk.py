@@ -1,14 +1,17 @@
-"""What one session of a client keeps between operations: roads, remembered schemas, and the pins of views handed
-out."""
+"""What one session of a client keeps between operations: roads, remembered schemas, room ahead of small puts, and the
+pins of views handed out."""
 
 from __future__ import annotations
 
 import collections
 import weakref
 
+from dataplane.ahead import RoomAhead
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import warm
 from dataplane.config import DataPlaneConfig
+from dataplane.copying import Copier, default_threads
+from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.roads import Roads
 from dataplane.types import FieldSpec
 from dataplane.warm import WarmMemory
@@ -62,14 +65,26 @@ class Desk:
         self.session = session
         self.schemas: dict[str, dict[str, FieldSpec]] = {}
         self.pins = Pins()
+        self.ahead = RoomAhead()
         self.memory = WarmMemory(config.result_memory_bytes)
-        self.roads = Roads(config, session=session, lock=lock, memory=self.memory)
+        self.copier = Copier(config.copy_threads or default_threads())
+        self.roads = Roads(config, session=session, lock=lock, memory=self.memory, copier=self.copier.copy)
         self.empty = warm(self.memory)
         self._hold = None if lock is None else Hold(lock)
 
     def pin(self, number: int) -> Pin:
         """A pin that views of the bytes located by call `number` share."""
         return self.pins.take(number, self._hold)
+
+    def leftovers(self) -> list[Command]:
+        """Commands to post, each once: pins whose last view is gone and room that nobody uses go back."""
+        released = [Release(located=number) for number in self.pins.dropped()]
+        return [*released, *[Abort(reservation=number) for number in self.ahead.returned()]]
+
+    def idle_leftovers(self) -> list[Command]:
+        """The same with every heartbeat."""
+        self.ahead.idle()
+        return self.leftovers()
 
     def forked(self) -> None:
         """In a forked child: keep the parent's lock only as far as living views need it."""
@@ -79,4 +94,5 @@ class Desk:
         """Close the roads, give idle memory back and let go of the lock; living views go on holding it."""
         self.roads.close()
         self.memory.drop()
+        self.copier.close()
         self._hold = None

@@ -12,11 +12,14 @@
     │   ├── SampleExistsError           mode="create" met ids that live
     │   ├── SchemaError                 kind, dtype or inner shape differs from the field's
     │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
+    │   ├── RowsChangedError            another writer changed rows that were to be appended to
+    │   ├── ShareTakenError             a rank's share of a step went back, and another claim has it
     │   ├── PartitionSealedError        new ids after a seal
     │   ├── PartitionDroppedError       the partition went while a call waited on it
     │   ├── RequestTooLargeError        can never fit, whatever is cleared
     │   ├── StaleCallError              a command number below the session's watermark
-    │   └── ClientClosedError           the client was closed (also by a fork or close() under way)
+    │   ├── ClientClosedError           the client was closed (also by a fork or close() under way)
+    │   └── RolloutAbortedError         a replay buffer does not want what was produced any more
     ├── UnsupportedValueError (TypeError)   a value the columns cannot carry
     ├── WaitTimeoutError (TimeoutError)
     │   ├── CapacityTimeoutError        no room came in time; names who holds it
@@ -212,6 +215,42 @@ class InvalidRequestError(RefusedError):
         super().__init__(message, message=message)
 
 
+class RowsChangedError(RefusedError):
+    """Rows are not what a writer who builds on them had read."""
+
+    def __init__(self, *, partition: str, field: str, samples: Sequence[str], total: int | None = None) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            f"field {field!r} of sample {first_few(samples, count)} (partition {partition!r}) was written by another "
+            "while this client was appending to it; nothing was appended. Let one writer at a time append to a sample.",
+            partition=partition,
+            field=field,
+            samples=list(samples)[:SHOWN],
+            total=count,
+        )
+
+
+class ShareTakenError(RefusedError):
+    """Part of a rank's share went back to the pool (its hold or lease ended, or its claim was given back) and was
+    claimed by another since."""
+
+    def __init__(
+        self, *, partition: str, task: str, step: int, rank: int, samples: Sequence[str], total: int | None = None
+    ) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            f"sample {first_few(samples, count)} of rank {rank}'s share of step {step} of task {task!r} (partition "
+            f"{partition!r}) went back when its time was over or its claim was given up, and another claim has it now. "
+            "Go on with the next step; ask sooner, or with a longer lease_s.",
+            partition=partition,
+            task=task,
+            step=step,
+            rank=rank,
+            samples=list(samples)[:SHOWN],
+            total=count,
+        )
+
+
 class PartitionSealedError(RefusedError):
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
@@ -258,6 +297,12 @@ class ClientClosedError(RefusedError):
         super().__init__(f"this client is closed: {why}", why=why)
 
 
+class RolloutAbortedError(RefusedError):
+    def __init__(self, *, samples: Sequence[str], why: str) -> None:
+        named = list(samples)
+        super().__init__(f"samples {first_few(named)} are not wanted any more: {why}", samples=named, why=why)
+
+
 # --- wrong kind of value --------------------------------------------------------------------------------------
 
 
@@ -294,9 +339,12 @@ class CapacityTimeoutError(WaitTimeoutError):
 
 
 class ClaimTimeoutError(WaitTimeoutError):
-    """`why` says what was missing (fields never produced, samples not yet ready or taken)."""
+    """`ready` samples would have done, of the `wanted`; `why` says what was missing. The facts it says that from are
+    attributes too, named as those of `DataPlaneClient.why_blocked`'s result (but `ready`); `writers` are dicts."""
 
-    def __init__(self, *, partition: str, task: str, wanted: int, ready: int, waited_s: float, why: str) -> None:
+    def __init__(
+        self, *, partition: str, task: str, wanted: int, ready: int, waited_s: float, why: str, **facts: Any
+    ) -> None:
         super().__init__(
             f"task {task!r} waited {waited_s:.1f} s for {wanted} samples of partition {partition!r}; "
             f"{ready} were ready: {why}. Nothing was claimed.",
@@ -306,6 +354,7 @@ class ClaimTimeoutError(WaitTimeoutError):
             ready=ready,
             waited_s=waited_s,
             why=why,
+            **{name: list(fact) if isinstance(fact, tuple) else fact for name, fact in facts.items()},
         )
 
 

@@ -6,6 +6,7 @@ A jagged tensor here is a `torch.nested` tensor of layout `torch.jagged` whose r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,18 @@ from torch.nested._internal.nested_tensor import (
 )
 
 from dataplane.errors import InvalidRequestError
-from dataplane.rowcopy import WORD_TYPES, Int64s, UInt8s, gather_padded
+from dataplane.rowcopy import WORD_TYPES, Int64s, UInt8s, address, gather_padded
 from dataplane.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.types import DTYPE_BYTES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_CARRIERS: dict[torch.dtype, str] = {
+    dtype: name if hasattr(np, name) else f"uint{8 * dtype.itemsize}" for name, dtype in TORCH_DTYPES.items()
+}
+"""The numpy dtype that torch takes as each dtype, or as one of its size."""
+_TYPE_STRINGS: dict[torch.dtype, str] = {dtype: np.dtype(name).str for dtype, name in _CARRIERS.items()}
 
 Lengths = Tensor | np.ndarray[Any, Any] | Sequence[int]
 """Row lengths as callers have them; `as_lengths` makes `[N]` int64 on the CPU of them."""
@@ -35,7 +42,9 @@ def is_jagged(value: object) -> bool:
 
 
 def _ragged_dim(nested: Tensor) -> int:
-    return next(dim for dim, size in enumerate(nested.shape) if isinstance(size, torch.SymInt))
+    held: Any = nested
+    dim: int = held._ragged_idx  # looking for the symbolic size costs 10 us
+    return dim
 
 
 def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
@@ -67,6 +76,8 @@ def jagged_from_values(
 
     `span` is (shortest, longest) row where the caller knows them, which spares a pass over the offsets.
     """
+    if span is not None and lengths is None and _without_autograd(values) and _constructor_serves():
+        return _constructed(values, offsets, span)
     shortest, longest = span if span is not None else (None, None)
     made: Tensor = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
         values, offsets, lengths, ragged_idx=1, min_seqlen=shortest, max_seqlen=longest
@@ -74,11 +85,48 @@ def jagged_from_values(
     return made
 
 
+def _without_autograd(values: Tensor) -> bool:
+    return type(values) is Tensor and not values.requires_grad
+
+
+def _constructed(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor:
+    """A jagged tensor without the view operator around its constructor: that costs 50 us and serves autograd only."""
+    cache = {"min_seqlen": torch.zeros(span[0], 0), "max_seqlen": torch.zeros(span[1], 0)}
+    return NestedTensor(values, offsets, _metadata_cache=cache)
+
+
+@functools.cache
+def _constructor_serves() -> bool:
+    """Whether the constructor of this torch, no public one, makes what its view operator makes."""
+    values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
+    wanted = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
+        values, offsets, None, ragged_idx=1, min_seqlen=1, max_seqlen=2
+    )
+    try:
+        made = _constructed(values, offsets, (1, 2))
+        return vars(made).keys() == vars(wanted).keys() and bool(torch.equal((made + wanted).values(), values * 2))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
 def detached_values(nested: Tensor) -> Tensor:
     """The values buffer of a jagged tensor, outside autograd (`nested.values()` is the one within, at 50 us)."""
     held: Any = nested
     values: Tensor = held._values
     return values.detach()
+
+
+def row_places(nested: Tensor) -> tuple[Int64s, Int64s]:
+    """`[N]` int64 places in `values` where the rows of a jagged tensor begin, and `[N]` int64 lengths, on the host."""
+    held: Any = nested
+    offsets = _on_host(held._offsets)
+    lengths = offsets[1:] - offsets[:-1] if held._lengths is None else _on_host(held._lengths)
+    return offsets[:-1], lengths
+
+
+def _on_host(integers: Tensor) -> Int64s:
+    array: Int64s = integers.detach().cpu().numpy()
+    return array.astype(np.int64, copy=False)
 
 
 def row_starts(nested: Tensor) -> Tensor:
@@ -106,6 +154,12 @@ def byte_view(tensor: Tensor) -> UInt8s:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
     view: UInt8s = flat.view(torch.uint8).numpy()
     return view
+
+
+def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor over writable `memory`, which has exactly its bytes, aligned to the element."""
+    tensor = torch.from_numpy(memory.view(_CARRIERS[dtype]).reshape(shape))
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 # --- padded rows to jagged ------------------------------------------------------------------------------------
@@ -245,7 +299,7 @@ def _pad_rows(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_va
     unit = values.element_size() * inner.numel()
     gather_padded(
         [byte_view(values)],
-        np.zeros(len(lengths), dtype=np.int32),
+        None,
         starts.numpy() * unit,
         lengths.numpy() * unit,
         byte_view(out).reshape(len(lengths), size * unit),
@@ -292,13 +346,21 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
 
 
 def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """The bits of `pad_value` in `dtype`, as a 0-d array of the numpy dtype of `rowcopy.WORD_TYPES`."""
+    """The bits of `pad_value` in `dtype`, as a read-only 0-d array of the numpy dtype of `rowcopy.WORD_TYPES`."""
     scalar = pad_scalar(pad_value, dtype)
+    return _bits_of(repr(scalar), scalar, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _bits_of(text: str, scalar: bool | int | float | complex, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """`text` tells apart the zeros, which are equal."""
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         element = torch.from_numpy(np.array([scalar], dtype=DTYPE_NAMES[dtype]))
     else:
         element = torch.tensor([scalar]).to(dtype) if dtype.itemsize == 1 else torch.tensor([scalar], dtype=dtype)
-    return byte_view(element).view(WORD_TYPES[dtype.itemsize]).reshape(())
+    bits = byte_view(element).view(WORD_TYPES[dtype.itemsize]).reshape(())
+    bits.flags.writeable = False
+    return bits
 
 
 # --- other --------------------------------------------------------------------------------------------------------
@@ -368,9 +430,15 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 class _Window:
     """Memory of `owner` offered under the array interface as writable, so that torch takes it without a warning."""
 
-    def __init__(self, array: np.ndarray[Any, Any], owner: object) -> None:
+    def __init__(self, place: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
         self.owner = owner
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+        self.__array_interface__ = {
+            "data": (place, False),
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "version": 3,
+        }
 
 
 def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndarray[Any, Any]:
@@ -379,4 +447,12 @@ def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndar
     torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
     (the array itself by default) alive through its storage.
     """
-    return np.asarray(_Window(array, array if owner is None else owner))
+    place, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
+    return np.asarray(_Window(place, shape, typestr, array if owner is None else owner, strides))
+
+
+def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
+    """A CPU tensor over the memory at address `place`, aligned to the element. Its storage is that memory alone and
+    keeps `owner` alive, which keeps the memory; if that is read-only, writing to the tensor crashes the process."""
+    tensor = torch.from_numpy(np.asarray(_Window(place, shape, _TYPE_STRINGS[dtype], owner)))
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from dataplane.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
 from dataplane.types import Scalar
 
 Int64s = npt.NDArray[np.int64]
+_Value = TypeVar("_Value")
 Indices = Sequence[int] | range | npt.NDArray[Any]
 
 
@@ -180,10 +182,10 @@ class KVBatchMeta:
     def _take(self, places: Sequence[int], where: npt.NDArray[Any]) -> KVBatchMeta:
         lengths, tags = self.sequence_lengths, self.tags
         return self._changed(
-            sample_ids=[self.sample_ids[place] for place in places],
-            sequence_lengths=None if lengths is None else [lengths[place] for place in places],
+            sample_ids=_picked(self.sample_ids, places),
+            sequence_lengths=None if lengths is None else _picked(lengths, places),
             extra_info={key: value for key, value in self.extra_info.items() if key not in PACKING_KEYS},
-            tags=None if tags is None else [tags[place] for place in places],
+            tags=None if tags is None else _picked(tags, places),
             _rows=None if self._rows is None else self._rows[where],
             _births=None if self._births is None else self._births[where],
         )
@@ -195,6 +197,10 @@ def _made(**values: Any) -> KVBatchMeta:
     for name, value in values.items():
         object.__setattr__(meta, name, value)
     return meta
+
+
+def _picked(values: list[_Value], places: Sequence[int]) -> list[_Value]:
+    return list(itemgetter(*places)(values)) if len(places) > 1 else [values[place] for place in places]
 
 
 # --- checks -------------------------------------------------------------------------------------------------------
@@ -240,7 +246,8 @@ def _handles(handles: Any, size: int) -> Int64s | None:
 
 
 def _places(indices: Any, size: int) -> Int64s:
-    given = np.asarray(indices.tolist() if hasattr(indices, "tolist") else indices)
+    listed = hasattr(indices, "tolist") and not isinstance(indices, np.ndarray)
+    given = np.asarray(indices.tolist() if listed else indices)
     if given.dtype == np.bool_:
         if given.shape != (size,):
             raise InvalidRequestError(f"a mask of shape {list(given.shape)} for {size} samples")

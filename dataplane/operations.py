@@ -5,6 +5,7 @@ Each takes the `Desk` of the client's session. The docstrings of `DataPlaneClien
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,18 +13,31 @@ import numpy as np
 from tensordict import TensorDict
 
 from dataplane import failpoints
+from dataplane.ahead import Part, bytes_of
 from dataplane.batch import BatchedDataDict
-from dataplane.columns import EncodedColumn, RowSource, assemble, declared_specs, decode_batch, encode_fields
+from dataplane.columns import EncodedColumn, RowSource, appended, assemble, declared_specs, decode_batch, encode_fields
 from dataplane.desk import Desk
-from dataplane.errors import InvalidRequestError, SchemaError, StaleSampleError
+from dataplane.errors import (
+    CapacityTimeoutError,
+    InvalidRequestError,
+    RowsChangedError,
+    SchemaError,
+    ServiceRestartedError,
+    StaleSampleError,
+    StorageUnitError,
+)
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
-from dataplane.samples import Names, ids_of, meta_of, samples_of, scalar, tag_columns
+from dataplane.roads import units_of
+from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
 from dataplane.schema import Layout
-from dataplane.steps import Operation, Post, Send, Work
+from dataplane.steps import Operation, Post, Send, Sent, Work
 from dataplane.types import FieldKind
 
-PREDICATE_OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
+log = logging.getLogger(__name__)
+
+APPEND_TRIES = 8
+"""How often an append begins anew because another writer was faster."""
 
 
 # --- put ------------------------------------------------------------------------------------------------------
@@ -41,10 +55,12 @@ def put(
     ids = ids_of(names)
     samples = samples_of(names, ids)
     columns_of_tags = tag_columns(tags, len(ids))
-    chosen = _mode(mode)
+    if mode == "append" and fields is not None and len(fields.keys()):
+        return (yield from _append(desk, names, ids, partition, fields, tags))
+    chosen = c.Mode.UPSERT if mode == "append" else _mode(mode)
     if fields is None or not len(fields.keys()):
         commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=columns_of_tags)
-        committed = (yield from _naming(ids, commit)).result
+        committed = (yield from naming(ids, commit)).result
         return _put_meta(ids, partition, (), tags, committed)
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
@@ -58,11 +74,73 @@ def put(
     return _put_meta(ids, partition, encoded, tags, committed)
 
 
+def _append(
+    desk: Desk,
+    names: Names,
+    ids: list[str],
+    partition: str,
+    fields: TensorDict | Mapping[str, Any],
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> Operation[KVBatchMeta]:
+    """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
+    pin on what was read, kept until the commit, is what proves it."""
+    encoded = yield from _encode(desk, partition, fields, len(ids), None)
+    samples, columns_of_tags = samples_of(names, ids), tag_columns(tags, len(ids))
+    for turn in range(APPEND_TRIES):
+        jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
+        locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
+        located = yield from naming(ids, locate)
+        try:
+            whole = yield from _joined(desk, encoded, located.result)
+            mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
+            committed = yield from _store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
+            return _put_meta(ids, partition, whole, tags, committed)
+        except RowsChangedError:
+            if turn + 1 == APPEND_TRIES:
+                raise
+        except SchemaError:
+            if turn + 1 == APPEND_TRIES or not (yield from _schema_moved(desk, partition)):
+                raise
+            encoded = yield from _encode(desk, partition, fields, len(ids), None)
+        finally:
+            yield Post(c.Release(located=located.number))
+    raise AssertionError("the last turn returns or raises")
+
+
+def _joined(desk: Desk, encoded: Sequence[EncodedColumn], located: c.Located) -> Operation[list[EncodedColumn]]:
+    """The columns as they are to be put: jagged ones behind what is stored of their rows."""
+    places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
+    stored = [
+        c.FieldLocations(
+            name=found.name,
+            spec=found.spec,
+            units=found.units[places[found.name]],
+            offsets=found.offsets[places[found.name]],
+            lengths=found.lengths[places[found.name]],
+        )
+        for found in located.fields
+        if len(places[found.name])
+    ]
+    if not stored:
+        return list(encoded)
+    units = units_of(stored)
+    yield from _know(desk, units)
+
+    def work() -> list[EncodedColumn]:
+        sources = desk.roads.gather(stored, units)
+        return [
+            appended(column, sources[column.name], places[column.name]) if column.name in sources else column
+            for column in encoded
+        ]
+
+    return (yield Work(work))  # type: ignore[no-any-return]
+
+
 def _mode(mode: str) -> c.Mode:
     try:
         return c.Mode(mode)
     except ValueError:
-        raise InvalidRequestError(f"mode={mode!r}: expected one of {', '.join(c.Mode)}") from None
+        raise InvalidRequestError(f"mode={mode!r}: expected one of {', '.join(c.Mode)}, append") from None
 
 
 def _encode(
@@ -105,7 +183,16 @@ def _store(
     encoded: Sequence[EncodedColumn],
     tags: tuple[c.TagColumn, ...],
     mode: c.Mode,
+    upon: Sent | None = None,
 ) -> Operation[c.Committed]:
+    """Ask for room, copy, commit; where the client has room ahead, without asking. upon: a Locate that still pins what
+    must be as it found it."""
+    part = yield from _part_ahead(desk, bytes_of(encoded))
+    if part is not None:
+        try:
+            return (yield from _store_ahead(desk, part, partition, samples, ids, encoded, tags, mode, upon))
+        except (ServiceRestartedError, StorageUnitError) as error:
+            log.info("the room of small puts is gone (%s); asking for other", error)
     room = yield Send(
         c.Allocate(
             partition=partition,
@@ -120,21 +207,81 @@ def _store(
         yield from _know(desk, {placement.unit for placement in placements})
         yield Work(lambda: desk.roads.write(placements, encoded, room.number, unfinished))
         failpoints.hit("put.before_commit")
-        commit = c.Commit(
-            partition=partition,
-            samples=samples,
-            mode=mode,
-            reservation=room.number,
-            columns=tuple(
-                c.CommitColumn(name=column.name, spec=column.spec, lengths=column.lengths, index=column.index)
-                for column in encoded
-            ),
-            tags=tags,
-        )
-        return (yield from _naming(ids, commit)).result  # type: ignore[no-any-return]
+        commit = _commit(partition, samples, encoded, tags, mode, upon, reservation=room.number)
+        return (yield from naming(ids, commit)).result  # type: ignore[no-any-return]
     except BaseException:
         yield from _give_back(desk, room.number, unfinished)
         raise
+
+
+def _commit(
+    partition: str,
+    samples: c.Samples,
+    encoded: Sequence[EncodedColumn],
+    tags: tuple[c.TagColumn, ...],
+    mode: c.Mode,
+    upon: Sent | None,
+    *,
+    reservation: int,
+    offset: int | None = None,
+) -> c.Commit:
+    columns = tuple(
+        c.CommitColumn(name=column.name, spec=column.spec, lengths=column.lengths, index=column.index)
+        for column in encoded
+    )
+    return c.Commit(
+        partition=partition,
+        samples=samples,
+        mode=mode,
+        reservation=reservation,
+        offset=offset,
+        columns=columns,
+        tags=tags,
+        located=None if upon is None else upon.number,
+        expected=() if upon is None else upon.result.fields,
+    )
+
+
+def _part_ahead(desk: Desk, nbytes: int) -> Operation[Part | None]:
+    """Room for a small put, of what the session allocated ahead; None where it has none and gets none."""
+    part = desk.ahead.take(nbytes)
+    wish = None if part is not None else desk.ahead.wish(nbytes, desk.roads.local_unit())
+    if wish is None:
+        return part
+    try:
+        granted = yield Send(wish)
+    except (CapacityTimeoutError, InvalidRequestError):
+        desk.ahead.refused()
+        return None
+    desk.ahead.add(granted.number, wish, granted.result.offset)
+    return desk.ahead.take(nbytes)
+
+
+def _store_ahead(
+    desk: Desk,
+    part: Part,
+    partition: str,
+    samples: c.Samples,
+    ids: Sequence[str],
+    encoded: Sequence[EncodedColumn],
+    tags: tuple[c.TagColumn, ...],
+    mode: c.Mode,
+    upon: Sent | None,
+) -> Operation[c.Committed]:
+    """Copy into the part, commit."""
+    failed = True
+    try:
+        placements = part.placements(encoded)
+        yield Work(lambda: desk.roads.write(placements, encoded, part.room.number, set()))
+        failpoints.hit("put.before_commit")
+        commit = _commit(
+            partition, samples, encoded, tags, mode, upon, reservation=part.room.number, offset=part.offset
+        )
+        committed: c.Committed = (yield from naming(ids, commit)).result
+        failed = False
+        return committed
+    finally:
+        desk.ahead.finish(part, failed=failed)
 
 
 def _give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:
@@ -148,7 +295,7 @@ def _give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[
             yield Post(c.Abort(reservation=reservation))
 
 
-def _naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:
+def naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:
     """Send; an error about row handles is raised with the ids the caller knows them by."""
     try:
         return (yield Send(command))
@@ -194,7 +341,7 @@ def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], 
     if copy:
 
         def build(sources: Mapping[str, RowSource]) -> TensorDict:
-            return assemble(sources, empty=desk.empty)
+            return assemble(sources, empty=desk.empty, copier=desk.copier.copy)
 
         return (yield from _read(desk, names, partition, select_fields, build))
     return (yield from _read_views(desk, names, partition, select_fields))
@@ -214,7 +361,12 @@ def get_batch(
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
         return BatchedDataDict(
             decode_batch(
-                sources, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=pad_to_seqlen, empty=desk.empty
+                sources,
+                layout=layout,
+                pad_value_dict=pad_value_dict,
+                pad_to_seqlen=pad_to_seqlen,
+                empty=desk.empty,
+                copier=desk.copier.copy,
             )
         )
 
@@ -235,7 +387,7 @@ def _locate(desk: Desk, names: Names, partition: str, select_fields: Sequence[st
         raise InvalidRequestError(f"select_fields={select_fields!r}: name at least one field, in a list")
     ids = ids_of(names)
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields))
-    return (yield from _naming(ids, locate))
+    return (yield from naming(ids, locate))
 
 
 def _read(
@@ -248,11 +400,12 @@ def _read(
     located = yield from _locate(desk, names, partition, select_fields)
     try:
         fields: tuple[c.FieldLocations, ...] = located.result.fields
-        yield from _know(desk, _units(fields))
+        units = units_of(fields)
+        yield from _know(desk, units)
 
         def work() -> Any:
             failpoints.hit("get.mid_copy")
-            return build(desk.roads.gather(fields))
+            return build(desk.roads.gather(fields, units))
 
         return (yield Work(work))
     finally:
@@ -266,8 +419,14 @@ def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequenc
     pins = [desk.pin(located.number)]
     try:
         fields: tuple[c.FieldLocations, ...] = located.result.fields
-        yield from _know(desk, _units(fields))
-        views: TensorDict = yield Work(lambda: assemble(desk.roads.gather(fields, guard=pins[0]), copy=False))
+        units = units_of(fields)
+        yield from _know(desk, units)
+
+        def work() -> TensorDict:
+            sources = desk.roads.gather(fields, units, guard=pins[0])
+            return assemble(sources, copy=False, empty=desk.empty, copier=desk.copier.copy)
+
+        views: TensorDict = yield Work(work)
         return views
     finally:
         pins.clear()
@@ -275,11 +434,7 @@ def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequenc
             yield Post(c.Release(located=number))
 
 
-def _units(fields: Sequence[c.FieldLocations]) -> set[int]:
-    return {int(unit) for field in fields for unit in np.unique(field.units)}
-
-
-# --- cursors and the rest ---------------------------------------------------------------------------------------
+# --- the rest ---------------------------------------------------------------------------------------
 
 
 def register(
@@ -297,7 +452,7 @@ def register(
         partition=partition,
         fields=declared_specs(fields),
         num_samples=num_samples,
-        tasks=_names("consumer_tasks", consumer_tasks),
+        tasks=name_tuple("consumer_tasks", consumer_tasks),
         group_size=grpo_group_size,
         enums=None if enums is None else {name: tuple(values) for name, values in enums.items()},
         strict=strict,
@@ -306,55 +461,8 @@ def register(
     yield Send(command)
 
 
-def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
-    """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
-    if command.batch_size < 1:
-        raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
-    claimed = yield Send(command)
-    meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
-    if dp_rank is not None:
-        meta.extra_info["dp_rank"] = dp_rank
-    return meta
-
-
-def claim_command(
-    partition: str,
-    task: str,
-    required_fields: Sequence[str],
-    batch_size: int,
-    *,
-    where: Sequence[tuple[str, str, Any]] = (),
-    order: str = "oldest",
-    **more: Any,
-) -> c.Claim:
-    """The command of a claim, its predicates and order checked."""
-    try:
-        chosen = c.Order(order)
-    except ValueError:
-        raise InvalidRequestError(f"order={order!r}: expected one of {', '.join(c.Order)}") from None
-    return c.Claim(
-        partition=partition,
-        task=task,
-        fields=_names("required_fields", required_fields),
-        batch_size=batch_size,
-        where=tuple(_predicate(number, part) for number, part in enumerate(where)),
-        order=chosen,
-        **more,
-    )
-
-
-def _predicate(number: int, part: tuple[str, str, Any]) -> c.Predicate:
-    if len(part) != 3 or part[1] not in PREDICATE_OPERATORS:
-        raise InvalidRequestError(
-            f"where[{number}]={part!r}: expected (tag, operator, value) with one of {' '.join(PREDICATE_OPERATORS)}"
-        )
-    tag, op, value = part
-    if op == "in":
-        return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
-    return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
-
-
-def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A list of names, which one string is not."""
     if isinstance(names, str):
         raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
     return tuple(names)
@@ -376,29 +484,9 @@ def clear(desk: Desk, names: Names | None, partition: str) -> Operation[None]:
 def set_tags(desk: Desk, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
     """Merge tags into live samples, all or none."""
     ids = ids_of(names)
-    yield from _naming(
+    yield from naming(
         ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
     )
-
-
-def about_claimed(desk: Desk, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any) -> Operation[None]:
-    """Acknowledge, give back or extend what `meta` claimed."""
-    if not meta.task_name:
-        raise InvalidRequestError("this meta was not claimed by a task; pass one that claim_meta returned")
-    command = make(partition=meta.partition_id, task=meta.task_name, samples=samples_of(meta), **more)
-    yield from _naming(list(meta.sample_ids), command)
-
-
-def consumed(desk: Desk, partition: str, task_names: Sequence[str]) -> Operation[bool]:
-    """Whether the partition is complete and the tasks have claimed all of it."""
-    checked = yield Send(c.CheckConsumption(partition=partition, tasks=_names("task_names", task_names)))
-    return bool(checked.result.consumed)
-
-
-def why_blocked(desk: Desk, partition: str, task: str, fields: Sequence[str]) -> Operation[c.Blocked]:
-    """Why a claim would wait now."""
-    asked = yield Send(c.WhyBlocked(partition=partition, task=task, fields=_names("required_fields", fields)))
-    return asked.result  # type: ignore[no-any-return]
 
 
 def stats(desk: Desk) -> Operation[c.StatsReport]:

@@ -21,6 +21,7 @@ from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
+from dataplane.rowcopy import CopyRuns, Run, copy_runs
 from dataplane.warm import WarmMemory
 
 log = logging.getLogger(__name__)
@@ -38,14 +39,23 @@ class Roads:
     """Connections of one session to storage units, made when first needed. Thread-safe.
 
     session: the session's number; lock: the file lock that proves its life to units on this host (None: never local);
-    memory: where remote reads are received.
+    memory: where remote reads are received. copier: copies long runs into local arenas.
     """
 
-    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None, memory: WarmMemory) -> None:
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        *,
+        session: int,
+        lock: SessionLock | None,
+        memory: WarmMemory,
+        copier: CopyRuns = copy_runs,
+    ) -> None:
         self._config = config
         self._session = session
         self._lock = lock
         self._memory = memory
+        self._copier = copier
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._guard = threading.Lock()
@@ -85,6 +95,10 @@ class Roads:
                 self._connections[unit] = found
             return found
 
+    def local_unit(self) -> int | None:
+        """A unit whose arena is mapped here; None before anything was written or read there."""
+        return next((unit for unit, found in list(self._connections.items()) if found.local), None)
+
     def write(
         self,
         placements: Sequence[c.Placement],
@@ -100,17 +114,19 @@ class Roads:
         Returns when every byte is in its arena. Raises `StorageUnitError`, `SessionExpiredError`, `CallTimeoutError`.
         """
         remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
+        later: list[Run] = []
         for placement in placements:
             column = columns[placement.column]
             arena = self._arena(placement.unit)
             if arena is not None:
-                size = int(column.sizes[placement.first : placement.last].sum())
+                size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
-                column.write(placement.first, placement.last, arena.writable(placement.offset, size))
+                column.write(placement.first, placement.last, arena.writable(placement.offset, size), later)
             else:
                 offsets, buffers = remote.setdefault(placement.unit, ([], []))
                 offsets.append(placement.offset)
                 buffers.append(column.buffers(placement.first, placement.last))
+        self._copier(later)
         for unit, (offsets, buffers) in remote.items():
             connection = self.connection(unit)
             unfinished.add(unit)
@@ -142,28 +158,32 @@ class Roads:
                 continue
             unfinished.discard(unit)
 
-    def gather(self, located: Sequence[c.FieldLocations], *, guard: object | None = None) -> dict[str, RowSource]:
+    def gather(
+        self, located: Sequence[c.FieldLocations], units: set[int], *, guard: object | None = None
+    ) -> dict[str, RowSource]:
         """Where each field's rows are in this process's memory: the mapped arenas themselves, or received buffers.
 
-        With `guard`, local buffers keep it alive for as long as anything views them.
+        units: `units_of(located)`. With `guard`, local buffers keep it alive for as long as anything views them.
         """
-        units = np.unique(np.concatenate([field.units for field in located])) if located else np.empty(0, np.int32)
+        arena = self._arena(min(units)) if len(units) == 1 else None
+        if arena is not None:
+            whole = [_readable(arena, guard)]
+            return {field.name: RowSource(field.spec, whole, None, field.offsets, field.lengths) for field in located}
         buffers: list[Bytes] = []
         which = [np.zeros(len(field.units), np.int32) for field in located]
-        offsets = [field.offsets for field in located]
-        if len(units) != 1 or self._arena(int(units[0])) is None:
-            offsets = [field.offsets.copy() for field in located]
-        for unit in units.tolist():
+        ours = [False] * len(located)
+        offsets = [field.offsets.copy() for field in located]
+        for unit in sorted(units):
             arena = self._arena(unit)
             if arena is not None:
                 for field, places in zip(located, which, strict=True):
                     places[field.units == unit] = len(buffers)
                 buffers.append(_readable(arena, guard))
             else:
-                self._fetch(unit, located, buffers, which, offsets)
+                self._fetch(unit, located, buffers, which, offsets, ours)
         return {
-            field.name: RowSource(field.spec, buffers, places, starts, field.lengths)
-            for field, places, starts in zip(located, which, offsets, strict=True)
+            field.name: RowSource(field.spec, buffers, places, starts, field.lengths, received)
+            for field, places, starts, received in zip(located, which, offsets, ours, strict=True)
         }
 
     def _arena(self, unit: int) -> MappedArena | None:
@@ -178,15 +198,15 @@ class Roads:
         buffers: list[Bytes],
         which: list[npt.NDArray[np.int32]],
         offsets: list[c.Int64s],
+        ours: list[bool],
     ) -> None:
-        """Receive all rows that `unit` holds in one read; enter its buffers and where in them each row is."""
+        """Receive all rows that `unit` holds in one read, each field into a buffer of its own; enter the buffers and
+        where in them each row is, and which fields may keep theirs."""
         rows = [np.flatnonzero(field.units == unit) for field in located]
-        wanted = [
-            (field.offsets[r], field.lengths[r] * field.spec.unit_bytes) for field, r in zip(located, rows, strict=True)
-        ]
         received = self.connection(unit).read(
-            np.concatenate([starts for starts, _ in wanted]),
-            np.concatenate([sizes for _, sizes in wanted]),
+            np.concatenate([field.offsets[chosen] for field, chosen in zip(located, rows, strict=True)]),
+            np.concatenate([field.lengths[r] * field.spec.unit_bytes for field, r in zip(located, rows, strict=True)]),
+            columns=[len(chosen) for chosen in rows],
             timeout_s=self._config.call_timeout_s,
         )
         first = 0
@@ -194,6 +214,7 @@ class Roads:
             last = first + len(chosen)
             which[column][chosen] = received.which[first:last] + len(buffers)
             offsets[column][chosen] = received.offsets[first:last]
+            ours[column] = not received.shared and len(chosen) == len(located[column].units)
             first = last
         buffers.extend(received.buffers)
 
@@ -203,6 +224,13 @@ class Roads:
             connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.close()
+
+
+def units_of(located: Sequence[c.FieldLocations]) -> set[int]:
+    """The units that hold any of the rows."""
+    # Columns of one put lie in the same units, row by row: their bytes are compared instead of looked through.
+    distinct = {field.units.tobytes(): field.units for field in located}
+    return {unit for units in distinct.values() for unit in set(units.tolist())}
 
 
 def _readable(arena: MappedArena, guard: object | None) -> Bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,26 @@ UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
+Run = tuple[UInt8s, UInt8s]
+"""Target and source of a copy, as many bytes each."""
+
+CopyRuns = Callable[[Sequence[Run]], None]
+"""Makes every copy. When it returns or raises, none of them goes on."""
+
 WORD_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """A numpy dtype that carries any element of so many bytes bit for bit."""
 
 _FEW_RUNS = 48
-_SHORT_BYTES = 384
+_SHORT_BYTES = 256
+"""Rows shorter than this on average are moved by index arithmetic, all at once."""
+LONG_BYTES = 128 << 10
+"""Copies from this on let other threads of the interpreter run meanwhile; for shorter ones that costs too much."""
+
+
+def copy_runs(runs: Iterable[Run]) -> None:
+    """The plain `CopyRuns`: one after another, in the calling thread. Releases the GIL."""
+    for target, source in runs:
+        target[...] = source
 
 
 def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[list[int], list[int], list[int]]:
@@ -33,64 +49,106 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     breaks = offsets[1:] != ends[:-1]
     if which is not None:
         breaks |= which[1:] != which[:-1]
+    if not breaks.any():
+        return [0 if which is None else int(which[0])], [int(offsets[0])], [int(ends[-1])]
     firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lasts = np.concatenate((firsts[1:], [len(offsets)])) - 1
     holders = [0] * len(firsts) if which is None else which[firsts].tolist()
     return holders, offsets[firsts].tolist(), ends[lasts].tolist()
 
 
-def gather(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s, out: UInt8s) -> None:
-    """Copies rows into `out`, one after another; `out` has exactly their bytes. Releases the GIL on long rows."""
+def gather(
+    buffers: Sequence[UInt8s],
+    which: Int32s | None,
+    offsets: Int64s,
+    sizes: Int64s,
+    out: UInt8s,
+    *,
+    later: list[Run] | None = None,
+) -> None:
+    """Copies rows into `out`, one after another; `out` has exactly their bytes.
+
+    later: is given the copies of `LONG_BYTES` and more, which the caller makes; by default they are made here.
+    """
     check_bounds(buffers, which, offsets, sizes)
     assert out.nbytes == int(sizes.sum()), (out.nbytes, int(sizes.sum()))
     holders, starts, stops = merge_runs(which, offsets, sizes)
     if len(starts) > _FEW_RUNS and out.nbytes < len(starts) * _SHORT_BYTES:
-        positions = np.cumsum(sizes) - sizes
-        _scatter_words(buffers, which, offsets, sizes, out, positions)
+        _scatter_words(buffers, which, offsets, sizes, out, np.cumsum(sizes) - sizes)
         return
-    position = 0
-    for holder, start, stop in zip(holders, starts, stops, strict=True):
-        end = position + stop - start
-        out[position:end] = buffers[holder][start:stop]
-        position = end
+    _place(buffers, zip(holders, starts, stops, strict=True), out, later)
 
 
 def gather_padded(
     buffers: Sequence[UInt8s],
-    which: Int32s,
+    which: Int32s | None,
     offsets: Int64s,
     sizes: Int64s,
     out: UInt8s,
     pad: npt.NDArray[np.generic],
+    *,
+    later: list[Run] | None = None,
 ) -> None:
     """Copies row i to the start of `out[i]` ([N, row bytes], contiguous) and fills its rest with `pad`.
 
-    `pad` is one element (0-d) of a type of `WORD_TYPES`; every size is a multiple of its bytes.
+    `pad` is one element (0-d) of a type of `WORD_TYPES`; every size is a multiple of its bytes. later: as in `gather`.
     """
     check_bounds(buffers, which, offsets, sizes)
     count, row_bytes = out.shape
     if not out.nbytes:
         return
-    words = out.view(pad.dtype)
+    flat = out.reshape(-1)
     if count > _FEW_RUNS and int(sizes.sum()) < count * _SHORT_BYTES:
-        words[...] = pad
-        positions = np.arange(count, dtype=np.int64) * row_bytes
-        _scatter_words(buffers, which, offsets, sizes, out.reshape(-1), positions)
+        out.view(pad.dtype)[...] = pad
+        _scatter_words(buffers, which, offsets, sizes, flat, np.arange(count, dtype=np.int64) * row_bytes)
         return
-    item = pad.dtype.itemsize
-    rows = zip(which.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
-    for i, (holder, offset, size) in enumerate(rows):
-        out[i, :size] = buffers[holder][offset : offset + size]
-        if size < row_bytes:
-            words[i, size // item :] = pad
+    holders = itertools.repeat(0, count) if which is None else which.tolist()
+    tail = np.full((row_bytes - int(np.minimum.reduce(sizes))) // pad.itemsize, pad, pad.dtype).view(np.uint8)
+    runs = zip(holders, offsets.tolist(), (offsets + sizes).tolist(), strict=False)
+    _place(buffers, runs, flat, later, row_bytes=row_bytes, tail=tail)
+
+
+def _place(
+    buffers: Sequence[UInt8s],
+    runs: Iterable[tuple[int, int, int]],
+    out: UInt8s,
+    later: list[Run] | None,
+    *,
+    row_bytes: int = 0,
+    tail: UInt8s | None = None,
+) -> None:
+    """Copies `buffers[holder][start:stop]` of each run one after another, each filled up from `tail` to `row_bytes`."""
+    sources = [buffer.data for buffer in buffers]
+    target = out.data
+    rest = None if tail is None else tail.data
+    long: list[Run] = [] if later is None else later
+    position = 0
+    for holder, start, stop in runs:
+        end = position + stop - start
+        if end - position < LONG_BYTES:
+            target[position:end] = sources[holder][start:stop]
+        else:
+            long.append((out[position:end], buffers[holder][start:stop]))
+        if tail is None or rest is None:
+            position = end
+            continue
+        position += row_bytes
+        if position - end < LONG_BYTES:
+            target[end:position] = rest[: position - end]
+        else:
+            long.append((out[end:position], tail[: position - end]))
+    if later is None:
+        copy_runs(long)
 
 
 def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> None:
     """Asserts that every row lies within its buffer (numpy would cut a slice silently)."""
     if not len(offsets):
         return
-    limits = np.array([buffer.nbytes for buffer in buffers], dtype=np.int64)
-    limit = limits[0] if which is None else limits[which]
+    limits = [buffer.nbytes for buffer in buffers]
+    if np.minimum.reduce(offsets | sizes) >= 0 and np.maximum.reduce(offsets + sizes) <= min(limits):
+        return
+    limit = limits[0] if which is None else np.array(limits, dtype=np.int64)[which]
     outside = (offsets < 0) | (sizes < 0) | ((offsets + sizes > limit) & (sizes > 0))
     assert not outside.any(), f"row {int(outside.argmax())} lies outside its buffer"
 

@@ -15,9 +15,13 @@ PAD_TO_MULTIPLE = "pad_to_multiple"
 MICRO_BATCH_INDICES = "micro_batch_indices"
 """Per global batch, `[start, end)` rows of each micro-batch of this shard."""
 MICRO_BATCH_LENGTHS = "micro_batch_lengths"
-"""Per global batch, the padded (or packed) tokens of each micro-batch of this shard."""
+"""Per global batch, of each micro-batch of this shard the tokens packed into it, or the length that its rows are cut
+or padded to (dynamic batching)."""
 ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
 """Rows of this shard in each global batch."""
+
+DROPPED_SAMPLES = "dropped_samples"
+"""Of a claimed meta: ids that claims of the task dropped with their partial groups since its last claim."""
 
 PACKING_KEYS = frozenset({MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB})
 """Keys of `extra_info` that speak of exactly the rows of one meta, in their order."""

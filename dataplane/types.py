@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from typing import Any
 
@@ -46,7 +47,7 @@ class FieldKind(enum.StrEnum):
     OBJECT = "object"
 
 
-class FieldSpec(msgspec.Struct, frozen=True, kw_only=False):
+class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     """What a field holds; each part may be left open (None) and is then fixed by the first put.
 
     kind: a `FieldKind` or its name. dtype: torch's name of it ("bfloat16"; a `torch.dtype` is taken too); None for
@@ -68,7 +69,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False):
         if self.inner is not None:
             msgspec.structs.force_setattr(self, "inner", tuple(int(size) for size in self.inner))
 
-    @property
+    @functools.cached_property
     def settled(self) -> bool:
         """Whether nothing is left open for the kind."""
         match self.kind:
@@ -81,7 +82,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False):
             case _:
                 return self.dtype is not None and self.inner is not None
 
-    @property
+    @functools.cached_property
     def unit_bytes(self) -> int:
         """Bytes per unit of a cell's length: a jagged element, a whole dense row (length 1), else one byte."""
         if self.kind in (FieldKind.DENSE, FieldKind.JAGGED):

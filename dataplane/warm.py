@@ -58,15 +58,22 @@ class WarmMemory:
             return sum(map(len, self._idle))
 
     def _fitting(self, nbytes: int) -> mmap.mmap | None:
-        """The smallest idle region that holds `nbytes` and is not much larger."""
-        fitting = [region for region in self._idle if nbytes <= len(region) <= max(_MOST_SLACK * nbytes, _STEP_BYTES)]
-        if not fitting:
-            return None
-        found = min(fitting, key=len)
-        self._idle.remove(found)
-        return found
+        """The smallest idle region that holds `nbytes` and is not much larger; of equal ones that used last, of which
+        the processor may have parts still at hand."""
+        smallest = _stepped(nbytes)
+        most = max(int(_MOST_SLACK * nbytes), smallest)
+        found: int | None = None
+        for place in range(len(self._idle) - 1, -1, -1):
+            size = len(self._idle[place])
+            if size == smallest:
+                return self._idle.pop(place)
+            if smallest < size <= most and (found is None or size < len(self._idle[found])):
+                found = place
+        return None if found is None else self._idle.pop(found)
 
     def _collect(self) -> None:
+        if not self._returned and self._keep_bytes:
+            return
         while self._returned:
             self._idle.append(self._returned.popleft())
         excess = sum(map(len, self._idle)) - self._keep_bytes
@@ -74,8 +81,13 @@ class WarmMemory:
             excess -= len(self._idle.pop(0))
 
 
+def _stepped(nbytes: int) -> int:
+    """The size of a region made for `nbytes`."""
+    return -(-nbytes // _STEP_BYTES) * _STEP_BYTES
+
+
 def _fresh(nbytes: int) -> mmap.mmap:
-    size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
+    size = _stepped(nbytes)
     # Private: what a forked child inherited stays as it was when the parent uses the region again.
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

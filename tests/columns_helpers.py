@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +52,9 @@ def store(column: EncodedColumn, *, pieces: int = 1, misalign: int = 0) -> RowSo
 def pick(source: RowSource, rows: Sequence[int]) -> RowSource:
     """The same column, other rows."""
     chosen = np.array(rows, dtype=np.int64)
-    return RowSource(source.spec, source.buffers, source.which[chosen], source.offsets[chosen], source.lengths[chosen])
+    return dataclasses.replace(
+        source, which=source.which[chosen], offsets=source.offsets[chosen], lengths=source.lengths[chosen]
+    )
 
 
 def roundtrip(value: Any, rows: int, spec: FieldSpec | None = None, *, pieces: int = 1, **more: Any) -> Column:

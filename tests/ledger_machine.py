@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis.stateful import RuleBasedStateMachine, invariant
+from hypothesis.stateful import invariant
 
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import Ledger
@@ -14,7 +14,9 @@ from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
+    AllocateAhead,
     Allocated,
+    AllocatedAhead,
     Answer,
     Bye,
     Call,
@@ -49,38 +51,21 @@ from dataplane.ledger.commands import (
     SessionGone,
     SessionSilent,
     SetTags,
+    SetVersion,
     StatsReport,
     Tick,
     Unclaim,
+    WhyBlocked,
 )
 from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION
-from tests.ledger_model import Model, Name, merge_tags
+from tests.ledger_claim_checks import LIMITS, ClaimChecks, Client
+from tests.ledger_claim_model import Name
+from tests.ledger_model import Model, merge_tags
 from tests.ledger_values import canonical
 
 HOSTS = ("host0", "host1")
 HEARTBEAT_S = 2.0
 RESERVE = 0.15
-
-
-@dataclass
-class Client:
-    """A session as its process sees it. `below` is the watermark it sends next."""
-
-    id: int
-    host: str
-    next: int = 1
-    below: int = 1
-    alive: bool = True
-    over: bool = False
-    suspect: bool = False
-    said_bye: bool = False
-    attached: set[int] = field(default_factory=set)
-    heard: float = 0.0
-    unread: set[int] = field(default_factory=set)
-
-    @property
-    def speaks(self) -> bool:
-        return self.alive and not self.over and not self.said_bye
 
 
 @dataclass
@@ -95,12 +80,12 @@ class Unit:
     orders: deque[Output] = field(default_factory=deque)
 
 
-class LedgerDriver(RuleBasedStateMachine):
+class LedgerDriver(ClaimChecks):
     """Feeds the ledger and keeps the books; the rules are in `test_ledger_model.py`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(7)
+        self.ledger = Ledger(7, limits=LIMITS)
         self.model = Model()
         self.log: list[Input] = []
         self.outputs: list[Output] = []
@@ -151,8 +136,8 @@ class LedgerDriver(RuleBasedStateMachine):
         assert kind != "InternalError", error
         if kind == "SessionExpiredError":
             self.expired(name[0])
-        if isinstance(command, Commit) and command.reservation is not None:
-            self.model.reserved.pop((name[0], command.reservation), None)
+        if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
+            self.model.reserved.pop((name[0], command.reservation or 0), None)
         if late is not None:
             allowed = {
                 "CapacityTimeoutError": late <= self.model.now or getattr(command, "on_full", None) is OnFull.REJECT,
@@ -162,8 +147,13 @@ class LedgerDriver(RuleBasedStateMachine):
                 "PartitionDroppedError": True,
                 "TaskNotFoundError": isinstance(command, Claim),
                 "RequestTooLargeError": isinstance(command, Allocate),
+                "InvalidRequestError": isinstance(command, Claim),
+                "ShareTakenError": isinstance(command, Claim),
             }
             assert allowed.get(kind), (name, command, error)
+            if kind in ("InvalidRequestError", "ShareTakenError"):
+                faults = self.model.faults(name[0], command)
+                assert kind in faults.must | faults.may, (name, command, error)
 
     def expired(self, session: int) -> None:
         """The ledger says that the session is over: its claims went back."""
@@ -183,16 +173,19 @@ class LedgerDriver(RuleBasedStateMachine):
             case Allocate(), Allocated():
                 assert name not in self.withdrawn
                 self.grant(name, command, result)
+            case AllocateAhead(), AllocatedAhead():
+                assert name not in self.withdrawn
+                self.grant_ahead(name, command, result)
             case Commit(), Committed():
                 model.committed(name, command, result)
-                if command.reservation is not None:
+                if command.reservation is not None and command.offset is None:
                     del model.reserved[name[0], command.reservation]
             case Locate(), Located():
                 assert name not in self.withdrawn
                 model.located(name, command, result)
             case Claim(), Claimed():
                 assert name not in self.withdrawn
-                self.check_claim(command, result)
+                self.check_claim(name, command, result)
                 model.claimed(name, command, result)
             case Clear(), Cleared():
                 model.cleared(command, result)
@@ -202,7 +195,7 @@ class LedgerDriver(RuleBasedStateMachine):
                 model.check_view(named, result)
             case CheckConsumption(), Consumption():
                 self.check_consumption(command, result)
-            case StatsReport(), _:
+            case StatsReport() | WhyBlocked(), _:
                 pass
             case _:
                 self.plain_effect(name, command)
@@ -232,6 +225,8 @@ class LedgerDriver(RuleBasedStateMachine):
             case Extend(task=task):
                 for sample in model.named(model.partitions[command.partition], command.samples):
                     sample.claims[task].until = model.now + command.lease_s
+            case SetVersion():
+                model.partitions[command.partition].version = command.version
             case SetTags():
                 merge_tags(model.named(model.partitions[command.partition], command.samples), command.tags)
             case Bye():
@@ -254,17 +249,26 @@ class LedgerDriver(RuleBasedStateMachine):
         """The placements are free by the model's books."""
         before = {unit: self.in_use(unit) for unit in self.units}
         self.model.allocated(name, command, result)
+        self.check_granted(name, before)
+
+    def grant_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+        """The room is free by the model's books, a small part, and nobody waits for it."""
+        before = {unit: self.in_use(unit) for unit in self.units}
+        self.model.allocated_ahead(name, command, result)
+        self.check_granted(name, before)
+        for waiting in self.parked:
+            assert not isinstance(self.model.commands[waiting], Allocate), f"{name} was served before {waiting}"
+        unit = self.units[command.unit]
+        assert command.nbytes * LIMITS.ahead_part <= unit.capacity
+        used = sum(size for at, _, size in self.ledger.held_ranges() if at == unit.id)
+        assert used <= unit.capacity / 2
+
+    def check_granted(self, name: Name, before: dict[int, dict[int, Any]]) -> None:
         for unit, offset, nbytes in self.model.reserved[name]:
             assert offset % GRANULE_BYTES == 0
             assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
             for granule in granules(offset, nbytes):
                 assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
-
-    def check_claim(self, command: Claim, result: Claimed) -> None:
-        if command.group_size is None and not command.where and not self.model.may_be_lost(command):
-            expected = self.model.expected_claim(command)
-            assert expected is not None, f"{command} was served {result.ids} too early"
-            assert result.ids == tuple(sample.id for sample in expected)
 
     def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
         partition = self.model.partitions[command.partition]
@@ -314,6 +318,9 @@ class LedgerDriver(RuleBasedStateMachine):
         if isinstance(answer.result, DataPlaneError):
             kind = type(answer.result).__name__
             free = {"CapacityTimeoutError", "RequestTooLargeError"} if isinstance(command, Allocate) else set()
+            if isinstance(command, AllocateAhead):
+                free = {"CapacityTimeoutError"}
+                faults.must |= set() if command.unit in client.attached else {"InvalidRequestError"}
             gone = {"SessionExpiredError"} if client.suspect else set()
             assert kind in faults.must | faults.may | free | gone, (command, answer.result, faults)
         else:
@@ -431,16 +438,6 @@ class LedgerDriver(RuleBasedStateMachine):
             assert all(g < unit.backed // GRANULE_BYTES for g in used)
 
     @invariant()
-    def nobody_waits_who_could_be_served(self) -> None:
-        for name in self.parked:
-            command = self.model.commands[name]
-            client = self.clients[name[0]]
-            if not isinstance(command, Claim) or client.suspect or not client.alive:
-                continue
-            if not command.where and command.group_size is None and not self.model.may_be_lost(command):
-                assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
-
-    @invariant()
     def the_next_deadline_is_early_enough(self) -> None:
         due = [*self.parked.values()]
         for partition in self.model.partitions.values():
@@ -468,7 +465,7 @@ class LedgerDriver(RuleBasedStateMachine):
         assert not self.parked
         for unit in self.units.values():
             assert sum(size for _, size in self.ledger.free_ranges(unit.id)) == unit.backed, "bytes were lost"
-        again = Ledger(7)
+        again = Ledger(7, limits=LIMITS)
         replayed = [canonical(output) for item in self.log for output in again.apply(item)]
         assert replayed == self.said == [canonical(output) for output in self.outputs]
         assert again.fingerprint() == self.ledger.fingerprint()

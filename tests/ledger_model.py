@@ -6,15 +6,14 @@ up); those it only checks against the contract. `Faults` says which errors a com
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 from dataplane.ledger.commands import (
     Ack,
     Allocate,
+    AllocateAhead,
     Allocated,
+    AllocatedAhead,
     Claim,
     Claimed,
     Clear,
@@ -28,104 +27,27 @@ from dataplane.ledger.commands import (
     Located,
     Mode,
     Nack,
-    Order,
-    Predicate,
+    Placement,
     Register,
     Samples,
     SetTags,
     TagColumn,
+    WhyBlocked,
 )
-from dataplane.types import FieldSpec, Scalar
+from dataplane.types import GRANULE_BYTES, Scalar
+from tests.ledger_claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, matches
 from tests.ledger_values import placement_ranges, value_places
 
-Name = tuple[int, int]
-OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "in": lambda value, choices: value in choices,
-}
 
-
-@dataclass(frozen=True)
-class Place:
-    """A cell: what it is and where it lies."""
-
-    unit: int
-    offset: int
-    nbytes: int
-    length: int
-    spec: FieldSpec
-    value: tuple[Name, str, int]
-
-
-@dataclass
-class Held:
-    """A claimed sample. `limbo`: its session may have been given up, and this claim with it. `acked`: it is final."""
-
-    name: Name
-    until: float | None
-    limbo: bool = False
-    acked: bool = False
-
-
-@dataclass
-class Sample:
-    id: str
-    row: int
-    birth: int
-    cells: dict[str, Place] = field(default_factory=dict)
-    tags: dict[str, Scalar] = field(default_factory=dict)
-    claims: dict[str, Held] = field(default_factory=dict)
-
-
-@dataclass
-class Partition:
-    fields: dict[str, FieldSpec]
-    num_samples: int | None
-    tasks: tuple[str, ...]
-    strict: bool
-    life: int
-    sealed: bool = False
-    born: int = 0
-    samples: dict[str, Sample] = field(default_factory=dict)
-    live: dict[tuple[int, int], Sample] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
-
-    def in_order(self) -> list[Sample]:
-        return sorted(self.samples.values(), key=lambda sample: sample.birth)
-
-    def spec_of(self, name: str) -> FieldSpec | None:
-        """What a put of the field must agree with."""
-        for sample in self.samples.values():
-            if name in sample.cells:
-                return sample.cells[name].spec
-        return self.fields.get(name)
-
-
-@dataclass
-class Faults:
-    """Error names a command must be refused with (one of), or may be."""
-
-    must: set[str] = field(default_factory=set)
-    may: set[str] = field(default_factory=set)
-
-
-class Model:
+class Model(ClaimModel):
     def __init__(self) -> None:
-        self.now = 0.0
-        self.partitions: dict[str, Partition] = {}
+        super().__init__()
         self.commands: dict[Name, Command] = {}
         self.reserved: dict[Name, list[tuple[int, int, int]]] = {}
         self.granted: dict[Name, Allocated] = {}
         self.lives = 0
         self.reserved_in: dict[Name, int] = {}
+        self.ahead: set[Name] = set()
         self.pins: dict[Name, set[Place]] = {}
         self.births: dict[str, set[int]] = {}
         self.confirmed: dict[int, int] = {}
@@ -166,7 +88,11 @@ class Model:
                 faults = Faults(set() if command.task in partition.tasks else {"TaskNotFoundError"})
                 if partition.strict and any(partition.spec_of(name) is None for name in command.fields):
                     faults.must.add("FieldNotFoundError")
+                if command.step is not None and not faults.must:
+                    self.share_faults(partition, command, faults)
                 return faults
+            case WhyBlocked():
+                return Faults(set() if command.task in partition.tasks else {"TaskNotFoundError"})
             case Ack():
                 return self.ack_faults(session, partition, command)
             case Nack():
@@ -189,8 +115,8 @@ class Model:
         ids = command.samples.ids
         if command.reservation is not None and (session, command.reservation) not in self.reserved:
             faults.must.add("InvalidRequestError")
-        elif command.reservation is not None and self.reserved_in[session, command.reservation] != partition.life:
-            faults.must.add("PartitionDroppedError")
+        elif command.reservation is not None:
+            faults.must |= self.room_faults((session, command.reservation), partition, command)
         if ids is None:
             faults.must |= self.missing(partition, command.samples)
         else:
@@ -214,6 +140,16 @@ class Model:
         if not self.sizes_agree(session, command):
             faults.must.add("InvalidRequestError")
         return faults
+
+    def room_faults(self, reservation: Name, partition: Partition, command: Commit) -> set[str]:
+        """What is wrong with committing this into that room."""
+        if (command.offset is not None) != (reservation in self.ahead):
+            return {"InvalidRequestError"}
+        if command.offset is None:
+            return set() if self.reserved_in[reservation] == partition.life else {"PartitionDroppedError"}
+        start, total = command.offset, sum(granules_of(sum(sizes_of(column))) for column in command.columns)
+        fits = any(at <= start and start + total <= at + nbytes for _, at, nbytes in self.reserved[reservation])
+        return set() if not start % GRANULE_BYTES and (fits or not total) else {"InvalidRequestError"}
 
     def sizes_agree(self, session: int, command: Commit) -> bool:
         if command.reservation is None:
@@ -246,35 +182,6 @@ class Model:
                 (faults.may if held.limbo else faults.must).add("StaleSampleError")
         return faults
 
-    # --- claims ----------------------------------------------------------------------------------------------
-
-    def unclaimed(self, command: Claim) -> list[Sample]:
-        partition = self.partitions[command.partition]
-        return [s for s in partition.in_order() if command.task not in s.claims and matches(s, command.where)]
-
-    def ready(self, command: Claim) -> list[Sample]:
-        return [s for s in self.unclaimed(command) if all(name in s.cells for name in command.fields)]
-
-    def expected_claim(self, command: Claim) -> list[Sample] | None:
-        """What the claim returns if it is judged now; None: it waits. For claims without groups."""
-        partition = self.partitions[command.partition]
-        ready = self.ready(command)
-        wanted = command.min_batch_size or command.batch_size
-        served = len(ready) >= wanted or not command.blocking
-        if partition.complete and not served:
-            left = self.unclaimed(command)
-            served = len(left) < wanted and len(ready) == len(left)
-        if not served:
-            return None
-        if command.order is Order.FRESHEST:
-            ready = ready[::-1]
-        return ready[: command.batch_size]
-
-    def may_be_lost(self, command: Claim) -> bool:
-        """Whether some sample's claim is in limbo, so that the ledger may know it as unclaimed."""
-        partition = self.partitions[command.partition]
-        return any(command.task in s.claims and s.claims[command.task].limbo for s in partition.samples.values())
-
     # --- what answers change ---------------------------------------------------------------------------------
 
     def register(self, command: Register) -> None:
@@ -285,6 +192,9 @@ class Model:
         if old is not None:
             new.samples, new.live = old.samples, old.live
             new.born = len(old.samples)
+            new.version = old.version
+            new.selections = {key: kept for key, kept in old.selections.items() if key[0] in command.tasks}
+            new.forgotten = {task: step for task, step in old.forgotten.items() if task in command.tasks}
             for sample in new.samples.values():
                 sample.claims = {task: held for task, held in sample.claims.items() if task in command.tasks}
         self.partitions[command.partition] = new
@@ -295,6 +205,10 @@ class Model:
         self.reserved[name] = placement_ranges(sizes, result)
         self.granted[name] = result
         self.reserved_in[name] = self.partitions[command.partition].life
+
+    def allocated_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+        self.reserved[name] = [(command.unit, result.offset, granules_of(command.nbytes))]
+        self.ahead.add(name)
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
         partition = self.partitions[command.partition]
@@ -312,14 +226,37 @@ class Model:
                 assert birth not in births, f"birth {birth} given twice"
                 assert (row, birth) not in partition.live
                 births.add(birth)
-                sample = Sample(command.samples.ids[i], row, birth)
+                sample = Sample(command.samples.ids[i], row, birth, self.now)
                 partition.samples[sample.id] = partition.live[row, birth] = sample
                 partition.born += 1
             assert (sample.row, sample.birth) == (row, birth)
             samples.append(sample)
-        if command.reservation is not None:
+        if command.offset is not None:
+            self.cut_ahead(name, command)
+            self.switch(samples, name, command.columns)
+        elif command.reservation is not None:
             self.switch(samples, (name[0], command.reservation), command.columns)
         merge_tags(samples, command.tags)
+
+    def cut_ahead(self, name: Name, command: Commit) -> None:
+        """The commit's columns lie one after another from its offset, and no longer in the room ahead."""
+        assert command.reservation is not None
+        assert command.offset is not None
+        room = (name[0], command.reservation)
+        unit, at, placements = self.reserved[room][0][0] if self.reserved[room] else 0, command.offset, []
+        for number, column in enumerate(command.columns):
+            if len(column.lengths):
+                last = len(column.lengths)
+                placements.append(Placement(column=number, first=0, last=last, unit=unit, offset=at))
+            at += granules_of(sum(sizes_of(column)))
+        self.granted[name] = Allocated(placements=tuple(placements))
+        left = []
+        for _, start, nbytes in self.reserved[room]:
+            if start <= command.offset < start + nbytes:
+                left += [(unit, start, command.offset - start), (unit, at, start + nbytes - at)]
+            else:
+                left.append((unit, start, nbytes))
+        self.reserved[room] = [piece for piece in left if piece[2]]
 
     def switch(self, samples: list[Sample], reservation: Name, columns: tuple[CommitColumn, ...]) -> None:
         places = value_places([sizes_of(column) for column in columns], self.granted[reservation])
@@ -348,6 +285,7 @@ class Model:
 
     def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
         partition = self.partitions[command.partition]
+        late = self.overdue(command)[0]
         samples = []
         for row, birth in zip(result.rows.tolist(), result.births.tolist(), strict=True):
             assert (row, birth) in partition.live, f"{name} claimed a sample that is not live"
@@ -355,7 +293,7 @@ class Model:
             held = sample.claims.get(command.task)
             assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by {name}"
             assert set(command.fields) <= set(sample.cells), f"{sample.id} was claimed before {command.fields}"
-            assert matches(sample, command.where)
+            assert matches(sample, self.conditions(command))
             samples.append(sample)
         assert len({s.id for s in samples}) == len(samples) <= command.batch_size
         for sample in samples:
@@ -364,7 +302,7 @@ class Model:
         self.check_view(samples, result)
         if command.group_size is not None:
             groups = [s.tags.get(command.group_by) for s in samples]
-            assert all(groups.count(group) == command.group_size for group in groups), groups
+            assert all(groups.count(group) == command.group_size or group in late for group in groups), groups
 
     def check_view(self, samples: list[Sample], result: Claimed | Listed) -> None:
         """Ids, common fields and tags are as the model has them."""
@@ -421,12 +359,13 @@ def handles(samples: Samples) -> list[tuple[int, int]]:
     return list(zip(samples.rows.tolist(), samples.births.tolist(), strict=True))
 
 
+def granules_of(nbytes: int) -> int:
+    """`nbytes` rounded up to whole granules."""
+    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
 def sizes_of(column: CommitColumn) -> list[int]:
     return [int(length) * column.spec.unit_bytes for length in column.lengths]
-
-
-def matches(sample: Sample, where: tuple[Predicate, ...]) -> bool:
-    return all(p.tag in sample.tags and OPERATORS[p.op](sample.tags[p.tag], p.value) for p in where)
 
 
 def merge_tags(samples: list[Sample], tags: tuple[TagColumn, ...]) -> None:

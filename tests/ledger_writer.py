@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 
 from dataplane.ledger.commands import (
     Abort,
+    Ack,
     Allocate,
+    AllocateAhead,
+    Blocked,
+    Claim,
+    Clear,
     ColumnSizes,
     Commit,
     CommitColumn,
     Mode,
+    Nack,
     OnFull,
+    Predicate,
     Samples,
     SessionAttached,
     TagColumn,
+    WhyBlocked,
 )
-from dataplane.types import FieldKind, FieldSpec
-from tests.ledger_machine import Client, LedgerDriver
+from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
+from tests.ledger_claim_checks import Client, expected_state
+from tests.ledger_claim_model import is_ready, matches
+from tests.ledger_machine import LedgerDriver
 from tests.ledger_model import sizes_of
 from tests.ledger_values import BYTES, WORDS, by_handles, by_ids, int64s
 
@@ -25,6 +36,7 @@ IDS = [f"s{i}" for i in range(7)]
 PAIRS = FieldSpec(FieldKind.DENSE, "int32", (2,))
 SPECS = {"a": BYTES, "b": WORDS, "c": PAIRS, "extra": BYTES}
 TASKS = ("score", "train")
+TAGS = ("group", "score", "input_lengths", "weight_version")
 
 
 class LedgerWriter(LedgerDriver):
@@ -83,6 +95,36 @@ class LedgerWriter(LedgerDriver):
         assert answer is not None
         self.call(client, Abort(reservation=number) if fate == "abort" else commit)
 
+    def write_ahead(self, data: st.DataObject, samples: Samples, names: list[str]) -> None:
+        """Room ahead if the client has none, then a commit that takes a part of it: the next free, another, or none."""
+        client = self.draw_client(data)
+        rooms = [number for session, number in self.model.ahead & set(self.model.reserved) if session == client.id]
+        if not rooms:
+            self.attach_all(client)
+            unit = data.draw(st.sampled_from(sorted(client.attached) or [1]))
+            self.call(client, AllocateAhead(unit=unit, nbytes=data.draw(st.sampled_from([1, 300, 700, 1500, 3000]))))
+            rooms = [client.next - 1]
+        number = data.draw(st.sampled_from(sorted(rooms)))
+        left = self.model.reserved.get((client.id, number), [])
+        first = [(offset, offset + nbytes) for _, offset, nbytes in left] or [(0, 0)]
+        start, end = data.draw(st.sampled_from(first))
+        offset = data.draw(st.sampled_from([start, start, start, start + GRANULE_BYTES, end, start + 1]))
+        columns = tuple(self.draw_column(data, name, len(samples), wrong=False) for name in names)
+        tags = self.draw_tags(data, len(samples))
+        mode = data.draw(st.sampled_from([Mode.UPSERT, Mode.UPSERT, Mode.CREATE, Mode.UPDATE]))
+        self.call(
+            client,
+            Commit(
+                partition="p",
+                samples=samples,
+                mode=mode,
+                reservation=number,
+                offset=None if self.rarely(data, 12) else offset,
+                columns=columns,
+                tags=tags,
+            ),
+        )
+
     def draw_column(self, data: st.DataObject, name: str, count: int, *, wrong: bool) -> CommitColumn:
         spec = WORDS if wrong and self.rarely(data, 6) else SPECS[name]
         shared = self.rarely(data, 4)
@@ -100,7 +142,7 @@ class LedgerWriter(LedgerDriver):
         return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array)
 
     def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
-        names = data.draw(st.lists(st.sampled_from(["group", "score"]), max_size=2, unique=True))
+        names = data.draw(st.lists(st.sampled_from(TAGS), max_size=2, unique=True))
         columns = []
         for name in names:
             places = data.draw(st.sampled_from([None, [0], [count - 1]]))
@@ -108,10 +150,97 @@ class LedgerWriter(LedgerDriver):
             scalar = st.one_of(st.integers(0, 2), st.sampled_from([None, True, "x", 0.5, 1 << 70]))
             if name == "group":
                 scalar = st.integers(0, 1)
+            if name in ("input_lengths", "weight_version"):
+                scalar = st.integers(0, 9)
             values = data.draw(st.lists(scalar, min_size=size, max_size=size))
             positions = None if places is None else int64s(places)
             columns.append(TagColumn(name=name, values=tuple(values), positions=positions))
         return tuple(columns)
+
+    def ask_why(self, client: Client, task: str, group_size: int | None, max_lag: int | None) -> None:
+        """Why a claim waits, counted by hand."""
+        where = (Predicate(tag="score", op="<=", value=1),)
+        terms = {"task": task, "fields": ("a", "c"), "where": where, "group_size": group_size, "max_lag": max_lag}
+        answer = self.call(client, WhyBlocked(partition="p", **terms))
+        claim = Claim(partition="p", batch_size=2, **terms)
+        if answer is None or not isinstance(answer.result, Blocked) or self.model.may_be_lost(claim):
+            return
+        facts, left = answer.result, self.model.unclaimed(claim)
+        ready = [s for s in left if is_ready(s, claim)]
+        conditions = self.model.conditions(claim)
+        counts = (len(left), len(ready), sum(matches(s, conditions) for s in ready))
+        assert (facts.unclaimed, facts.ready, facts.matching) == counts
+        assert facts.lacking == {name: sum(name not in s.cells for s in left) for name in ("a", "c")}
+        assert list(facts.filtered.values()) == [sum(not matches(s, (p,)) for s in ready) for p in conditions]
+        held = [s.claims[task] for p in self.model.partitions.values() for s in p.samples.values() if task in s.claims]
+        states = [expected_state(one) for one in held]
+        assert (facts.claimed, facts.leased, facts.held) == (len(held), states.count("leased"), states.count("held"))
+        if group_size is not None:
+            sizes: dict[int, int] = {}
+            for sample in left:
+                group = sample.tags.get("group")
+                if isinstance(group, int):
+                    sizes[group] = sizes.get(group, 0) + is_ready(sample, claim)
+            partial = {str(group): size for group, size in sizes.items() if size < 2}
+            assert (facts.groups, facts.partial_groups) == (len(sizes) - len(partial), len(partial))
+            assert facts.partial == partial
+
+    @precondition(lambda self: self.living())
+    @rule(
+        data=st.data(),
+        task=st.sampled_from(TASKS),
+        steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=1, max_size=4),
+        lease=st.sampled_from([None, 4.0]),
+        blocking=st.booleans(),
+    )
+    def share(
+        self, data: st.DataObject, task: str, steps: list[tuple[int, int]], lease: float | None, blocking: bool
+    ) -> None:
+        """Ranks ask for their shares of some steps, sometimes twice, sometimes on other terms than before."""
+        for step, rank in steps:
+            odd = step + 1 if self.rarely(data, 6) else step
+            command = Claim(
+                partition="p",
+                task=task,
+                fields=("a",) if odd % 2 else (),
+                batch_size=4 if odd % 3 else 2,
+                min_batch_size=2 if odd == 4 else None,
+                blocking=blocking,
+                timeout_s=5.05,
+                where=(Predicate(tag="score", op="<=", value=1),) if odd == 2 else (),
+                group_size=2 if odd == 5 else None,
+                partial_after_s=2.0 if odd == 5 else None,
+                sampler=(None, "sequential", "rank-aware", None, "length-balanced", "group-n")[odd % 6],
+                lease_s=lease,
+                dp_rank=rank,
+                dp_world=2,
+                step=step,
+            )
+            if self.speaking():
+                self.call(self.draw_client(data), command)
+            if self.living() and self.rarely(data, 2):
+                self.disturb(data, task)
+
+    def disturb(self, data: st.DataObject, task: str) -> None:
+        """Something becomes of a sample that the task has: it is acknowledged, given back, or cleared and put again."""
+        partition = self.model.partitions.get("p")
+        had = [s for s in partition.samples.values() if task in s.claims] if partition is not None else []
+        if not had:
+            return
+        sample = data.draw(st.sampled_from(had))
+        held = sample.claims[task]
+        owner = self.clients.get(held.name[0])
+        client = owner if owner is not None and owner.speaks else self.draw_client(data)
+        samples = by_handles([(sample.row, sample.birth)])
+        match data.draw(st.sampled_from(["ack", "nack", "again"])):
+            case "ack":
+                self.call(client, Ack(partition="p", task=task, samples=samples))
+            case "nack":
+                self.call(client, Nack(partition="p", task=task, samples=samples))
+            case _:
+                self.call(client, Clear(partition="p", samples=samples))
+                if client.speaks:
+                    self.call(client, Commit(partition="p", samples=by_ids([sample.id]), mode=Mode.UPSERT))
 
     def attach_all(self, client: Client) -> None:
         for unit in self.units.values():

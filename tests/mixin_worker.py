@@ -39,6 +39,8 @@ class Worker(TQWorkerMixin):
         self.group: Any = None
         self.puts: list[list[str]] = []
         self.trained: tuple[Any, ...] | None = None
+        self.forwarded: BatchedDataDict[Any] | None = None
+        self.step: list[Any] = []
 
     def _local_coords(self) -> dict[str, int]:
         return self.coords
@@ -60,7 +62,20 @@ class Worker(TQWorkerMixin):
         self.trained = (data, loss_fn, eval_mode, gbs, mbs)
         return {"loss": float(data["input_ids"].sum())}
 
+    def begin_train_step(self, *, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        self.step = [(loss_fn, gbs, mbs)]
+
+    def train_microbatch(self, *, data: BatchedDataDict[Any]) -> None:
+        self.step.append(data)
+
+    def finish_train_step(self) -> Any:
+        return {"loss": float(len(self.step) - 1)}
+
+    def abort_train_step(self) -> None:
+        self.step = []
+
     def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        self.forwarded = data
         return BatchedDataDict({"logprobs": -data["input_ids"].float()})
 
     def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:

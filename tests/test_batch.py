@@ -117,8 +117,129 @@ def test_get_batch_of_a_shard_with_packing() -> None:
     assert rows_of(second) == rows_of(batch_of())[1:]
     assert second.micro_batch_indices == [[[0, 2], [2, 3]]]
     assert second.micro_batch_lengths == [[8, 4]]
+    assert second.elem_counts_per_gb == [3]
+    assert rows_of(shard.get_batch(1, 2)) == rows_of(second), "the shard knows its own batches"
+
+
+# --- shards and micro-batches -------------------------------------------------------------------------------------
+
+PACKED = {
+    "algorithm": "first_fit_decreasing",
+    "input_key": "ids",
+    "input_lengths_key": "numbers",
+    "sequence_length_pad_multiple": 1,
+    "max_tokens_per_microbatch": 3,
+}
+DYNAMIC = {
+    "input_key": "ids",
+    "input_lengths_key": "numbers",
+    "sequence_length_round": 1,
+    "max_tokens_per_microbatch": 3,
+}
+
+
+def test_plain_shards() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    shards = batch.shard_by_batch_size(2)
+    assert isinstance(shards, list)
+    assert [rows_of(shard) for shard in shards] == [rows[:2], rows[2:]]
+    shards = batch.shard_by_batch_size(2, batch_size=2)
+    assert [rows_of(shard) for shard in shards] == [[rows[0], rows[2]], [rows[1], rows[3]]]
+    shards[0]["ids"][:] = -1
+    assert rows_of(batch) == rows, "shards are copies"
+    assert all(shard.micro_batch_indices is shard.elem_counts_per_gb is None for shard in shards)
+
+
+@pytest.mark.parametrize(
+    ("shards", "sizes"), [(1, [4]), (2, [2, 2]), (3, [2, 2, 0]), (4, [1, 1, 1, 1]), (6, [1, 1, 1, 1, 0, 0])]
+)
+def test_uneven_shards(shards: int, sizes: list[int]) -> None:
+    batch = batch_of()
+    parts = batch.shard_by_batch_size(shards, allow_uneven_shards=True)
+    assert [part.size for part in parts] == sizes
+    assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
+
+
+def test_packed_shards() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    shards, order = batch.shard_by_batch_size(2, sequence_packing_args=PACKED)
+    assert [rows_of(shard) for shard in shards] == [[rows[3], rows[0]], [rows[2], rows[1]]]
+    assert [shard.micro_batch_indices for shard in shards] == [[[[0, 2]]], [[[0, 2]]]]
+    assert [shard.micro_batch_lengths for shard in shards] == [[[3]], [[3]]]
+    assert [shard.elem_counts_per_gb for shard in shards] == [[2], [2]]
+    assert order == [3, 0, 2, 1]
+    together = BatchedDataDict.from_batches(shards)
+    together.reorder_data(order)
+    assert rows_of(together) == rows
+
+
+def test_packing_needs_no_even_number_of_rows() -> None:
+    batch = batch_of().slice(1, 4)
+    with pytest.raises(ValueError, match="3 rows cannot be split evenly over 2"):
+        batch.shard_by_batch_size(2, sequence_packing_args=PACKED)
+    shards, order = batch.shard_by_batch_size(2, allow_uneven_shards=True, sequence_packing_args=PACKED)
+    assert [shard["numbers"].tolist() for shard in shards] == [[3], [2, 1]]
+    assert order == [2, 1, 0]
+
+
+def test_shards_that_cannot_be() -> None:
+    batch = batch_of()
     with pytest.raises(ValueError, match="leave batch_size out"):
-        shard.get_batch(1, 2)
+        batch.shard_by_batch_size(2, batch_size=2, allow_uneven_shards=True)
+    with pytest.raises(ValueError, match="4 rows cannot be split evenly over 3"):
+        batch.shard_by_batch_size(3, allow_uneven_shards=True, dynamic_batching_args=DYNAMIC)
+    for key, error, told in (
+        ("nowhere", KeyError, "no column 'nowhere'"),
+        ("ids", ValueError, r"'ids': expected integers \[4\], got int64 \[4, 3\]"),
+        ("jagged", ValueError, "'jagged': expected the lengths"),
+        ("objects", ValueError, "'objects': expected integers"),
+    ):
+        with pytest.raises(error, match=told):
+            batch.shard_by_batch_size(2, sequence_packing_args={**PACKED, "input_lengths_key": key})
+
+
+def test_micro_batches_of_a_size() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [rows[:2], rows[2:]]
+    for size in (3, 0):
+        with pytest.raises(ValueError, match=f"4 rows cannot be cut into micro-batches of {size}"):
+            batch.make_microbatch_iterator(size)
+
+
+def test_micro_batches_with_dynamic_shapes() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    (shard,), order = batch.shard_by_batch_size(1, batch_size=2, dynamic_batching_args=DYNAMIC)
+    assert order == [0, 1, 2, 3]
+    assert shard.micro_batch_lengths == [[1], [2, 3]]
+    second = shard.get_batch(1, batch_size=2)
+    assert second.get_microbatch_iterator_dynamic_shapes_len() == 2
+    parts = list(second.make_microbatch_iterator_with_dynamic_shapes())
+    assert [part["ids"].tolist() for part in parts] == [[rows[2][0][:2]], [rows[3][0]]]
+    assert [part["objects"].tolist() for part in parts] == [[None], ["s"]]
+    assert [part["jagged"].unbind()[0].tolist() for part in parts] == [rows[2][1], rows[3][1]]
+    (whole,) = shard.get_batch(0).make_microbatch_iterator_with_dynamic_shapes(sequence_dim=2)
+    assert whole["ids"].shape == (2, 3)
+
+
+def test_micro_batches_of_packable_sequences() -> None:
+    batch, rows = batch_of(), rows_of(batch_of())
+    (shard,), _ = batch.shard_by_batch_size(1, sequence_packing_args=PACKED)
+    assert shard.get_microbatch_iterator_for_packable_sequences_len() == (2, 3)
+    parts = [rows_of(part) for part in shard.make_microbatch_iterator_for_packable_sequences()]
+    assert parts == [[rows[3], rows[0]], [rows[2], rows[1]]]
+
+
+def test_micro_batches_are_those_of_one_global_batch() -> None:
+    (shard,), _ = batch_of().shard_by_batch_size(1, batch_size=2, sequence_packing_args=PACKED)
+    for batch, told in ((batch_of(), "no micro-batches here"), (shard, "of 2 global batches: use get_batch first")):
+        for method in (
+            batch.make_microbatch_iterator_with_dynamic_shapes,
+            batch.get_microbatch_iterator_dynamic_shapes_len,
+            batch.make_microbatch_iterator_for_packable_sequences,
+            batch.get_microbatch_iterator_for_packable_sequences_len,
+        ):
+            with pytest.raises(ValueError, match=told):
+                method()
 
 
 def test_from_batches_pads_token_columns() -> None:

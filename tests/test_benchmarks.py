@@ -127,10 +127,15 @@ def _figures() -> list[Figure]:
         "commands of put, 512 rows",
         "leader broadcast, bytes",
         "leader broadcast, payload collectives",
+        "broadcast of 16 MB to 3 workers, time",
+        "channel : ray.util.queue.Queue, 64 KB items",
+        "channel : ray.util.queue.Queue, 4 MB items",
         "put 512 rows at 100,000",
         "put 512 rows at 100,000, every second cleared",
         "peak of a put beyond the caller's payload",
         "peak of a read",
+        "tokens of the heaviest rank, concatenative",
+        "shard_meta_for_dp of 100,000, modified_first_fit_decreasing",
     ]
     return [Figure(name=name, value=1.0, unit="") for name in names]
 

@@ -12,7 +12,7 @@ import pytest
 from dataplane import failpoints
 from dataplane.bulk import client as client_module
 from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.frames import CHUNK_BYTES
+from dataplane.bulk.frames import CHUNK_BYTES, READ_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
@@ -59,12 +59,11 @@ def test_many_chunks_there_and_back(unit, connection):
     connection.write([64], [data], reservation=1, timeout_s=WAIT_S)
     assert unit.arena.data[64 : 64 + len(data)].tobytes() == data.tobytes()
     whole = connection.read([64], [len(data)], timeout_s=WAIT_S)
-    assert len(data) > CHUNK_BYTES
+    assert len(data) > READ_BYTES > CHUNK_BYTES
     assert whole.range(0, len(data)).tobytes() == data.tobytes()
     sizes = np.full(len(data) // 999, 999)
     offsets = 64 + 999 * np.arange(len(sizes))
     rows = connection.read(offsets, sizes, timeout_s=WAIT_S)
-    assert len(rows.buffers) > 1
     got = np.concatenate([rows.range(k, 999) for k in range(len(sizes))])
     assert got.tobytes() == data[: 999 * len(sizes)].tobytes()
 
@@ -83,10 +82,23 @@ def test_scattered_rows_of_every_size(unit, connection):
         assert got.range(number, sizes[k]).tobytes() == rows[k].tobytes()
 
 
-def test_rows_are_as_aligned_as_in_the_arena(connection):
-    got = connection.read([8 * MIB + 640, 200, 9 * MIB], [100_000, 16, 8], timeout_s=WAIT_S)
-    for number, size in enumerate([100_000, 16, 8]):
-        assert got.range(number, size).ctypes.data % 8 == 0
+def test_each_column_begins_aligned_in_a_buffer_of_its_own(connection):
+    offsets, sizes = [8 * MIB + 64, 200, 300, 9 * MIB, 16], [READ_BYTES, 48, 3, 800, 0]
+    got = connection.read(offsets, sizes, columns=[1, 2, 1, 1], timeout_s=WAIT_S)
+    assert not got.shared
+    assert [len(buffer) for buffer in got.buffers] == [READ_BYTES, 51, 800, 0]
+    assert all(buffer.ctypes.data % 16 == 0 and buffer.flags.writeable for buffer in got.buffers)
+    assert [(got.which[number], got.offsets[number]) for number in range(4)] == [(0, 0), (1, 0), (1, 48), (2, 0)]
+
+
+def test_a_read_of_one_request_is_used_from_its_frame(unit, connection):
+    unit.arena.data[: 8 * MIB] = noise(8 * MIB)
+    offsets, sizes = [64, 200, 300, 3 * MIB, 16], [400_000, 48, 3, MIB, 0]
+    got = connection.read(offsets, sizes, columns=[1, 2, 1, 1], timeout_s=WAIT_S)
+    assert got.shared
+    assert len({buffer.base is not None and id(buffer.base) for buffer in got.buffers}) == 1
+    for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        assert got.range(number, size).tobytes() == unit.arena.data[offset : offset + size].tobytes()
 
 
 def test_nothing_to_move_asks_nobody(unit, connection):

@@ -80,48 +80,71 @@ ranges = st.tuples(st.integers(0, ARENA_BYTES - 1), st.integers(0, 700)).map(
 )
 
 
-@given(st.lists(ranges, max_size=30), st.sampled_from([64, 128, 320, 4096]), st.integers(0, 2))
-def test_reads_hold_every_range_whole(asked, chunk_bytes, repeats):
-    asked = asked + asked[:3] * repeats
+def fetched(plan, arena):
+    """The buffers, filled as the requests say."""
+    buffers = [np.zeros(nbytes, np.uint8) for nbytes in plan.buffers]
+    for request in plan.requests:
+        payload = np.concatenate([arena[o : o + s] for o, s in zip(request.offsets, request.sizes, strict=True)])
+        assert len(payload) == request.nbytes == sum(last - first for _, first, last in request.places)
+        for number, first, last in request.places:
+            buffers[number][first:last], payload = payload[: last - first], payload[last - first :]
+    return buffers
+
+
+@given(
+    st.lists(st.lists(ranges, max_size=12), min_size=1, max_size=4),
+    st.sampled_from([64, 100, 320, 4096]),
+    st.booleans(),
+)
+def test_reads_bring_every_range_and_of_a_column_no_byte_twice(columns, chunk_bytes, by_address):
+    columns = [sorted(column) if by_address else column + column[:3] for column in columns]
     arena = np.random.default_rng(0).integers(0, 256, ARENA_BYTES, dtype=np.uint8)
-    offsets = np.array([each[0] for each in asked], np.int64)
-    sizes = np.array([each[1] for each in asked], np.int64)
-    plan = plan_read(offsets, sizes, chunk_bytes=chunk_bytes)
-    for buffer in plan.buffers:
-        assert buffer.nbytes == buffer.sizes.sum() > 0
-        assert (buffer.offsets + buffer.sizes <= ARENA_BYTES).all()
-        assert buffer.nbytes <= chunk_bytes or len(buffer.offsets) == 1
-        assert len(buffer.offsets) <= 5
-    received = [
-        np.concatenate([arena[o : o + s] for o, s in zip(each.offsets, each.sizes, strict=True)])
-        for each in plan.buffers
-    ]
+    asked = np.array([pair for column in columns for pair in column], np.int64).reshape(-1, 2)
+    counts = [len(column) for column in columns]
+    plan = plan_read(asked[:, 0], asked[:, 1], columns=counts, chunk_bytes=chunk_bytes)
+    assert plan.which.tolist() == [number for number, count in enumerate(counts) for _ in range(count)]
+    wanted = [{byte for at, size in column for byte in range(at, at + size)} for column in columns]
+    assert plan.buffers == [len(each) for each in wanted]
+    for request in plan.requests:
+        assert 0 < request.nbytes <= chunk_bytes
+        assert len(request.offsets) <= 5
+        assert min(request.sizes) > 0
+    buffers = fetched(plan, arena)
     for number, (offset, size) in enumerate(asked):
-        if size:
-            at = plan.offsets[number]
-            found = received[plan.which[number]][at : at + size]
-            assert found.tobytes() == arena[offset : offset + size].tobytes()
-            assert at % 64 == offset % 64, "as aligned as in the arena"
+        at = plan.offsets[number]
+        found = buffers[plan.which[number]][at : at + size]
+        assert found.tobytes() == arena[offset : offset + size].tobytes()
 
 
 def test_neighbours_merge_and_repeats_travel_once():
     offsets = np.array([1000, 0, 100, 1000, 50, 1010], np.int64)
     sizes = np.array([20, 50, 100, 20, 50, 5], np.int64)
-    (buffer,) = plan_read(offsets, sizes).buffers
-    assert (buffer.offsets.tolist(), buffer.sizes.tolist()) == ([0, 960], [256, 64])
+    (request,) = plan_read(offsets, sizes).requests
+    assert (request.offsets, request.sizes, request.places) == ([0, 1000], [200, 20], [(0, 0, 220)])
 
 
-def test_a_long_range_is_one_buffer_with_all_that_lies_in_it():
+def test_columns_one_after_another_share_requests_but_no_buffer():
+    plan = plan_read(np.array([0, 300, 500, 560], np.int64), np.array([300, 200, 60, 40], np.int64), columns=[2, 0, 2])
+    (request,) = plan.requests
+    assert (request.offsets, request.sizes) == ([0, 500], [500, 100])
+    assert request.places == [(0, 0, 500), (2, 0, 100)]
+    assert plan.offsets.tolist() == [0, 300, 0, 60]
+
+
+def test_a_long_range_comes_in_pieces_and_lies_in_one_buffer():
     offsets, sizes = np.array([0, 0, 100, 2000], np.int64), np.array([1500, 1500, 10, 10], np.int64)
     plan = plan_read(offsets, sizes, chunk_bytes=256)
-    assert [each.nbytes for each in plan.buffers] == [1536, 64]
-    assert plan.which.tolist() == [0, 0, 0, 1]
+    assert [request.nbytes for request in plan.requests] == [256] * 5 + [230]
+    assert plan.requests[-1].offsets == [1280, 2000]
+    assert plan.offsets.tolist() == [0, 0, 100, 1500]
+    assert plan.buffers == [1510]
 
 
 def test_nothing_asked_is_nothing_sent():
     empty = np.zeros(0, np.int64)
-    assert plan_read(empty, empty).buffers == []
+    for columns in (None, [0, 0], []):
+        assert plan_read(empty, empty, columns=columns).requests == []
     plan = plan_read(np.array([5], np.int64), np.array([0], np.int64))
-    assert (plan.buffers, plan.which.tolist(), plan.offsets.tolist()) == ([], [0], [0])
+    assert (plan.requests, plan.buffers, plan.which.tolist(), plan.offsets.tolist()) == ([], [0], [0], [0])
     with pytest.raises(InvalidRequestError, match="sizes of shape"):
         plan_read(np.zeros(2, np.int64), empty)

@@ -8,13 +8,13 @@ import zmq
 from dataplane.bulk import server as server_module
 from dataplane.bulk import sessions as sessions_module
 from dataplane.bulk.lock import SessionLock
-from dataplane.bulk.server import BulkServer
+from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, from_wire
 from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
 from dataplane.pb import bulk_pb2 as pb
-from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit
+from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, noise
 
 
 @pytest.fixture
@@ -412,3 +412,11 @@ def test_replies_do_not_refer_to_the_arena(unit, peer):
     answers = [peer.reply() for _ in range(5)]
     assert answers[-1][0].written.size == 2 * MIB
     assert all(payload == b"\1" * (2 * MIB) for _, (payload,) in answers[:-1])
+
+
+def test_many_short_ranges_come_in_their_order(unit, peer):
+    unit.arena.data[:MIB] = noise(MIB)
+    ranges = [(at, 5) for at in range(MIB - 5, 0, -997)]
+    assert len(ranges) > FEW_RANGES
+    _, (payload,) = peer.ask(read=read(*ranges))
+    assert payload == b"".join(unit.arena.data[at : at + size].tobytes() for at, size in ranges)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -17,6 +18,17 @@ from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.jagged import TORCH_DTYPES
 from dataplane.types import FieldKind, FieldSpec
 from tests.columns_helpers import encode_one, pick, random_tensor, same_bits, same_rows, store
+
+
+def received(source: RowSource, misalign: int = 0) -> RowSource:
+    """The same rows in writable buffers that are ours, beginning `misalign` bytes after a multiple of 64."""
+    buffers = []
+    for buffer in source.buffers:
+        memory = np.zeros(len(buffer) + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + misalign
+        memory[start : start + len(buffer)] = buffer
+        buffers.append(memory[start : start + len(buffer)])
+    return dataclasses.replace(source, buffers=buffers, ours=True)
 
 
 def jagged_rows(lengths: list[int], dtype: torch.dtype = torch.int64, inner: tuple[int, ...] = ()) -> Any:
@@ -239,3 +251,26 @@ def test_rows_outside_their_buffer_are_our_own_fault() -> None:
     for read in (decode, decode_views):
         with pytest.raises(AssertionError, match="outside its buffer"):
             read(beyond)
+
+
+@pytest.mark.parametrize(("misalign", "in_place"), [(0, True), (8, False)])
+def test_what_is_ours_is_kept_where_it_lies_together_and_is_aligned(misalign: int, in_place: bool) -> None:
+    rows = jagged_rows([5, 0, 300, 7], torch.complex128)
+    source = received(store(encode_one(rows, 4)), misalign)
+    (buffer,) = source.buffers
+    for order, together in (([0, 1, 2, 3], True), ([1, 2, 3], True), ([2, 0], False), ([0, 0], False)):
+        column: Any = decode(pick(source, order))
+        assert same_rows(column, [rows[i] for i in order])
+        inside = 0 <= column.values().data_ptr() - buffer.ctypes.data < len(buffer)
+        assert inside == (together and in_place), order
+    kept: Any = decode(source)
+    kept.values()[0] = 7
+    assert kept.values()[0] == 7
+
+
+def test_padded_rows_are_never_kept() -> None:
+    rows = jagged_rows([4, 4])
+    source = received(store(encode_one(rows, 2)))
+    padded = decode_padded(source)
+    padded[:] = 9
+    assert same_rows(decode(source), rows)

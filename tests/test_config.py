@@ -16,6 +16,7 @@ from dataplane import DataPlaneConfig, build_data_plane_client, connect
         {"capacity_bytes": 10},
         {"units": -1},
         {"result_memory_bytes": -1},
+        {"copy_threads": 0},
         {"reserve_fraction": 1.0},
         {"heartbeat_s": 0},
         {"call_timeout_s": float("nan")},

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,7 +249,20 @@ def test_a_message_beyond_the_limit_is_refused_at_both_ends(
 
 
 def long_blocked() -> c.Result:
-    return c.Blocked(unclaimed=0, ready=0, leased=0, lacking={}, why="y" * 200)
+    counts = dict.fromkeys(("unclaimed", "ready", "matching", "claimed", "leased", "held", "dropped", "born"), 0)
+    groups: dict[str, Any] = {"groups": None, "partial_groups": None, "partial": {}, "expected": None}
+    return c.Blocked(
+        lacking={},
+        undeclared=(),
+        unproduced=(),
+        filtered={},
+        complete=False,
+        version=0,
+        writers=(),
+        why="y" * 200,
+        **counts,
+        **groups,
+    )
 
 
 def test_values_that_do_not_fit_a_message_use_up_no_number(

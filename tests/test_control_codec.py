@@ -222,6 +222,14 @@ def test_specs_with_a_kind_by_name_are_the_same_on_the_wire() -> None:
     assert by_name.kind is FieldKind.JAGGED
 
 
+def test_a_spec_is_read_once() -> None:
+    wire = codec.to_pb(described(FieldSpec("dense", "float32", (3, 1)))).SerializeToString()
+    first, second = (codec.decode_result("Describe", wire) for _ in range(2))
+    assert isinstance(first, c.Described)
+    assert isinstance(second, c.Described)
+    assert first.fields["b"] is second.fields["b"]
+
+
 def described(spec: FieldSpec) -> c.Described:
     return c.Described(
         partition="p",

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dataplane import jagged
 from dataplane.errors import InvalidRequestError
 from dataplane.jagged import (
     DTYPE_NAMES,
@@ -40,6 +42,43 @@ def test_dtypes_by_name() -> None:
     for name, dtype in TORCH_DTYPES.items():
         assert str(dtype) == f"torch.{name}"
         assert dtype.itemsize == DTYPE_BYTES[name]
+
+
+@pytest.mark.parametrize("constructor", [True, False])
+def test_jagged_tensors_are_torchs_own_however_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, constructor: bool
+) -> None:
+    assert jagged._constructor_serves(), "the constructor of the torch that is pinned is used"
+    monkeypatch.setattr(jagged, "_constructor_serves", lambda: constructor)
+    values, offsets = torch.arange(6.0), torch.tensor([0, 2, 2, 6])
+    nested = jagged_from_values(values, offsets, span=(0, 4))
+    other = jagged_from_values(torch.arange(6), offsets, span=(0, 4))
+    assert is_jagged(nested)
+    assert nested._is_view() is not constructor
+    assert nested.offsets() is offsets
+    assert nested.values().data_ptr() == values.data_ptr()
+    assert torch.equal((nested + other).values(), 2 * values)
+    assert (nested._get_min_seqlen(), nested._get_max_seqlen()) == (0, 4)
+    assert same_rows(nested, [values[:2], values[2:2], values[2:]])
+    assert torch.nested.to_padded_tensor(nested, -1.0).tolist() == [[0, 1, -1, -1], [-1] * 4, [2, 3, 4, 5]]
+    assert same_rows(pickle.loads(pickle.dumps(nested)), list(nested.unbind()))
+    wants = torch.arange(6.0, requires_grad=True)
+    (jagged_from_values(wants, offsets, span=(0, 4)) * 3).values().sum().backward()
+    assert wants.grad is not None
+    assert wants.grad.tolist() == [3] * 6
+    leaf = jagged_from_values(values.clone(), offsets, span=(0, 4)).requires_grad_()
+    (leaf * 2).values().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.values().tolist() == [2] * 6
+
+
+def test_a_constructor_that_makes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> torch.Tensor:
+        raise TypeError("unexpected keyword argument '_metadata_cache'")
+
+    for makes in (refuses, lambda values, offsets, span: nested_of([values])):
+        monkeypatch.setattr(jagged, "_constructed", makes)
+        assert not jagged._constructor_serves.__wrapped__()
 
 
 def test_is_jagged() -> None:
@@ -186,8 +225,14 @@ def test_pad_nested_with_holes_and_width() -> None:
 def test_pad_element_is_the_bits_of_the_number(dtype: torch.dtype) -> None:
     element = pad_element(True, dtype)
     assert element.shape == ()
+    assert not element.flags.writeable, "it is given out again"
     bits = torch.from_numpy(np.frombuffer(element.tobytes(), dtype=np.uint8).copy())
     assert same_bits(bits.view(dtype), torch.ones(1).to(dtype))
+
+
+def test_pad_elements_that_are_equal_but_differ_in_bits() -> None:
+    bits = [pad_element(value, torch.float32).tobytes().hex() for value in (0.0, -0.0, 0, float("nan"), 0.0)]
+    assert bits == ["00000000", "00000080", "00000000", "0000c07f", "00000000"]
 
 
 def test_select_rows() -> None:

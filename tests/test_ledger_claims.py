@@ -147,6 +147,7 @@ def test_unknown_names_are_refused_at_once(client: Client) -> None:
         {"batch_size": 2, "group_size": 3},
         {"batch_size": 1, "lease_s": 0.0},
         {"batch_size": 1, "timeout_s": -1.0},
+        {"batch_size": 1, "max_lag": -1},
         {"batch_size": 1, "where": (c.Predicate(tag="n", op="~", value=1),)},
         {"batch_size": 1, "where": (c.Predicate(tag="n", op="in", value=1),)},
     ],
@@ -248,6 +249,59 @@ def test_the_tail_of_a_filtered_claim_waits_for_undecided_samples_only(client: C
     assert client.result(waiting) is None
     client.do(c.SetTags(partition="p", samples=by_ids("c"), tags=(c.TagColumn(name="keep", values=(True,)),)))
     assert client.claimed_by(waiting) == ("a", "c")
+
+
+def set_version(client: Client, version: int) -> None:
+    client.do(c.SetVersion(partition="p", version=version))
+
+
+def test_max_lag_counts_from_the_partitions_version(client: Client) -> None:
+    client.put(["a", "b", "c", "d"], tags={"weight_version": [0, 1, 2, 3]})
+    client.put(["e"])
+    assert client.claimed(9, max_lag=0, blocking=False, task="score") == ("a", "b", "c", "d")
+    set_version(client, 3)
+    assert client.claimed(9, max_lag=1, blocking=False) == ("c", "d")
+    set_version(client, 1)
+    assert client.claimed(9, max_lag=0, blocking=False) == ("b",)
+    assert [part.version for part in client.stats().partitions] == [1]
+
+
+def test_a_waiting_claim_follows_the_version(client: Client) -> None:
+    client.put(["a", "b"], tags={"v": [4, 5]})
+    set_version(client, 10)
+    waiting = client.waits(client.claim(1, max_lag=4, version_tag="v", where=(c.Predicate(tag="v", op="<", value=9),)))
+    set_version(client, 8)
+    assert client.claimed_by(waiting) == ("a",)
+
+
+def test_a_too_old_sample_holds_up_no_tail(client: Client) -> None:
+    client.put(["a", "b", "c"], tags={"weight_version": [1, 2, 3]})
+    client.do(c.Seal(partition="p"))
+    waiting = client.waits(client.claim(4, ["x"], max_lag=1))
+    client.put(["c"], {"x": [1]})
+    assert client.result(waiting) is None
+    set_version(client, 4)
+    assert client.claimed_by(waiting) == ("c",)
+
+
+def test_a_sample_without_a_version_may_still_get_one(client: Client) -> None:
+    client.put(["a", "b"], tags={"other": [1, 1]})
+    client.do(c.Seal(partition="p"))
+    waiting = client.waits(client.claim(2, max_lag=1))
+    column = c.TagColumn(name="weight_version", values=(0, -2))
+    client.do(c.SetTags(partition="p", samples=by_ids("a", "b"), tags=(column,)))
+    assert client.claimed_by(waiting) == ("a",)
+
+
+def test_the_version_outlives_a_register_and_is_part_of_a_steps_terms(client: Client) -> None:
+    client.put(["a", "b"], tags={"weight_version": [1, 5]})
+    set_version(client, 5)
+    client.register()
+    assert client.claimed(1, max_lag=2, dp_rank=0, dp_world=1, step=0) == ("b",)
+    with pytest.raises(InvalidRequestError, match="fixed with max_lag=2; this claim says max_lag=3"):
+        client.raise_(client.claim(1, max_lag=3, dp_rank=0, dp_world=1, step=0))
+    with pytest.raises(PartitionNotFoundError):
+        client.do(c.SetVersion(partition="none", version=1))
 
 
 def test_groups_are_claimed_whole(client: Client) -> None:
@@ -374,6 +428,6 @@ def test_why_blocked_counts(client: Client) -> None:
     client.put(["a"], {"y": [1]})
     client.claimed(1, ["x", "y"], lease_s=5.0)
     report = client.call(c.Blocked, c.WhyBlocked(partition="p", task="train", fields=("x", "y", "z")))
-    assert (report.unclaimed, report.ready, report.leased) == (1, 0, 1)
+    assert (report.unclaimed, report.ready, report.claimed, report.leased) == (1, 0, 1, 1)
     assert report.lacking == {"x": 0, "y": 1, "z": 1}
     assert "'z'" in report.why

@@ -37,6 +37,7 @@ from dataplane.ledger.commands import (
     Seal,
     SessionSilent,
     SetTags,
+    SetVersion,
     Stats,
     StatsReport,
     Tick,
@@ -44,8 +45,8 @@ from dataplane.ledger.commands import (
     UnitAdded,
 )
 from dataplane.types import GRANULE_BYTES, FieldSpec
+from tests.ledger_claim_model import Name, Sample
 from tests.ledger_machine import HOSTS, Unit
-from tests.ledger_model import Name, Sample
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
 from tests.ledger_writer import IDS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
@@ -55,7 +56,9 @@ class LedgerMachine(LedgerWriter):
     # --- rules: sessions, units, time ------------------------------------------------------------------------
 
     @initialize(
-        data=st.data(), granules=st.lists(st.integers(12, 64), min_size=1, max_size=2), backed=st.integers(0, 40)
+        data=st.data(),
+        granules=st.lists(st.sampled_from([12, 20, 33, 64, 200]), min_size=1, max_size=2),
+        backed=st.sampled_from([0, 5, 20, 40, 200]),
     )
     def begin(self, data: st.DataObject, granules: list[int], backed: int) -> None:
         self.feed(Tick(now=0.0))
@@ -173,10 +176,19 @@ class LedgerMachine(LedgerWriter):
         fate = data.draw(st.sampled_from(["commit", "abort", "later", "later", "double", "short"]))
         self.write(data, self.draw_samples(data), names, mode, data.draw(st.sampled_from(list(OnFull))), fate)
 
-    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
+    @precondition(LedgerWriter.speaking)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def put_ahead(self, data: st.DataObject, count: int) -> None:
+        """Small puts into room that their session allocated ahead."""
+        for _ in range(count):
+            if self.speaking():
+                names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
+                self.write_ahead(data, self.draw_samples(data), names)
+
+    @precondition(lambda self: self.planned())
     @rule(data=st.data())
     def commit_late(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([name for name in self.model.reserved if self.clients[name[0]].speaks]))
+        name = data.draw(st.sampled_from(self.planned()))
         self.call(self.clients[name[0]], self.plans[name])
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.reserved))
@@ -228,7 +240,7 @@ class LedgerMachine(LedgerWriter):
         blocking=st.booleans(),
         order=st.sampled_from(list(Order)),
         lease=st.sampled_from([None, None, 4.0]),
-        extra=st.sampled_from(["", "", "", "where", "group"]),
+        extra=st.sampled_from(["", "", "", "where", "group", "lag"]),
     )
     def claim(
         self,
@@ -257,8 +269,15 @@ class LedgerMachine(LedgerWriter):
             group_size=2 if extra == "group" else None,
             order=order,
             lease_s=lease,
+            max_lag=2 if extra == "lag" else None,
+            partial_after_s=data.draw(st.sampled_from([None, 1.0, 3.5])) if extra == "group" else None,
         )
         self.call(self.draw_client(data), command)
+
+    @precondition(LedgerWriter.speaking)
+    @rule(data=st.data(), version=st.integers(0, 11))
+    def version(self, data: st.DataObject, version: int) -> None:
+        self.call(self.draw_client(data), SetVersion(partition="p", version=version))
 
     @precondition(LedgerWriter.living)
     @rule(
@@ -307,6 +326,10 @@ class LedgerMachine(LedgerWriter):
             client.alive = False
             self.pass_time(seconds)
 
+    def planned(self) -> list[Name]:
+        """Reservations of sessions that speak, with a commit in mind."""
+        return [name for name in self.plans if name in self.model.reserved and self.clients[name[0]].speaks]
+
     def holdings(self, *, leased: bool) -> list[tuple[Name, str, Sample]]:
         """Claimed samples whose session still speaks."""
         return [
@@ -314,7 +337,7 @@ class LedgerMachine(LedgerWriter):
             for partition in self.model.partitions.values()
             for sample in partition.samples.values()
             for task, held in sample.claims.items()
-            if self.clients[held.name[0]].speaks and (held.until is not None) == leased
+            if held.name[0] and self.clients[held.name[0]].speaks and (held.until is not None) == leased
         ]
 
     @precondition(LedgerWriter.living)
@@ -423,6 +446,7 @@ class LedgerMachine(LedgerWriter):
         self.call(client, List(partition="p"))
         if partition is not None and task in partition.tasks:
             self.call(client, CheckConsumption(partition="p", tasks=(task,)))
+            self.ask_why(client, task, data.draw(st.sampled_from([None, 2])), data.draw(st.sampled_from([None, 2])))
 
     @precondition(LedgerWriter.speaking)
     @rule(data=st.data())

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.rowcopy import WORD_TYPES, gather, gather_padded, merge_runs
+from dataplane.rowcopy import LONG_BYTES, WORD_TYPES, Run, copy_runs, gather, gather_padded, merge_runs
 
 
 def test_rows_that_follow_one_another_are_merged() -> None:
@@ -39,6 +39,36 @@ def test_gather_is_concatenation(data: st.DataObject) -> None:
     gather_padded(buffers, which, offsets, sizes, padded, pad)
     for row, got in zip(rows, padded, strict=True):
         assert got.tobytes() == row.tobytes() + pad.tobytes() * ((12 * unit - len(row)) // unit)
+
+
+def test_long_copies_are_left_to_the_caller() -> None:
+    """Rows of 1 byte, of a long run, and of a bit less: two buffers, padded or not."""
+    generator = np.random.default_rng(0)
+    buffers = [generator.integers(0, 256, 4 * LONG_BYTES, dtype=np.uint8) for _ in range(2)]
+    which, sizes = np.array([0, 1, 0, 1], np.int32), np.array([1, LONG_BYTES, LONG_BYTES - 1, 3 * LONG_BYTES])
+    offsets = np.array([7, 5, LONG_BYTES, LONG_BYTES])
+    rows = [buffers[b][o : o + n] for b, o, n in zip(which, offsets, sizes, strict=True)]
+    later: list[Run] = []
+    out = np.zeros(int(sizes.sum()), np.uint8)
+    gather(buffers, which, offsets, sizes, out, later=later)
+    assert [target.nbytes for target, _ in later] == [LONG_BYTES, 3 * LONG_BYTES]
+    copy_runs(later)
+    assert np.array_equal(out, np.concatenate(rows))
+
+    later.clear()
+    padded = np.zeros((4, 3 * LONG_BYTES), np.uint8)
+    gather_padded(buffers, which, offsets, sizes, padded, np.array(9, np.uint8), later=later)
+    assert [target.nbytes for target, _ in later] == [
+        3 * LONG_BYTES - 1,
+        LONG_BYTES,
+        2 * LONG_BYTES,
+        2 * LONG_BYTES + 1,
+        3 * LONG_BYTES,
+    ]
+    copy_runs(later)
+    for row, got in zip(rows, padded, strict=True):
+        assert np.array_equal(got[: len(row)], row)
+        assert (got[len(row) :] == 9).all()
 
 
 def test_rows_outside_a_buffer_are_caught_before_anything_is_copied() -> None:

@@ -20,12 +20,13 @@ def place(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def test_what_was_dropped_is_used_again() -> None:
+@pytest.mark.parametrize("size", [100, 2 * MIB + 100, 3 * MIB])
+def test_what_was_dropped_is_used_again(size: int) -> None:
     memory = WarmMemory(64 * MIB)
-    first = memory.take(3 * MIB)
+    first = memory.take(size)
     where = place(first)
     del first
-    assert place(memory.take(3 * MIB - 5)) == where
+    assert place(memory.take(size - 5)) == where
 
 
 @pytest.mark.parametrize("keep", ["array", "view", "tensor", "tensor view", "numpy of tensor"])
@@ -61,6 +62,17 @@ def test_regions_much_too_large_stay_for_others() -> None:
     assert small.nbytes == 3 * MIB
 
 
+def test_of_equal_regions_the_one_used_last_is_next_and_a_smaller_one_before_a_larger() -> None:
+    memory = WarmMemory(64 * MIB)
+    large, first, last = memory.take(6 * MIB), memory.take(4 * MIB), memory.take(4 * MIB)
+    places = [place(last), place(first), place(large)]
+    del large, first
+    assert memory.idle_bytes == 10 * MIB
+    del last
+    taken = [memory.take(4 * MIB) for _ in range(3)]
+    assert [place(array) for array in taken] == places
+
+
 def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
     memory = WarmMemory(10 * MIB)
     held = [memory.take(4 * MIB) for _ in range(5)]
@@ -76,9 +88,11 @@ def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
 def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
     empty = warm(WarmMemory(64 * MIB))
     for shape in ((3, 0), (7,), (5, FROM_BYTES, 2)):
-        tensor = empty(shape, dtype)
+        tensor, memory = empty(shape, dtype)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
+        assert memory.nbytes == tensor.nbytes
         tensor.zero_()
+        assert not memory.any()
 
 
 def test_a_forked_child_keeps_what_it_inherited() -> None:

@@ -43,6 +43,14 @@ def test_several_sharded_axes_keep_their_order() -> None:
     assert dispatch.shards_of([["a", "b"], ["c", "d"]], (1, 0)) == "c"
 
 
+def test_workers_are_called_in_their_order_whatever_the_layout() -> None:
+    sharding = NamedSharding([[3, 1], [0, 2]], ["data_parallel", "tensor_parallel"])
+    targets = dispatch.shard_targets(sharding, ["data_parallel"], ["tensor_parallel"], dummies=False)
+    assert [(target.worker, target.shard) for target in targets] == [(0, (1,)), (1, (0,)), (2, (1,)), (3, (0,))]
+    assert dispatch.result_workers(sharding, targets, ["tensor_parallel"]) == [0, 3]
+    assert dispatch.workers_at_zero(sharding, ["data_parallel"]) == [1, 3]
+
+
 def test_results_come_from_place_zero_of_replicated_outputs() -> None:
     targets = dispatch.shard_targets(SHARDING, ["data_parallel"], ["tensor_parallel"], dummies=True)
     assert dispatch.result_workers(SHARDING, targets, ["tensor_parallel"]) == [0, 4]
@@ -68,6 +76,18 @@ def test_shards_fit_their_axes(shards: Any, message: str) -> None:
         dispatch.check_shards("x", shards, SHARDING, ["data_parallel", "tensor_parallel"])
 
 
+def test_shards_that_fit() -> None:
+    dispatch.check_shards("x", [[1, 2], (3, 4)], SHARDING, ["data_parallel", "tensor_parallel"])
+    dispatch.check_shards("x", "anything", SHARDING, [])
+
+
+def test_outputs_may_be_replicated_on_sharded_axes() -> None:
+    targets = dispatch.shard_targets(SHARDING, ["data_parallel"], ["tensor_parallel"], dummies=False)
+    assert dispatch.result_workers(SHARDING, targets, ["data_parallel", "tensor_parallel"]) == [0]
+    with pytest.raises(ValueError, match="output_is_replicated: unknown axis 'experts'"):
+        dispatch.result_workers(SHARDING, targets, ["experts"])
+
+
 def test_axes_have_one_role_and_are_named_once() -> None:
     with pytest.raises(ValueError, match="it has one role"):
         reached(["data_parallel"], ["data_parallel"])
@@ -75,6 +95,10 @@ def test_axes_have_one_role_and_are_named_once() -> None:
         reached(["data_parallel", "data_parallel"], [])
     with pytest.raises(ValueError, match="in_sharded_axes: unknown axis 'experts'"):
         reached(["experts"], [])
+    with pytest.raises(ValueError, match="replicate_on_axes: a list of axes is needed, got 'data_parallel'"):
+        reached([], "data_parallel")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="run_rank_0_only_axes: unknown axis 'experts'"):
+        dispatch.workers_at_zero(SHARDING, ["experts"])
 
 
 def test_one_value_per_worker() -> None:
@@ -83,3 +107,11 @@ def test_one_value_per_worker() -> None:
         dispatch.check_counts(2, [[1, 2, 3]], {})
     with pytest.raises(ValueError, match=r"argument a: .*; got int"):
         dispatch.check_counts(2, [], {"a": 1})
+    with pytest.raises(ValueError, match=r"argument a: .*; got dict"):
+        dispatch.check_counts(2, [], {"a": {0: "x", 1: "y"}})
+
+
+def test_an_argument_is_common_or_not() -> None:
+    dispatch.check_common({"a": 1}, {"b": [1]})
+    with pytest.raises(ValueError, match="argument b: it is in common_kwargs too"):
+        dispatch.check_common({"b": 1}, {"b": [1]})

@@ -8,10 +8,18 @@ import sys
 import workers
 
 NAMES = [
+    "AsyncWork",
+    "Channel",
+    "Cluster",
+    "ClusterResource",
+    "CollectiveGroupOptions",
     "FetchPolicy",
+    "FlexiblePlacementStrategy",
     "LaunchedService",
     "MultiWorkerFuture",
     "NamedSharding",
+    "NodePlacementStrategy",
+    "PackedPlacementStrategy",
     "PolicyWorker",
     "REPLICATED_AXES",
     "RayVirtualCluster",
@@ -23,6 +31,9 @@ NAMES = [
     "ServiceStartError",
     "TQPolicy",
     "TQWorkerMixin",
+    "Worker",
+    "WorkerAddress",
+    "WorkerGroup",
     "WorkerStartError",
     "launch_service",
 ]

@@ -397,15 +397,122 @@ def test_shipped_packing_metadata_is_trusted(alone: Worker) -> None:
         alone._attach_or_repack_pack_metadata(data, meta)
 
 
-def test_without_it_packing_is_asked_of_the_worker(alone: Worker) -> None:
-    meta = KVBatchMeta("train", "train", ["a"])
-    data: BatchedDataDict[Any] = BatchedDataDict({"x": torch.ones(1)})
-    alone.cfg = {"sequence_packing": {"enabled": False}}
-    assert alone._attach_or_repack_pack_metadata(data, meta) is data
-    assert data.micro_batch_indices is None
-    alone.cfg = {"dynamic_batching": {"enabled": True}}
-    with pytest.raises(NotImplementedError, match="'dynamic_batching'"):
-        alone._attach_or_repack_pack_metadata(data, meta)
+PACKED = {
+    "sequence_packing": {
+        "enabled": True,
+        "algorithm": "first_fit_decreasing",
+        "train_mb_tokens": 45,
+        "logprob_mb_tokens": 100,
+    }
+}
+DYNAMIC = {
+    "dynamic_batching": {
+        "enabled": True,
+        "sequence_length_round": 4,
+        "train_mb_tokens": 45,
+        "logprob_mb_tokens": 160,
+    }
+}
+
+
+def pack_locally(rank: int, address: str, meta: KVBatchMeta, cfg: dict[str, Any]) -> list[Any]:
+    """The lengths of the micro-batches of each stage on this rank."""
+    worker = worker_on(rank, "tp2", address)
+    worker.cfg = cfg
+    meta = meta.with_fields(["input_ids"])
+    worker.get_logprobs_presharded(meta)
+    worker.train_presharded(meta, "loss")
+    worker.begin_train_step_presharded("loss")
+    worker.train_microbatch_presharded(meta)
+    worker.close_data_plane()
+    assert worker.forwarded is not None
+    assert worker.trained is not None
+    batches = [worker.forwarded, worker.trained[0], worker.step[1]]
+    return [(batch.micro_batch_lengths, batch.micro_batch_indices, batch.elem_counts_per_gb) for batch in batches]
+
+
+@pytest.mark.parametrize("cfg", [PACKED, DYNAMIC], ids=["packing", "dynamic"])
+def test_what_the_driver_did_not_pack_a_worker_packs_with_the_budget_of_the_stage(
+    cfg: dict[str, Any], pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition)
+    leader, sibling = pair.run(pack_locally, server.address, meta, cfg)
+    if isinstance(leader, Exception):
+        raise leader
+    assert leader == sibling
+    logprob, train, in_parts = leader
+    assert train == in_parts
+    assert [len(lengths[0]) for lengths, _, _ in (logprob, train)] == ([1, 3] if cfg is PACKED else [2, 4])
+    stored = client.get_batch(meta, ["input_ids", "prev_logprobs"], layout="jagged")
+    assert stored["prev_logprobs"].values().equal(-stored["input_ids"].values().float()), "each row to its own sample"
+
+
+def test_packing_again_keeps_global_batches(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    alone.cfg = PACKED
+    meta = put(client, partition).with_fields(["input_ids"])
+    meta.extra_info[schema.ELEM_COUNTS_PER_GB] = [4, 4]
+    alone.train_presharded(meta, "loss", gbs=4)
+    assert alone.trained is not None
+    data = alone.trained[0]
+    assert data.elem_counts_per_gb == [4, 4]
+    assert [sum(lengths) for lengths in data.micro_batch_lengths] == [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
+    first = data.get_batch(0).make_microbatch_iterator_for_packable_sequences()
+    assert sum(len(part["input_ids"]) for part in first) == 4
+    meta.extra_info[schema.ELEM_COUNTS_PER_GB] = [5, 3]
+    with pytest.raises(ValueError, match="cannot be packed again"):
+        alone.train_presharded(meta, "loss")
+
+
+def test_lengths_that_the_meta_does_not_know_are_read_from_the_batch(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    alone.cfg = PACKED
+    known = put(client, partition)
+    client.put_samples(known, partition, {"input_lengths": torch.tensor(LENGTHS)})
+    meta = KVBatchMeta(partition, "train", known.sample_ids, fields=["input_ids", "input_lengths"])
+    alone.train_presharded(meta, "loss")
+    assert alone.trained is not None
+    assert sum(alone.trained[0].micro_batch_lengths[0]) == sum(LENGTHS)
+    with pytest.raises(KeyError, match="'input_lengths'"):
+        alone.train_presharded(meta.with_fields(["input_ids"]), "loss")
+    with pytest.raises(ValueError, match="no sequence_lengths"):
+        alone.get_logprobs_presharded(meta)
+
+
+def test_repacking_a_batch(alone: Worker) -> None:
+    data: BatchedDataDict[Any] = BatchedDataDict({"input_lengths": torch.tensor([40, 5, 30, 25])})
+    alone.cfg = {}
+    assert alone._apply_packing_prep(data) is data
+    alone.cfg = PACKED
+    assert alone._apply_packing_prep(data).micro_batch_lengths == [[45, 30, 25]]
+    assert alone._apply_packing_prep(data, stage="logprob").micro_batch_lengths == [[100]]
+    for task, bins in (("train", 3), ("prev_lp", 1), ("ref_lp", 1), (None, 3)):
+        meta = KVBatchMeta("train", task, ["a", "b", "c", "d"])
+        packed = alone._attach_or_repack_pack_metadata(data, meta)
+        assert packed.get_microbatch_iterator_for_packable_sequences_len()[0] == bins
+
+
+# --- a step in parts ------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_parts(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition).with_fields(["input_ids"])
+    alone.begin_train_step_presharded("loss", gbs=8, mbs=2)
+    for part in (meta.slice(0, 4), meta.slice(4, 8)):
+        assert alone.train_microbatch_presharded(part) is None
+    assert alone.step[0] == ("loss", 8, 2)
+    assert [len(data["input_ids"]) for data in alone.step[1:]] == [4, 4]
+    assert alone.finish_train_step_presharded() == {"loss": 2.0, "is_replica_leader": True}
+    alone.coords = {"tensor_parallel": 1}
+    assert alone.finish_train_step_presharded()["is_replica_leader"] is False
+    alone.abort_train_step_presharded()
+    assert alone.step == []
+
+
+def test_a_step_must_end_in_a_mapping(alone: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "finish_train_step", lambda: 3.0)
+    with pytest.raises(TypeError, match="must return a mapping of results, got float"):
+        alone.finish_train_step_presharded()
 
 
 # --- set-up ---------------------------------------------------------------------------------------------------

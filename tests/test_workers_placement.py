@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from workers.placement import RANK_VARIABLES, bundles_to_use, place_workers, rank_environment
+from workers.placement import (
+    RANK_VARIABLES,
+    bundles_by_node,
+    bundles_to_use,
+    counted_by_host,
+    place_workers,
+    rank_environment,
+)
 
 
 def test_one_worker_per_bundle_by_default() -> None:
@@ -29,6 +36,51 @@ def test_tied_groups() -> None:
         (2, 0, 0, 0, 1, 0),
     ]
     assert [p.bundle_indices for p in places] == [(1, [1, 0]), None, (0, [0])]
+
+
+def test_tied_groups_over_several_nodes() -> None:
+    places = place_workers([2, 2, 1], [(0, [1, 2]), (1, [1, 2])], spanning=True)
+    assert [(p.node, p.bundle, p.local_rank) for p in places] == [(0, 1, 0), (1, 0, 0), (1, 1, 1), (2, 0, 0)]
+    assert [p.bundle_indices for p in places] == [(0, [1, 2]), None, (1, [1, 2]), None]
+    with pytest.raises(ValueError, match="bundle 3 of node 1 was named; it has 2 bundles"):
+        place_workers([2, 2, 1], [(1, [3])], spanning=True)
+    with pytest.raises(ValueError, match="bundle 2 of node 0 was named; it has 2 bundles"):
+        place_workers([2, 2, 1], [(0, [1, 2])])
+    with pytest.raises(ValueError, match="bundle -1 of node 1"):
+        place_workers([2, 2, 1], [(1, [-1])], spanning=True)
+
+
+@pytest.mark.parametrize(
+    ("counts", "hosts", "found"),
+    [
+        ([2, 2], "aabb", [[0, 1], [2, 3]]),
+        ([2, 2], "abab", [[0, 2], [1, 3]]),
+        ([1, 2], "aab", [[2], [0, 1]]),
+        ([1, 2], "aaa", [[2], [0, 1]]),
+        ([2, 1, 1], "aabb", [[0, 1], [2], [3]]),
+        ([3, 1], "abab", [[0, 1, 2], [3]]),
+        ([2, 2], "aaab", [[0, 1], [2, 3]]),
+    ],
+)
+def test_the_bundles_of_a_node_are_on_one_host_where_that_works_out(
+    counts: list[int], hosts: str, found: list[list[int]]
+) -> None:
+    assert bundles_by_node(counts, hosts) == found
+
+
+def test_workers_count_themselves_to_their_node_if_it_is_on_one_host() -> None:
+    places = place_workers([2, 2], [(1, [0]), (0, [0, 1])])
+    assert counted_by_host(places, "abb") == places
+    assert counted_by_host(places, "aaa") == places
+    assert [(p.node_rank, p.local_rank) for p in places] == [(1, 0), (0, 0), (0, 1)]
+
+
+def test_workers_count_themselves_to_their_host_if_a_node_is_on_several() -> None:
+    places = place_workers([3, 1], bundles_to_use([3, 1], None))
+    counted = counted_by_host(places, "abab")
+    assert [(p.node_rank, p.local_rank) for p in counted] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(p.node, p.bundle, p.rank) for p in counted] == [(0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 0, 3)]
+    assert rank_environment(counted[3], [("h", 1)] * 4, ("h", 2))["NODE_RANK"] == "1"
 
 
 def test_rank_environment() -> None:

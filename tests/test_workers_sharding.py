@@ -45,6 +45,19 @@ def test_coords_follow_the_layout_not_the_rank_number() -> None:
     assert sharding.get_ranks_by_coord(tensor_parallel=0) == [0, 3]
 
 
+def test_coords_are_looked_up_not_searched(sharding: NamedSharding) -> None:
+    del sharding._layout
+    assert sharding.get_worker_coords(13) == dict(zip(AXES, (1, 1, 0, 1), strict=True))
+
+
+def test_any_integers_will_do() -> None:
+    for layout in (((4, 2), (7, 1)), np.array([[4, 2], [7, 1]], dtype=np.uint8), [range(4, 6), range(7, 9)]):
+        sharding = NamedSharding(layout, ["a", "b"])
+        assert sharding.layout.dtype == np.int64
+        assert sharding.get_worker_coords(7) == {"a": 1, "b": 0}
+        assert sharding.get_ranks(a=np.int64(1), b=0) == 7
+
+
 def test_ranks_by_coord_match_free_axes(sharding: NamedSharding) -> None:
     assert sharding.get_ranks_by_coord(data_parallel=1, tensor_parallel=0) == [4, 6, 12, 14]
     assert sharding.get_ranks_by_coord() == list(range(16))

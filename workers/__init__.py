@@ -13,29 +13,48 @@ from dataplane.control.resolve import register_resolver
 from workers.resolver import SCHEME, resolve_actor
 
 if TYPE_CHECKING:
+    from workers.actors import WorkerStartError as WorkerStartError
+    from workers.address import WorkerAddress as WorkerAddress
     from workers.broadcast import FetchPolicy as FetchPolicy
     from workers.builder import RayWorkerBuilder as RayWorkerBuilder
+    from workers.channel import Channel as Channel
     from workers.cluster import RayVirtualCluster as RayVirtualCluster
     from workers.cluster import ResourcesNotReadyError as ResourcesNotReadyError
-    from workers.engine import WorkerStartError as WorkerStartError
-    from workers.group import MultiWorkerFuture as MultiWorkerFuture
     from workers.group import RayWorkerGroup as RayWorkerGroup
+    from workers.messages import AsyncWork as AsyncWork
+    from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
     from workers.mixin import PolicyWorker as PolicyWorker
     from workers.mixin import TQWorkerMixin as TQWorkerMixin
     from workers.policy import TQPolicy as TQPolicy
     from workers.ranks import REPLICATED_AXES as REPLICATED_AXES
+    from workers.resources import Cluster as Cluster
+    from workers.resources import ClusterResource as ClusterResource
+    from workers.results import MultiWorkerFuture as MultiWorkerFuture
     from workers.service import LaunchedService as LaunchedService
     from workers.service import ServiceStartError as ServiceStartError
     from workers.service import launch_service as launch_service
     from workers.sharding import NamedSharding as NamedSharding
     from workers.siblings import ReplicaGroupError as ReplicaGroupError
     from workers.siblings import ReplicaLostError as ReplicaLostError
+    from workers.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
+    from workers.strategies import NodePlacementStrategy as NodePlacementStrategy
+    from workers.strategies import PackedPlacementStrategy as PackedPlacementStrategy
+    from workers.worker import Worker as Worker
+    from workers.worker_group import WorkerGroup as WorkerGroup
 
 _HOME = {
+    "AsyncWork": "workers.messages",
+    "Channel": "workers.channel",
+    "Cluster": "workers.resources",
+    "ClusterResource": "workers.resources",
+    "CollectiveGroupOptions": "workers.messages",
     "FetchPolicy": "workers.broadcast",
+    "FlexiblePlacementStrategy": "workers.strategies",
     "LaunchedService": "workers.service",
-    "MultiWorkerFuture": "workers.group",
+    "MultiWorkerFuture": "workers.results",
     "NamedSharding": "workers.sharding",
+    "NodePlacementStrategy": "workers.strategies",
+    "PackedPlacementStrategy": "workers.strategies",
     "PolicyWorker": "workers.mixin",
     "REPLICATED_AXES": "workers.ranks",
     "RayVirtualCluster": "workers.cluster",
@@ -47,7 +66,10 @@ _HOME = {
     "ServiceStartError": "workers.service",
     "TQPolicy": "workers.policy",
     "TQWorkerMixin": "workers.mixin",
-    "WorkerStartError": "workers.engine",
+    "Worker": "workers.worker",
+    "WorkerAddress": "workers.address",
+    "WorkerGroup": "workers.worker_group",
+    "WorkerStartError": "workers.actors",
     "launch_service": "workers.service",
 }
 

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import socket
+import logging
+import random
+import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from workers.actors import kill, wait
+from workers.placement import bundles_by_node
+from workers.ports import PortKeeper
+
+logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 120.0
-PROBE_TIMEOUT_S = 60.0
+FIRST_WAIT_S = 2.0
+LONGEST_WAIT_S = 30.0
+KEEPER_TIMEOUT_S = 60.0
+RELEASE_TIMEOUT_S = 5.0
+_RESOURCES_SHOWN_NODES = 8
+Bundle = tuple[int, int]
+"""(placement group, bundle within it)."""
+Endpoint = tuple[str, int]
+"""(address, port)."""
 
 
 class ResourcesNotReadyError(TimeoutError):
-    """The Ray cluster did not free the bundles that were asked for in time; says what was asked and what there is."""
-
-
-def _free_endpoints(count: int) -> tuple[str, list[int]]:
-    """This node's address and `count` distinct ports that nothing is bound to."""
-    sockets = []
-    try:
-        for _ in range(count):
-            sockets.append(socket.socket())
-            sockets[-1].bind(("", 0))
-        return ray.util.get_node_ip_address(), [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    """The Ray cluster did not provide what was asked for in time; says what was asked and what there is."""
 
 
 class RayVirtualCluster:
@@ -39,8 +46,13 @@ class RayVirtualCluster:
     bundle_ct_per_node_list: bundles on each node, one list entry per node; a worker takes a bundle.
     use_gpus: a GPU in each bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that
     many CPUs. num_gpus_per_node: the most bundles with GPUs a node can have. name: shown in Ray's listings; need not be
-    unique. placement_group_strategy: Ray's name of how bundle groups spread over nodes where one group holds them all;
-    groups of one node are always packed.
+    unique. placement_group_strategy: Ray's name of how bundles spread over nodes where one placement group holds them
+    all; placement groups of one node are always packed, each on another of Ray's nodes while there are enough.
+
+    ready_timeout_s (an attribute, settable): how long to wait for the bundles.
+
+    A node of this cluster is a list entry; two may be on one of Ray's nodes where Ray has fewer. Safe to use from
+    several threads. A context manager.
     """
 
     def __init__(
@@ -66,9 +78,16 @@ class RayVirtualCluster:
         self.placement_group_strategy = placement_group_strategy
         self.ready_timeout_s = READY_TIMEOUT_S
         self._bundle_counts = counts
+        self._lock = RLock()
         self._placement_groups: list[PlacementGroup] | None = None
         self._unified = False
-        self._handed_out: set[tuple[str, int]] = set()
+        self._host_of: dict[Bundle, str] = {}
+        self._nodes: list[list[Bundle]] = []
+        self._keepers: dict[str, ActorHandle] = {}
+        self._held: dict[Endpoint, ActorHandle] = {}
+        self._used_by: dict[Hashable, list[Bundle]] = {}
+
+    # --- what there is --------------------------------------------------------------------------------------------
 
     @property
     def bundle_counts(self) -> list[int]:
@@ -76,9 +95,14 @@ class RayVirtualCluster:
         return list(self._bundle_counts)
 
     @property
+    def unified(self) -> bool:
+        """Whether one placement group holds the bundles of all nodes."""
+        return self._unified
+
+    @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs a worker may take so that every colocated group gets its share."""
-        return 1.0 / self.max_colocated_worker_groups if self.use_gpus else 0.0
+        """GPUs a worker may take so that every colocated group gets its share, in the steps of 0.0001 that Ray has."""
+        return 10_000 // self.max_colocated_worker_groups / 10_000 if self.use_gpus else 0.0
 
     def world_size(self) -> int:
         """The number of bundles."""
@@ -87,93 +111,244 @@ class RayVirtualCluster:
     def node_count(self) -> int:
         return len(self._bundle_counts)
 
+    # --- placement groups -----------------------------------------------------------------------------------------
+
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups, reserved on first use: one per node, or one where a unified one was asked for.
 
         Blocks until Ray has them ready, up to `ready_timeout_s`; then `ResourcesNotReadyError`, holding nothing.
         """
-        if self._placement_groups is None:
+        with self._lock:
             self._init_placement_groups()
-        assert self._placement_groups is not None
-        return list(self._placement_groups)
+            assert self._placement_groups is not None
+            return list(self._placement_groups)
 
     def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> None:
         """Reserve the bundles: one group for each node (packed), or one unified over all of them (`strategy`, else the
         cluster's). A no-op when they are reserved."""
-        if self._placement_groups is not None:
-            return
-        bundle = {"CPU": float(self.max_colocated_worker_groups)}
-        if self.use_gpus:
-            bundle["GPU"] = 1.0
-        shapes = [[dict(bundle) for _ in range(count)] for count in self._bundle_counts]
-        if use_unified_pg:
-            shapes = [[one for shape in shapes for one in shape]]
-        kind = (strategy or self.placement_group_strategy) if use_unified_pg else "STRICT_PACK"
-        unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
-        self._placement_groups, self._unified = [], use_unified_pg
-        try:
-            for number, shape in enumerate(shapes):
-                self._placement_groups.append(placement_group(shape, strategy=kind, name=f"{unique}-{number}"))
-            self._await_ready(bundle)
-        except BaseException:
-            self.shutdown()
-            raise
+        with self._lock:
+            if self._placement_groups is not None:
+                return
+            self._unified = use_unified_pg
+            try:
+                self._reserve(strategy or self.placement_group_strategy)
+                self._locate_bundles()
+            except BaseException:
+                self.shutdown()
+                raise
 
-    def _await_ready(self, bundle: dict[str, float]) -> None:
-        """Wait for every placement group, in growing steps so that a slow cluster is asked less and less often."""
-        waited_s, step_s = 0.0, 1.0
-        waiting = self.get_placement_groups()
-        while waiting:
-            step_s = min(step_s * 2, 30.0, self.ready_timeout_s - waited_s)
-            if step_s <= 0:
-                asked, has, free = self.world_size(), ray.cluster_resources(), ray.available_resources()
+    def _reserve(self, strategy: str) -> None:
+        """Ask for the bundles until Ray has them all, waiting longer each time.
+
+        In between all are given back: two clusters that each hold a part of what both need would wait for each other.
+        """
+        end = time.monotonic() + self.ready_timeout_s
+        wait_s = FIRST_WAIT_S
+        while not self._ready(strategy, min(wait_s * random.uniform(0.75, 1.25), end - time.monotonic())):
+            asked, left_s = self._asked(), end - time.monotonic()
+            self._remove()
+            if left_s <= 0:
                 raise ResourcesNotReadyError(
-                    f"asked for {asked} bundles of {bundle} on {self.node_count()} nodes ({self._bundle_counts}); not "
-                    f"reserved within {self.ready_timeout_s:.0f} s. The Ray cluster has {_brief(has)}, of which free "
-                    f"{_brief(free)}. Free some, or ask for fewer."
+                    f"{asked}. Not reserved within {self.ready_timeout_s:g} s: free some, or ask for less"
                 )
-            if waiting[-1].wait(timeout_seconds=max(step_s, 0.05)):
-                waiting.pop()
-            else:
-                waited_s += step_s
+            logger.warning("not reserved yet, asking again for another %.0f s at most: %s", left_s, asked)
+            wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
-    def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
+    def _ready(self, strategy: str, wait_s: float) -> bool:
+        """Ask for the bundles; whether all are there within that time."""
+        self._placement_groups = []
+        self._ask(self._placement_groups, strategy)
+        asked = [group.ready() for group in self._placement_groups]
+        return len(wait(asked, num_returns=len(asked), timeout_s=wait_s)) == len(asked)
+
+    def _bundle(self) -> dict[str, float]:
+        return {"CPU": float(self.max_colocated_worker_groups), **({"GPU": 1.0} if self.use_gpus else {})}
+
+    def _ask(self, groups: list[PlacementGroup], strategy: str) -> None:
+        """Add to `groups` what is asked of Ray, one by one."""
+        unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
+        if self._unified:
+            bundles = [self._bundle() for _ in range(self.world_size())]
+            groups.append(placement_group(bundles, strategy=strategy, name=unique))
+            return
+        for node, (count, target) in enumerate(zip(self._bundle_counts, self._targets(), strict=True)):
+            bundles = [self._bundle() for _ in range(count)]
+            groups.append(
+                placement_group(bundles, strategy="STRICT_PACK", name=f"{unique}-{node}", _soft_target_node_id=target)
+            )
+
+    def _targets(self) -> list[str | None]:
+        """For each node another of Ray's nodes that could hold it, while there are any: Ray left alone would fill one
+        before it takes the next."""
+        if self.node_count() == 1:
+            return [None]
+        free = _alive_nodes()
+        targets: list[str | None] = []
+        for count in self._bundle_counts:
+            wanted = {name: count * amount for name, amount in self._bundle().items()}
+            fits = (node for node in free if all(node["Resources"].get(name, 0) >= wanted[name] for name in wanted))
+            target = next(fits, None)
+            if target is not None:
+                free.remove(target)
+            targets.append(target["NodeID"] if target is not None else None)
+        return targets
+
+    def _asked(self) -> str:
+        kind = "in one placement group" if self._unified else "each node's together"
+        return (
+            f"asked for {self.world_size()} bundles of {_brief(self._bundle())} on {self.node_count()} nodes "
+            f"({self._bundle_counts}, {kind}); the Ray cluster has {_brief(ray.cluster_resources())}, of which free "
+            f"{_brief(ray.available_resources())}, on nodes of {_nodes()}"
+        )
+
+    def _locate_bundles(self) -> None:
+        """Note where Ray put each bundle and which bundles make up each node."""
+        assert self._placement_groups is not None
+        for number, group in enumerate(self._placement_groups):
+            for bundle in range(group.bundle_count):
+                self._host_of[number, bundle] = node_of_bundle(group, bundle)
+        if self._unified:
+            hosts = [self._host_of[0, bundle] for bundle in range(self.world_size())]
+            by_node = bundles_by_node(self._bundle_counts, hosts)
+            self._nodes = [[(0, bundle) for bundle in bundles] for bundles in by_node]
+        else:
+            self._nodes = [
+                [(node, bundle) for bundle in range(count)] for node, count in enumerate(self._bundle_counts)
+            ]
+
+    def locate(self, node: int, bundle: int) -> Bundle:
+        """Where bundle `bundle` of node `node` is, reserving the bundles if they are not."""
+        self.get_placement_groups()
+        return self._nodes[node][bundle]
+
+    def host_of(self, bundle: Bundle) -> str:
+        """The id of the Ray node that a bundle is on, reserving the bundles if they are not."""
+        self.get_placement_groups()
+        return self._host_of[bundle]
+
+    # --- endpoints ------------------------------------------------------------------------------------------------
+
+    def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> Endpoint:
         """An address of the node that bundle `bundle_idx` of placement group `pg_idx` is on, and a port free there.
 
-        No two calls on this cluster return the same. Blocks up to `PROBE_TIMEOUT_S` for an answer from that node.
+        The port is held (see `PortKeeper` for how its worker binds it) until `shutdown`, and nobody else on that node
+        gets it. Blocks up to `KEEPER_TIMEOUT_S` for that node. IndexError for a bundle that is not there.
         """
-        return self.free_endpoints(pg_idx, bundle_idx, 1)[0]
+        return self.hold_endpoints([(pg_idx, bundle_idx)])[0]
 
-    def free_endpoints(self, pg_idx: int, bundle_idx: int, count: int) -> list[tuple[str, int]]:
-        """`count` times `get_available_address_and_port`, in one visit to the node."""
-        group = self.get_placement_groups()[pg_idx]
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_idx)
-        probe = ray.remote(num_cpus=0)(_free_endpoints).options(scheduling_strategy=place)
-        found: list[tuple[str, int]] = []
-        while len(found) < count:
-            address, ports = ray.get(probe.remote(count - len(found)), timeout=PROBE_TIMEOUT_S)
-            new = [(address, port) for port in ports if (address, port) not in self._handed_out]
-            self._handed_out.update(new)
-            found += new
-        return found
-
-    def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address and free port of the node of the first bundle."""
+    def get_master_address_and_port(self) -> Endpoint:
+        """`get_available_address_and_port` of the first bundle."""
         return self.get_available_address_and_port(0, 0)
 
-    def locate(self, node: int, bundle: int) -> tuple[int, int]:
-        """(placement group, bundle within it) of bundle `bundle` of node `node`."""
-        if not self._unified:
-            return node, bundle
-        return 0, sum(self._bundle_counts[:node]) + bundle
+    def hold_endpoints(self, bundles: Sequence[Bundle]) -> list[Endpoint]:
+        """`get_available_address_and_port` of each, in one visit to each node, all at the same time."""
+        with self._lock:
+            self.get_placement_groups()
+            for bundle in bundles:
+                if bundle not in self._host_of:
+                    raise IndexError(f"(placement group, bundle) {bundle} was named; there are {sorted(self._host_of)}")
+            hosts = [self._host_of[bundle] for bundle in bundles]
+            asked = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
+            address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+            new: dict[str, list[Endpoint]] = {}
+            try:
+                for host, ports in asked.items():
+                    new[host] = [(address_of[host], port) for port in self._answer(ports, host)]
+                    self._held.update(dict.fromkeys(new[host], self._keepers[host]))
+            except BaseException:
+                self.release_endpoints([endpoint for here in new.values() for endpoint in here])
+                raise
+            return [new[host].pop(0) for host in hosts]
+
+    def release_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
+        """Hold these no longer. Waits for the nodes up to `RELEASE_TIMEOUT_S`; one that is gone holds nothing."""
+        with self._lock:
+            ports: dict[ActorHandle, list[int]] = {}
+            for endpoint in endpoints:
+                keeper = self._held.pop(endpoint, None)
+                if keeper is not None:
+                    ports.setdefault(keeper, []).append(endpoint[1])
+            if not ports or not ray.is_initialized():
+                return
+            try:
+                asked = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
+                ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)
+            except Exception as error:
+                logger.warning("cannot release ports: %s", error)
+            needed = set(self._held.values())
+            kill([keeper for keeper in self._keepers.values() if keeper not in needed])
+            self._keepers = {host: keeper for host, keeper in self._keepers.items() if keeper in needed}
+
+    def _keeper(self, host: str) -> ActorHandle:
+        """The actor that holds this cluster's ports on a node, while there are any. It is in a bundle there, so that it
+        ends with the bundles."""
+        if host not in self._keepers:
+            group, bundle = next(place for place, there in self._host_of.items() if there == host)
+            place = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)
+            keeper = ray.remote(PortKeeper).options(num_cpus=0, scheduling_strategy=place).remote()
+            self._keepers[host] = keeper
+        return self._keepers[host]
+
+    def _answer(self, ports: ObjectRef, host: str) -> list[int]:
+        try:
+            found: list[int] = ray.get(ports, timeout=KEEPER_TIMEOUT_S)
+        except RayError as error:
+            del self._keepers[host]
+            raise ResourcesNotReadyError(
+                f"node {host} has not given ports: {error or f'no answer within {KEEPER_TIMEOUT_S:.0f} s'}"
+            ) from error
+        return found
+
+    # --- who uses it, and the end -----------------------------------------------------------------------------------
+
+    def join(self, user: Hashable) -> bool:
+        """Count `user`, a group of workers, among those that use the bundles. Whether they were reserved before."""
+        with self._lock:
+            self._used_by[user] = []
+            return self._placement_groups is not None
+
+    def occupy(self, user: Hashable, bundles: Sequence[Bundle]) -> None:
+        """Note that `user` has a worker on each of `bundles`. ValueError where that is one more than fit on one."""
+        with self._lock:
+            taken = Counter(bundle for used in self._used_by.values() for bundle in used)
+            taken.update(bundles)
+            for bundle in bundles:
+                if taken[bundle] > self.max_colocated_worker_groups:
+                    raise ValueError(
+                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}: there is room "
+                        f"for max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
+                    )
+            self._used_by[user] = list(bundles)
+
+    def leave(self, user: Hashable, *, keep: bool = True) -> None:
+        """Forget `user`. Without `keep`, end the reservation if no other group uses it."""
+        with self._lock:
+            was_here = self._used_by.pop(user, None) is not None
+            if was_here and not keep and not self._used_by:
+                self.shutdown()
 
     def shutdown(self) -> bool:
-        """Give the bundles back; whoever still runs on them is ended by Ray. Idempotent, also after Ray is gone."""
-        groups, self._placement_groups = self._placement_groups, None
-        if groups and ray.is_initialized():
-            for group in groups:
-                remove_placement_group(group)
-        return True
+        """Give the bundles and ports back; whoever still runs on them is ended by Ray. Whether all went well.
+
+        Idempotent, also after Ray is gone. Whoever uses the cluster again reserves anew.
+        """
+        with self._lock:
+            self._host_of, self._nodes, self._keepers, self._held = {}, [], {}, {}
+            self._used_by, self._unified = {}, False
+            return self._remove()
+
+    def _remove(self) -> bool:
+        """Remove what placement groups there are. Whether all went well; also after Ray is gone, which removed them."""
+        groups, self._placement_groups = self._placement_groups or [], None
+        well = True
+        for group in groups:
+            try:
+                if ray.is_initialized():
+                    remove_placement_group(group)
+            except Exception as error:
+                logger.warning("cannot remove placement group %s: %s", group.id.hex(), error)
+                well = False
+        return well
 
     def __enter__(self) -> RayVirtualCluster:
         return self
@@ -182,6 +357,17 @@ class RayVirtualCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _nodes() -> str:
+    nodes = _alive_nodes()
+    more = len(nodes) - _RESOURCES_SHOWN_NODES
+    shown = " + ".join(f"({_brief(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _brief(resources: dict[str, Any]) -> str:

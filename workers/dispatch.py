@@ -21,8 +21,10 @@ class Target:
 
 
 def known_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
-    """ValueError naming the argument for an axis the sharding does not have, or one given twice in it."""
+    """ValueError naming the argument for an axis the sharding does not have, one given twice in it, or a bare name."""
     for argument, names in axes.items():
+        if isinstance(names, str):
+            raise ValueError(f"{argument}: a list of axes is needed, got {names!r}")
         for name in names:
             if name not in sharding.names:
                 raise ValueError(f"{argument}: unknown axis {name!r}; the workers have {', '.join(sharding.names)}")
@@ -96,7 +98,20 @@ def shards_of(shards: Any, places: Sequence[int]) -> Any:
 
 def check_counts(workers: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """ValueError unless each argument is a list with one value per worker that runs."""
-    for name, values in [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]:
-        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != workers:
-            size = len(values) if hasattr(values, "__len__") else type(values).__name__
-            raise ValueError(f"argument {name}: {workers} workers run, so it needs a list of {workers}; got {size}")
+    for name, values in named(args, kwargs):
+        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+        if not is_list or len(values) != workers:
+            got = len(values) if is_list else type(values).__name__
+            raise ValueError(f"argument {name}: {workers} workers run, so it needs a list of {workers}; got {got}")
+
+
+def check_common(common: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+    """ValueError where a keyword argument is given both for all workers and for each."""
+    for name in kwargs:
+        if name in common:
+            raise ValueError(f"argument {name}: it is in common_kwargs too; give it for all workers or for each")
+
+
+def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Arguments with their names, positional ones by their number."""
+    return [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]

@@ -7,7 +7,7 @@ batches; it gains `*_presharded` methods that take a `KVBatchMeta` instead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,10 @@ from dataplane import (
     DataPlaneClient,
     DataPlaneConfig,
     KVBatchMeta,
+    StreamingDataLoader,
     build_data_plane_client,
     materialize,
+    shard_meta_for_dp,
     write_columns,
 )
 from dataplane.schema import (
@@ -32,9 +34,12 @@ from dataplane.schema import (
     Layout,
 )
 from workers.broadcast import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, Part, ReplicaGroup
-from workers.ranks import REPLICATED_AXES
+from workers.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
 from workers.sharding import NamedSharding
+from workers.stages import Stage, packing_arguments, stage_of
+from workers.streams import SharedStream
 
+IS_REPLICA_LEADER = "is_replica_leader"
 Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
 
 
@@ -61,10 +66,34 @@ class PolicyWorker(Protocol):
     ) -> Any: ...
 
 
-class _Hosted(PolicyWorker, Protocol):
+class SplitStepWorker(Protocol):
+    """What a host has besides, if its driver makes steps in parts: `begin_train_step`, `train_microbatch` for each part
+    as it comes, then `finish_train_step` or `abort_train_step`.
+
+    The host keeps the open step's state: at most one is open, and a second `begin_train_step` raises.
+    `train_microbatch` adds up gradients and counts of a batch of this rank's samples, and reduces nothing over
+    data-parallel ranks. `finish_train_step` reduces, divides by what the whole step counted, steps the optimizer and
+    returns what `train` does. `abort_train_step` drops what was added up, steps nothing, and does nothing without an
+    open step.
+    """
+
+    def begin_train_step(self, *, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
+
+    def train_microbatch(self, *, data: BatchedDataDict[Any]) -> None: ...
+
+    def finish_train_step(self) -> Any: ...
+
+    def abort_train_step(self) -> None: ...
+
+
+class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
     """The mixin on its host, as the entrypoints see it."""
 
     def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict[Any]: ...
+
+    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta: ...
+
+    def _is_replica_leader(self) -> bool: ...
 
     def _attach_or_repack_pack_metadata(
         self, data: BatchedDataDict[Any], meta: KVBatchMeta
@@ -76,8 +105,12 @@ class _Hosted(PolicyWorker, Protocol):
 class TQWorkerMixin:
     """Per-rank fetch and write-back through the data plane.
 
-    The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (a mapping,
-    looked at for "sequence_packing" and "dynamic_batching") and `fetch_timeout_s`.
+    The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (settings
+    as `workers.stages` reads them) and `fetch_timeout_s`.
+
+    Batches that its methods get carry their micro-batches where packing or dynamic batching made some: they are what
+    `data.get_batch(number)` (of a global batch) and its `make_microbatch_iterator_for_packable_sequences` or
+    `make_microbatch_iterator_with_dynamic_shapes` give.
     """
 
     _dp_client: DataPlaneClient | None = None
@@ -200,39 +233,84 @@ class TQWorkerMixin:
         self._replicas.timeout_s = self.fetch_timeout_s
         return self._replicas if self._replicas.size > 1 else None
 
+    def stream(
+        self, partition_id: str, task_name: str, fields: Sequence[str], *, timeout_s: float = 60.0, **options: Any
+    ) -> StreamingDataLoader:
+        """Micro-batches (data, meta) for this rank as they get ready, the same on all its siblings: the leader claims
+        and reads ahead, and each is broadcast when the ranks ask for it. See `StreamingDataLoader` for `options`.
+
+        Pad values are `_pad_value_dict` unless given; with `dp_world` this rank's share is that of its place on
+        "data_parallel". Siblings stream with the same arguments, and ask and close in step.
+        """
+        if options.get("dp_world") is not None:
+            options.setdefault("dp_rank", self._local_coords().get(DATA_PARALLEL_AXIS, 0))
+        options.setdefault("pad_value_dict", self._pad_value_dict())
+        shared = None
+        if self._replica_channel() is not None:
+            arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
+            shared = SharedStream(
+                ReplicaGroup(self._get_replica_group(), timeout_s=timeout_s + self.fetch_timeout_s),
+                leads=self._is_replica_leader(),
+                digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
+            )
+        client = self._require_dp_client()
+        return StreamingDataLoader(
+            client, partition_id, task_name, fields, timeout_s=timeout_s, replicas=shared, **options
+        )
+
     # --- packing ------------------------------------------------------------------------------------------------
 
-    def _apply_packing_prep(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """`data` with the micro-batches that `self.cfg` asks for worked out from its own rows.
+    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
+        """`meta` with micro-batches in its `extra_info`, its samples in their order: as the driver shipped them, else
+        worked out here where `self.cfg` asks for some, with the stage's budget. Else `meta` itself.
 
-        NotImplementedError where it asks for packing: this release does not pack.
+        Done before the fetch, so that whatever is computed from the batch is written back to the right samples. A meta
+        that does not know its lengths stays as it is, for `_apply_packing_prep`, if it is to be trained on; ValueError
+        if results are to be written back. ValueError also for a sample over the budget.
         """
-        cfg = getattr(self, "cfg", None) or {}
-        for what in ("sequence_packing", "dynamic_batching"):
-            if (cfg.get(what) or {}).get("enabled"):
-                raise NotImplementedError(
-                    f"cfg[{what!r}] is enabled, but the meta brings no {MICRO_BATCH_INDICES} and this release cannot "
-                    f"work them out; disable {what}, or ship them in meta.extra_info"
-                )
-        return data
+        info = meta.extra_info
+        if MICRO_BATCH_INDICES in info or MICRO_BATCH_LENGTHS in info:
+            return meta
+        arguments = packing_arguments(getattr(self, "cfg", None), stage)
+        if not arguments or (stage == "train" and meta.sequence_lengths is None):
+            return meta
+        rows = _rows_per_batch(info.get(ELEM_COUNTS_PER_GB))
+        metas, _ = shard_meta_for_dp(meta, dp_world=1, batch_size=rows, **arguments)
+        return metas[0]
+
+    def _apply_packing_prep(self, data: BatchedDataDict[Any], *, stage: Stage = "train") -> BatchedDataDict[Any]:
+        """`data` cut into the micro-batches that `self.cfg` asks for, with the stage's budget, by the lengths among its
+        own columns; each of its global batches (`elem_counts_per_gb`, else one) has its rows in the order of the
+        micro-batches. `data` itself where it asks for none.
+
+        KeyError without the column of lengths ("input_lengths" unless the settings name another).
+        """
+        arguments = packing_arguments(getattr(self, "cfg", None), stage)
+        if not arguments:
+            return data
+        how: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
+        sharded = data.shard_by_batch_size(1, **how)
+        assert isinstance(sharded, tuple)  # shards and their order, where there are micro-batches
+        return sharded[0][0]
 
     def _attach_or_repack_pack_metadata(self, data: BatchedDataDict[Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
-        """`data` with its micro-batches: those the driver shipped in `meta.extra_info`, else `_apply_packing_prep`.
+        """`data` with its micro-batches: those in `meta.extra_info`, else `_apply_packing_prep` for the stage of the
+        meta's task.
 
         What the driver ships is trusted: it balanced all data-parallel ranks alike, and a rank that packed again could
         end with another number of micro-batches than the others and wait for them for ever. ValueError if it ships
         indices without lengths or the other way round.
         """
         info = meta.extra_info
+        if ELEM_COUNTS_PER_GB in info:
+            data.elem_counts_per_gb = info[ELEM_COUNTS_PER_GB]
         if MICRO_BATCH_INDICES not in info and MICRO_BATCH_LENGTHS not in info:
-            return self._apply_packing_prep(data)
+            return self._apply_packing_prep(data, stage=stage_of(meta.task_name))
         for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS):
             if key not in info:
                 raise ValueError(f"meta.extra_info has packing metadata without {key!r}")
         data.micro_batch_indices = info[MICRO_BATCH_INDICES]
         data.micro_batch_lengths = info[MICRO_BATCH_LENGTHS]
-        if ELEM_COUNTS_PER_GB in info:
-            data.elem_counts_per_gb = info[ELEM_COUNTS_PER_GB]
         return data
 
     # --- write-back ---------------------------------------------------------------------------------------------
@@ -292,6 +370,7 @@ class TQWorkerMixin:
         mbs: int | None = None,
     ) -> Any:
         """Fetch this rank's samples and train on them: what `train` returns."""
+        meta = self._in_micro_batches(meta, "train")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         return self.train(data, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
@@ -300,6 +379,7 @@ class TQWorkerMixin:
 
         Returns None: the tensor is in the data plane, and no reference to it is kept.
         """
+        meta = self._in_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         result = self.get_logprobs(data=data, micro_batch_size=micro_batch_size)
         self._write_back_result_field(meta, result, result_key="logprobs", tq_field=PREV_LOGPROBS)
@@ -309,9 +389,48 @@ class TQWorkerMixin:
     ) -> None:
         """The same for `get_reference_policy_logprobs`: `result["reference_logprobs"]` becomes
         "reference_policy_logprobs"."""
+        meta = self._in_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         result = self.get_reference_policy_logprobs(data=data, micro_batch_size=micro_batch_size)
         self._write_back_result_field(meta, result, result_key="reference_logprobs", tq_field=REFERENCE_POLICY_LOGPROBS)
+
+    # --- a train step in parts: the host needs what `SplitStepWorker` declares ----------------------------------
+
+    def begin_train_step_presharded(
+        self: _Hosted, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
+        """Open a step: `begin_train_step`. Fetches nothing."""
+        self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+
+    def train_microbatch_presharded(self: _Hosted, meta: KVBatchMeta) -> None:
+        """Fetch this rank's part of some samples and add it to the open step: `train_microbatch`.
+
+        Returns None: what it measured comes out of `finish_train_step_presharded`.
+        """
+        meta = self._in_micro_batches(meta, "train")
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        self.train_microbatch(data=data)
+
+    def finish_train_step_presharded(self: _Hosted) -> dict[str, Any]:
+        """Close the open step: what `finish_train_step` returns, and "is_replica_leader", by which whoever calls every
+        rank can leave out the copies that siblings return. TypeError if it returns no mapping."""
+        result = self.finish_train_step()
+        if not isinstance(result, Mapping):
+            raise TypeError(f"finish_train_step() must return a mapping of results, got {type(result).__name__}")
+        return {**result, IS_REPLICA_LEADER: self._is_replica_leader()}
+
+    def abort_train_step_presharded(self: _Hosted) -> None:
+        """Drop the open step, if there is one: `abort_train_step`. The worker is ready for the next."""
+        self.abort_train_step()
+
+
+def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
+    """Rows of each global batch, None for one of all rows. ValueError where they differ: they were packed before."""
+    if not counts:
+        return None
+    if len(set(counts)) > 1:
+        raise ValueError(f"{ELEM_COUNTS_PER_GB}={counts}: global batches of different sizes cannot be packed again")
+    return counts[0]
 
 
 def meta_digest(meta: KVBatchMeta, shape: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANK_VARIABLES = (
     "RANK",
@@ -25,14 +25,16 @@ TiedBundles = tuple[int, list[int]]
 class WorkerPlace:
     """A worker's place in its group.
 
-    rank: over the group; node: index of the bundle group it is in; bundle: index of its bundle within that node;
-    local_rank: over the group's workers of that node, in rank order; tied_group: which tied group; tied_rank: place
-    within it; bundle_indices: what the worker class is told of its bundles, None for a tied group's followers.
+    rank: over the group; node, bundle: its bundle is `bundle` of the cluster's node `node`; node_rank: the node it
+    counts itself to (see `counted_by_host`); local_rank: over the group's workers of that node, in rank order;
+    tied_group: which tied group; tied_rank: place within it; bundle_indices: what the worker class is told of its
+    bundles, None for a tied group's followers.
     """
 
     rank: int
     node: int
     bundle: int
+    node_rank: int
     local_rank: int
     tied_group: int
     tied_rank: int
@@ -59,36 +61,91 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
     return [(node, [bundle]) for node, count in enumerate(wanted) for bundle in range(count)]
 
 
-def place_workers(bundle_counts: Sequence[int], groups: Sequence[TiedBundles]) -> list[WorkerPlace]:
+def place_workers(
+    bundle_counts: Sequence[int], groups: Sequence[TiedBundles], *, spanning: bool = False
+) -> list[WorkerPlace]:
     """A place for every bundle that `groups` name, ranks in their order.
 
-    ValueError for no bundle at all, a node or bundle that the cluster does not have, and an empty tied group.
+    spanning: a group's bundles may go on from its node into the next ones: with 2 bundles on each node, (0, [1, 2]) is
+    the second of node 0 and the first of node 1. ValueError for no bundle at all, a node or bundle that the cluster
+    does not have, and an empty tied group.
     """
     places: list[WorkerPlace] = []
     on_node = [0] * len(bundle_counts)
-    for tied_group, (node, bundles) in enumerate(groups):
-        if not 0 <= node < len(bundle_counts):
-            raise ValueError(f"bundle_indices_list names node {node}; the cluster has {len(bundle_counts)} nodes")
+    for tied_group, (first, bundles) in enumerate(groups):
+        if not 0 <= first < len(bundle_counts):
+            raise ValueError(f"bundle_indices_list names node {first}; the cluster has {len(bundle_counts)} nodes")
         if not bundles:
             raise ValueError(f"tied group {tied_group} in bundle_indices_list has no bundles")
-        for tied_rank, bundle in enumerate(bundles):
-            if not 0 <= bundle < bundle_counts[node]:
-                raise ValueError(f"bundle {bundle} of node {node} was named; it has {bundle_counts[node]} bundles")
+        for tied_rank, named in enumerate(bundles):
+            node, bundle = _found(bundle_counts, first, named, spanning)
             places.append(
                 WorkerPlace(
                     rank=len(places),
                     node=node,
                     bundle=bundle,
+                    node_rank=node,
                     local_rank=on_node[node],
                     tied_group=tied_group,
                     tied_rank=tied_rank,
-                    bundle_indices=(node, list(bundles)) if tied_rank == 0 else None,
+                    bundle_indices=(first, list(bundles)) if tied_rank == 0 else None,
                 )
             )
             on_node[node] += 1
     if not places:
         raise ValueError("a worker group has at least one worker; none was asked for")
     return places
+
+
+def _found(bundle_counts: Sequence[int], first: int, named: int, spanning: bool) -> tuple[int, int]:
+    """(node, bundle on it) of bundle `named`, counted from node `first` on."""
+    node, bundle = first, named
+    while spanning and node < len(bundle_counts) - 1 and bundle >= bundle_counts[node]:
+        bundle -= bundle_counts[node]
+        node += 1
+    if not 0 <= bundle < bundle_counts[node]:
+        raise ValueError(f"bundle {named} of node {first} was named; it has {bundle_counts[first]} bundles")
+    return node, bundle
+
+
+def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+    """Which bundles of a placement group over all nodes make up each node.
+
+    hosts: of each bundle, where Ray put it. A node's bundles are on one host wherever that works out: each node in turn
+    takes the host that has just as many bundles left as it needs, else the one with fewest more, else the fullest ones.
+    """
+    left: dict[str, list[int]] = {}
+    for bundle, host in enumerate(hosts):
+        left.setdefault(host, []).append(bundle)
+    nodes: list[list[int]] = [[] for _ in bundle_counts]
+    for node, count in sorted(enumerate(bundle_counts), key=lambda one: -one[1]):
+        while len(nodes[node]) < count:
+            needed = count - len(nodes[node])
+            enough = [host for host in left if len(left[host]) >= needed]
+            host = min(enough, key=lambda one: len(left[one])) if enough else max(left, key=lambda one: len(left[one]))
+            nodes[node] += left[host][:needed]
+            left[host] = left[host][needed:]
+    return [sorted(bundles) for bundles in nodes]
+
+
+def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list[WorkerPlace]:
+    """`places` with the node and local ranks that are right for where the workers run.
+
+    hosts: of each place. Nodes whose workers are all on one host keep their number. If one is over several hosts, then
+    hosts count as the nodes of all, in order of their first rank.
+    """
+    of_node: dict[int, set[str]] = {}
+    for place, host in zip(places, hosts, strict=True):
+        of_node.setdefault(place.node, set()).add(host)
+    if all(len(there) == 1 for there in of_node.values()):
+        return list(places)
+    ranks = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    on_host = dict.fromkeys(hosts, 0)
+    counted = []
+    for place, host in zip(places, hosts, strict=True):
+        counted.append(replace(place, node_rank=ranks[host], local_rank=on_host[host]))
+        on_host[host] += 1
+    return counted
 
 
 def rank_environment(
@@ -99,7 +156,7 @@ def rank_environment(
         place.rank,
         place.local_rank,
         len(endpoints),
-        place.node,
+        place.node_rank,
         *master,
         json.dumps([address for address, _ in endpoints]),
         json.dumps([port for _, port in endpoints]),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -21,6 +22,7 @@ from dataplane import (
 )
 from dataplane.schema import (
     ADVANTAGES,
+    ELEM_COUNTS_PER_GB,
     GENERATION_LOGPROBS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_IDS,
@@ -33,7 +35,9 @@ from dataplane.schema import (
     round_up,
 )
 from workers.group import RayWorkerGroup
+from workers.mixin import IS_REPLICA_LEADER
 from workers.ranks import DATA_PARALLEL_AXIS
+from workers.stages import PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK, Stage, enabled, packing_arguments, setting
 
 STEP_FIELDS = (
     INPUT_IDS,
@@ -48,8 +52,18 @@ STEP_FIELDS = (
 """Columns that `prepare_step` declares; rollouts and stages may add others."""
 STAGE_RESULTS = frozenset({GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, ADVANTAGES})
 """Columns that a forward pass for log-probs never reads."""
-PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
 SETUP_TIMEOUT_S = 120.0
+ABORT_TIMEOUT_S = 120.0
+"""How long workers may take to drop a train step, with what they are still busy with."""
+_MINTED = "global_forward_pad_minted"
+"""Key of `extra_info`: the pad length as it was minted here; one that differs was set by someone else and stays."""
+
+
+class Timer(Protocol):
+    """What measures the parts of a call: `time` gives a context manager around each. For `nemo_rl.utils.timer.Timer`
+    and its like; the labels are those that NeMo-RL uses."""
+
+    def time(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 class TQPolicy:
@@ -58,10 +72,12 @@ class TQPolicy:
     worker_group: workers with `TQWorkerMixin`, whose `sharding_annotations` have an axis "data_parallel" (without one
     they are one data-parallel rank). dp_cfg: the data plane; with an address it is attached to, without one a service
     is started in this process, which ends with `close`. cfg: a mapping or an object with the policy's settings; read
-    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), sequence_packing and
-    dynamic_batching. tq_partition_id: the partition of each step's samples.
+    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), and what cuts
+    micro-batches (see `workers.stages`). tq_partition_id: the partition of each step's samples.
 
-    Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does.
+    Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
+    returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
+    calls and to wait for them. One call at a time: not thread-safe.
     """
 
     def __init__(
@@ -79,6 +95,8 @@ class TQPolicy:
         self.cfg = cfg
         self.tq_partition_id = tq_partition_id
         self._written: dict[str, list[str]] = {}
+        self._step_open = False
+        self._step_failed: str | None = None
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
         try:
@@ -92,10 +110,17 @@ class TQPolicy:
         """Close the driver's client, and the service if this policy started one. Idempotent; the workers live on."""
         self.dp_client.close()
 
-    def shutdown(self) -> bool:
-        """`close`, then end the workers; whether all went well."""
-        self.close()
-        return self.worker_group.shutdown()
+    def shutdown(self, cleanup_method: str | None = "close_data_plane", timeout: float | None = 30.0) -> bool:
+        """End the workers, then `close`; whether all went well. Idempotent.
+
+        Every worker gets `cleanup_method` first, by default to leave the data plane while it is there, and up to
+        `timeout` seconds for it and what it is busy with; then it is killed. A step that is open is lost.
+        """
+        self._step_open, self._step_failed = False, None
+        try:
+            return self.worker_group.shutdown(cleanup_method, timeout)
+        finally:
+            self.close()
 
     def __enter__(self) -> TQPolicy:
         return self
@@ -121,6 +146,12 @@ class TQPolicy:
             grpo_group_size=group_size,
         )
 
+    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Register a partition for a batch of `num_samples` to validate on: the step's columns, one task that is named
+        as the partition is, no groups. `finish_step` clears it, too."""
+        self._written.pop(partition_id, None)
+        self.dp_client.register_partition(partition_id, list(STEP_FIELDS), num_samples, [partition_id])
+
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Clear these samples and no others; ids that are not there are ignored."""
         self.dp_client.clear_samples(list(sample_ids), partition_id)
@@ -131,15 +162,21 @@ class TQPolicy:
         self._written.pop(meta.partition_id, None)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """Write into `meta.extra_info` the length that all data-parallel ranks pad to, unless it is there already: the
-        longest sample, rounded up to `pad_to_multiple` and to dynamic batching's `sequence_length_round`."""
-        if not meta.sequence_lengths or GLOBAL_FORWARD_PAD_SEQLEN in meta.extra_info:
+        """Write into `meta.extra_info` the length that all data-parallel ranks pad to: the longest sample, rounded up
+        to `pad_to_multiple` and to dynamic batching's `sequence_length_round`.
+
+        A length that was written here before is worked out anew, since a meta that was filtered or joined brings that
+        of other samples along; one that somebody else wrote stays.
+        """
+        info = meta.extra_info
+        mine = info.get(_MINTED)
+        if not meta.sequence_lengths or info.get(GLOBAL_FORWARD_PAD_SEQLEN, mine) != mine:
             return
-        multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE, 1))
-        dynamic = self._packing("dynamic_batching")
+        multiple = int(info.get(PAD_TO_MULTIPLE, 1))
+        dynamic = enabled(self.cfg, "dynamic_batching")
         if dynamic is not None:
-            multiple = math.lcm(multiple, int(dynamic.get("sequence_length_round", 1)))
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = round_up(max(meta.sequence_lengths), multiple)
+            multiple = math.lcm(multiple, int(setting(dynamic, "sequence_length_round") or 1))
+        info[GLOBAL_FORWARD_PAD_SEQLEN] = info[_MINTED] = round_up(max(meta.sequence_lengths), multiple)
 
     # --- columns for the driver ---------------------------------------------------------------------------------
 
@@ -167,14 +204,19 @@ class TQPolicy:
 
     # --- work on metas ------------------------------------------------------------------------------------------
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
+    def get_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
         """Have the workers compute the policy's log-probs of the samples and write them back as "prev_logprobs"."""
-        self._logprobs(meta, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size)
+        timed = _Timed(timer, "get_logprobs")
+        self._logprobs(meta, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed)
 
-    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
+    def get_reference_policy_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
         """The same for the reference policy, as "reference_policy_logprobs"."""
-        method = "get_reference_policy_logprobs_presharded"
-        self._logprobs(meta, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size)
+        method, timed = "get_reference_policy_logprobs_presharded", _Timed(timer, "get_reference_policy_logprobs")
+        self._logprobs(meta, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
 
     def train_from_meta(
         self,
@@ -183,70 +225,165 @@ class TQPolicy:
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> dict[str, Any]:
         """Have the workers train on the samples, in global batches of `gbs` (default: cfg's, else all of them).
 
         They read the fields of the meta and those written through this policy since `prepare_step`. Returns what
-        `aggregate_train_results` makes of the workers' results.
+        `aggregate_train_results` makes of the workers' results. RuntimeError while a train step is open.
         """
-        gbs = gbs or self._setting("train_global_batch_size")
-        fields = list(dict.fromkeys([*_fields_of(meta), *self._written.get(meta.partition_id, [])]))
-        results = self._dispatch(
-            "train_presharded",
-            replace(meta, fields=fields, task_name=TRAIN_TASK),
-            batch_size=gbs,
-            loss_fn=loss_fn,
-            eval_mode=eval_mode,
-            gbs=gbs,
-            mbs=mbs or self._setting("train_micro_batch_size"),
-        )
+        if self._step_open:
+            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")
+        gbs = gbs or setting(self.cfg, "train_global_batch_size")
+        timed = _Timed(timer, "policy_training", "submit_training_futures")
+        common = {
+            "loss_fn": loss_fn,
+            "eval_mode": eval_mode,
+            "gbs": gbs,
+            "mbs": mbs or setting(self.cfg, "train_micro_batch_size"),
+        }
+        metas = self._shards(self._to_train_on(meta), "train", gbs, timed)
+        return aggregate_train_results(self._call("train_presharded", timed, metas, **common))
+
+    # --- a train step in parts ----------------------------------------------------------------------------------
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Open a train step on every worker: samples are added with `train_microbatches_from_meta` as they come, then
+        `finish_train_step` makes the optimizer step, or `abort_train_step` drops it all. gbs: samples of the step.
+
+        RuntimeError if one is open. Where a worker fails, those that began are told to abort, and none is open.
+        """
+        if self._step_open:
+            raise RuntimeError("a train step is open already: finish_train_step() or abort_train_step() first")
+        gbs = gbs or setting(self.cfg, "train_global_batch_size")
+        mbs = mbs or setting(self.cfg, "train_micro_batch_size")
+        try:
+            self._call("begin_train_step_presharded", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+        except Exception as error:
+            try:
+                self.abort_train_step()
+            except Exception as second:
+                error.add_note(f"and the workers that had begun could not abort: {second}")
+            raise
+        except BaseException:
+            self._step_open, self._step_failed = True, "begin_train_step"
+            raise
+        self._step_open = True
+
+    def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
+        """Add samples to the open step: each data-parallel rank fetches its part and adds up gradients.
+
+        Reads the fields that `train_from_meta` would. RuntimeError without an open step. ValueError for a meta that
+        cannot be split: the step goes on. Once a worker has failed, others may have added their part already: the step
+        can only be aborted.
+        """
+        self._require_step()
+        timed = _Timed(timer, "policy_training", "submit_microbatch_futures")
+        metas = self._shards(self._to_train_on(meta), "train", None, timed)
+        with self._failing_the_step("train_microbatches_from_meta"):
+            self._call("train_microbatch_presharded", timed, metas)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Make the open step's optimizer step; returns what `train_from_meta` does. RuntimeError without an open step.
+
+        Where a worker fails, others may have made theirs: abort the step, and load the weights of all from one place.
+        """
+        self._require_step()
+        with self._failing_the_step("finish_train_step"):
+            results = self._call("finish_train_step_presharded")
+        self._step_open = False
         return aggregate_train_results(results)
 
-    def _logprobs(self, meta: KVBatchMeta, method: str, task: str, column: str, micro_batch_size: int | None) -> None:
+    def abort_train_step(self) -> None:
+        """Have every worker drop the open step, if there is one: no optimizer step, and all are ready for the next.
+
+        Waits up to `ABORT_TIMEOUT_S` for what they are still busy with, then TimeoutError; may be called again.
+        """
+        aborted = self.worker_group.run_all_workers_single_data("abort_train_step_presharded")
+        ray.get(aborted, timeout=ABORT_TIMEOUT_S)
+        self._step_open, self._step_failed = False, None
+
+    def _require_step(self) -> None:
+        if not self._step_open:
+            raise RuntimeError("no train step is open: begin_train_step(loss_fn) first")
+        if self._step_failed is not None:
+            raise RuntimeError(
+                f"{self._step_failed} failed in this train step: it can only be dropped, by abort_train_step()"
+            )
+
+    @contextmanager
+    def _failing_the_step(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._step_failed = method
+            raise
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def _logprobs(
+        self, meta: KVBatchMeta, method: str, task: str, column: str, micro_batch_size: int | None, timed: _Timed
+    ) -> None:
         fields = [name for name in _fields_of(meta) if name not in STAGE_RESULTS]
-        self._dispatch(
-            method,
-            replace(meta, fields=fields, task_name=task),
-            batch_size=None,
-            micro_batch_size=micro_batch_size or self._setting("logprob_batch_size"),
-        )
+        metas = self._shards(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
+        micro_batch_size = micro_batch_size or setting(self.cfg, "logprob_batch_size")
+        self._call(method, timed, metas, micro_batch_size=micro_batch_size)
         self._note_written(meta, [column])
 
-    def _dispatch(self, method: str, meta: KVBatchMeta, *, batch_size: int | None, **common: Any) -> list[Any]:
-        """Call `method` on every worker with its data-parallel rank's part of `meta`; the replica leaders' results."""
-        self._stamp_pad_seqlen(meta)
+    def _to_train_on(self, meta: KVBatchMeta) -> KVBatchMeta:
+        """`meta` of the task "train", with all fields written since `prepare_step`."""
+        fields = list(dict.fromkeys([*_fields_of(meta), *self._written.get(meta.partition_id, [])]))
+        return replace(meta, fields=fields, task_name=TRAIN_TASK)
+
+    def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: _Timed) -> list[KVBatchMeta]:
+        """A meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: of all at once),
+        padded alike, in micro-batches where `cfg` asks for them."""
+        with timed("shard_meta"):
+            self._stamp_pad_seqlen(meta)
+            split = DATA_PARALLEL_AXIS in self.sharding_annotations.names
+            world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if split else 1
+            arguments = packing_arguments(self.cfg, stage)
+            metas, _ = shard_meta_for_dp(meta, dp_world=world, batch_size=batch_size, **arguments)
+            if batch_size is not None:
+                for part in metas:
+                    part.extra_info.setdefault(ELEM_COUNTS_PER_GB, [batch_size // world] * (meta.size // batch_size))
+            return metas
+
+    def _call(
+        self, method: str, timed: _Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
+    ) -> list[Any]:
+        """Call `method` on every worker with `common` and its data-parallel rank's meta; the replica leaders' results,
+        in data-parallel order."""
+        timed = timed or _Timed(None, "")
         names = self.sharding_annotations.names
+        sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
         others = [name for name in names if name != DATA_PARALLEL_AXIS]
-        split = DATA_PARALLEL_AXIS in names
-        metas, _ = shard_meta_for_dp(
-            meta,
-            dp_world=self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if split else 1,
-            batch_size=batch_size,
-            sequence_packing_args=self._packing("sequence_packing"),
-            dynamic_batching_args=self._packing("dynamic_batching"),
-        )
-        futures = self.worker_group.run_all_workers_sharded_data(
-            method,
-            meta=metas if split else metas[0],
-            in_sharded_axes=[DATA_PARALLEL_AXIS] if split else [],
-            replicate_on_axes=others,
-            output_is_replicated=others,
-            common_kwargs=common,
-        )
-        return self.worker_group.get_all_worker_results(futures)
+        split: dict[str, Any] = {} if metas is None else {"meta": list(metas) if sharded else metas[0]}
+        with timed(timed.submit):
+            futures = self.worker_group.run_all_workers_sharded_data(
+                method,
+                in_sharded_axes=sharded,
+                replicate_on_axes=others,
+                output_is_replicated=others,
+                common_kwargs=common,
+                **split,
+            )
+        with timed("wait"):
+            return self.worker_group.get_all_worker_results(futures)
 
     def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
         written = self._written.setdefault(meta.partition_id, [])
         written.extend(name for name in fields if name not in written)
 
-    def _setting(self, name: str) -> Any:
-        """A setting of the policy, None where it has none."""
-        return self.cfg.get(name) if isinstance(self.cfg, Mapping) else getattr(self.cfg, name, None)
 
-    def _packing(self, name: str) -> Mapping[str, Any] | None:
-        """The settings of a kind of packing, None unless it is enabled."""
-        settings = self._setting(name)
-        return settings if isinstance(settings, Mapping) and settings.get("enabled") else None
+class _Timed:
+    """A timer's labels within one call, or nothing without a timer. submit: what sending the calls is called."""
+
+    def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
+        self._timer, self._prefix, self.submit = timer, prefix, submit
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{part}")
 
 
 def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
@@ -259,7 +396,7 @@ def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
     for result in results:
         if not isinstance(result, Mapping):
             raise TypeError(f"a worker's train() must return a mapping of results, got {type(result).__name__}")
-    merged = dict(results[0])
+    merged = {name: value for name, value in results[0].items() if name != IS_REPLICA_LEADER}
     if "global_loss" in merged:
         merged.setdefault("loss", merged["global_loss"])
     if any("all_mb_metrics" in result for result in results):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,10 +52,8 @@ class NamedSharding:
         if len(set(self._names)) != len(self._names):
             raise ValueError(f"axis names repeat: {self._names}")
         self._axes = {name: axis for axis, name in enumerate(self._names)}
-        self._coords = {
-            int(rank): tuple(int(place) for place in np.unravel_index(flat, self._layout.shape))
-            for flat, rank in enumerate(self._layout.ravel())
-        }
+        places = itertools.product(*map(range, self._layout.shape))
+        self._coords = dict(zip(self._layout.ravel().tolist(), places, strict=True))
 
     @property
     def shape(self) -> dict[str, int]:

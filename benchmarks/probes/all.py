@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.probes import broadcast, claims, controller, crowd, live, memory
+from benchmarks.probes import broadcast, calls, channels, claims, controller, crowd, live, memory, messages, packing
 from benchmarks.probes.base import Figure
 
 PROBES: Mapping[str, Callable[..., list[Figure]]] = {
@@ -15,4 +15,9 @@ PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "processor time of the controller": controller.commands,
     "client memory": memory.peaks,
     "leader broadcast": broadcast.leader_broadcast,
+    "broadcast among workers": messages.broadcasts,
+    "small messages among workers": messages.small_messages,
+    "calls of worker groups": calls.round_trips,
+    "channels": channels.channels_and_queues,
+    "sharding over ranks": packing.sharding,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -18,12 +19,12 @@ import zmq
 from dataplane.arena import MappedArena
 from dataplane.bulk.endpoints import candidates
 from dataplane.bulk.frames import (
-    CHUNK_BYTES,
     Buffer,
     Bytes,
     Int32s,
     Int64s,
-    ReadBuffer,
+    ReadPlan,
+    ReadRequest,
     plan_read,
     plan_write,
 )
@@ -38,7 +39,9 @@ from dataplane.warm import FROM_BYTES, WarmMemory
 log = logging.getLogger(__name__)
 
 WINDOW = 4
-"""Requests of one call in flight: up to WINDOW * CHUNK_BYTES queued at either end for each calling thread."""
+"""Write requests of one call in flight: up to WINDOW * CHUNK_BYTES queued at either end for each calling thread."""
+READ_WINDOW = 2
+"""Read requests of one call in flight: up to READ_WINDOW * READ_BYTES likewise."""
 IDLE_WIRES = 8
 """Sockets kept for the next call."""
 CLOSE_WAIT_S = 30.0
@@ -49,12 +52,15 @@ LET_GO_S = 10.0
 class Received:
     """What a read brought: range i of the call begins at byte `offsets[i]` of `buffers[which[i]]` and is whole there.
 
-    Buffers may be read-only. A range is as aligned in its buffer as in the arena, up to 8 bytes.
+    There is a buffer for each column. It holds the column's ranges by address, without gaps, shared bytes once.
+    shared: the buffers are parts of one frame, aligned by chance, and any of them keeps it in memory; else they are the
+    caller's own, aligned to 16 bytes.
     """
 
     buffers: list[Bytes]
     which: Int32s
     offsets: Int64s
+    shared: bool
 
     def range(self, number: int, nbytes: int) -> Bytes:
         """The first `nbytes` of range `number`, not copied."""
@@ -209,32 +215,63 @@ class UnitConnection:
                 raise WireLostError(f"it answered {reply.WhichOneof('outcome')} to the stop of a put")
 
     def read(
-        self, offsets: npt.ArrayLike | Sequence[int], sizes: npt.ArrayLike | Sequence[int], *, timeout_s: float
+        self,
+        offsets: npt.ArrayLike | Sequence[int],
+        sizes: npt.ArrayLike | Sequence[int],
+        *,
+        columns: Sequence[int] | None = None,
+        timeout_s: float,
     ) -> Received:
         """The bytes of each range [offsets[i], offsets[i] + sizes[i]) of the arena, whole.
 
-        Ranges may touch, overlap or repeat; shared bytes travel once. `timeout_s` and errors as in `write`.
+        columns: how many of the ranges are of column 0, 1, ...; each column has a buffer of its own. Ranges may touch,
+        overlap or repeat; within a column, shared bytes travel once. `timeout_s` and errors as in `write`.
         """
-        plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64))
-        buffers: list[Bytes] = [np.empty(0, np.uint8)] * max(1, len(plan.buffers))
+        plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), columns=columns)
+        if len(plan.requests) == 1:
+            return self._read_whole(plan, timeout_s)
+        buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
         with self._wire("read", timeout_s) as wire:
-            waiting: deque[_Fetch] = deque()
-            for fetch in _fetches(plan.buffers, buffers, self._memory):
-                if len(waiting) == WINDOW:
-                    self._take(wire, waiting.popleft(), timeout_s)
-                header = self._header(wire)
-                header.read.offsets.extend(fetch.offsets)
-                header.read.sizes.extend(fetch.sizes)
-                wire.send(header, held=[])
-                fetch.call = header.call
-                waiting.append(fetch)
+            waiting: deque[tuple[int, ReadRequest]] = deque()
+            for request in plan.requests:
+                if len(waiting) == READ_WINDOW:
+                    self._take(wire, *waiting.popleft(), buffers, timeout_s)
+                waiting.append((self._ask(wire, request), request))
             while waiting:
-                self._take(wire, waiting.popleft(), timeout_s)
-        return Received(buffers=buffers, which=plan.which, offsets=plan.offsets)
+                self._take(wire, *waiting.popleft(), buffers, timeout_s)
+        return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=False)
 
-    def _take(self, wire: Wire, fetch: _Fetch, timeout_s: float) -> None:
-        wire.receive(fetch.call, time.monotonic() + timeout_s)
-        wire.payload_into(fetch.target.data)
+    def _read_whole(self, plan: ReadPlan, timeout_s: float) -> Received:
+        """A read that is one request: no copy at all."""
+        (request,) = plan.requests
+        with self._wire("read", timeout_s) as wire:
+            frame = self._payload(wire, self._ask(wire, request), request, timeout_s)
+        edges = [0, *itertools.accumulate(plan.buffers)]
+        buffers = [frame[first:last] for first, last in itertools.pairwise(edges)]
+        return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=True)
+
+    def _ask(self, wire: Wire, request: ReadRequest) -> int:
+        """The number of the call."""
+        header = self._header(wire)
+        header.read.offsets.extend(request.offsets)
+        header.read.sizes.extend(request.sizes)
+        wire.send(header, held=[])
+        return header.call
+
+    def _payload(self, wire: Wire, call: int, request: ReadRequest, timeout_s: float) -> Bytes:
+        wire.receive(call, time.monotonic() + timeout_s)
+        return wire.payload(request.nbytes)
+
+    def _take(self, wire: Wire, call: int, request: ReadRequest, buffers: list[Bytes], timeout_s: float) -> None:
+        """The one copy of a longer read: out of the frame."""
+        frame = self._payload(wire, call, request, timeout_s)
+        at = 0
+        for number, first, last in request.places:
+            buffers[number][first:last] = frame[at : at + last - first]
+            at += last - first
+
+    def _buffer(self, nbytes: int) -> Bytes:
+        return self._memory.take(nbytes) if nbytes >= FROM_BYTES else np.empty(nbytes, np.uint8)
 
     def _header(self, wire: Wire) -> pb.BulkRequest:
         return wire.request(session=self._session, epoch=self.info.epoch, token=self._token)
@@ -320,30 +357,6 @@ class UnitConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(kw_only=True)
-class _Fetch:
-    """One read request; its payload goes to `target`."""
-
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    target: Bytes
-    call: int = 0
-
-
-def _fetches(planned: list[ReadBuffer], buffers: list[Bytes], memory: WarmMemory) -> Iterator[_Fetch]:
-    """The requests that fill `buffers`, which are allocated here."""
-    for number, plan in enumerate(planned):
-        warm = plan.nbytes >= FROM_BYTES
-        whole = buffers[number] = memory.take(plan.nbytes) if warm else np.empty(plan.nbytes, np.uint8)
-        if plan.nbytes <= CHUNK_BYTES:
-            yield _Fetch(offsets=plan.offsets.tolist(), sizes=plan.sizes.tolist(), target=whole)
-            continue
-        start = int(plan.offsets[0])
-        for at in range(0, plan.nbytes, CHUNK_BYTES):
-            part = whole[at : at + CHUNK_BYTES]
-            yield _Fetch(offsets=[start + at], sizes=[len(part)], target=part)
 
 
 def _wait_until_let_go(held: list[zmq.MessageTracker]) -> None:

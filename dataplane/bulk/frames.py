@@ -1,20 +1,21 @@
 """How reads and writes are cut into bounded requests: arithmetic only, no sockets.
 
-A request carries at most `CHUNK_BYTES` of payload. Small pieces travel together in one frame, large ones in a frame of
-their own that is sent, and received, in place.
+A request carries at most `CHUNK_BYTES` (a write) or `READ_BYTES` of payload. Small pieces that are written travel
+together in one frame, large ones in a frame of their own that is sent, and received, in place.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import InvalidRequestError
-from dataplane.types import GRANULE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -24,7 +25,9 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
 """Anything C-contiguous that a memoryview can be made of."""
 
 CHUNK_BYTES = 2 << 20
-"""Payload of one request; also what one request waits for behind another in the unit: less than a millisecond."""
+"""Payload of one write request."""
+READ_BYTES = 4 << 20
+"""Payload of one read request; also what a request waits for behind another in the unit: less than a millisecond."""
 CHUNK_RANGES = 8192
 """Ranges of one request, so that its header stays near 100 kB."""
 SMALL_BYTES = 64 << 10
@@ -126,83 +129,113 @@ def _pieces(given: Buffer | Sequence[Buffer]) -> Iterable[memoryview]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadBuffer:
-    """One buffer of a read: `nbytes` long, filled by the ranges (`offsets`, `sizes`) one after another.
+class ReadRequest:
+    """The ranges (`offsets`, `sizes`) of the arena, one after another: `nbytes` that fill the bytes [first, last) of
+    each of `places` = (buffer, first, last) in turn."""
 
-    At most `CHUNK_BYTES`, then one request fetches it; or a single longer range, fetched piece by piece.
-    """
-
-    offsets: Int64s
-    sizes: Int64s
+    offsets: list[int]
+    sizes: list[int]
+    places: list[tuple[int, int, int]]
     nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """Range i of the call is found in `buffers[which[i]]` from byte `offsets[i]` on."""
+    """Buffer k, for column k, is `buffers[k]` bytes long; range i of the call is found in buffer `which[i]` from byte
+    `offsets[i]` on."""
 
-    buffers: list[ReadBuffer]
+    requests: list[ReadRequest]
+    buffers: list[int]
     which: Int32s
     offsets: Int64s
 
 
-def plan_read(offsets: Int64s, sizes: Int64s, *, chunk_bytes: int = CHUNK_BYTES) -> ReadPlan:
-    """Buffers that together hold every range whole, overlapping and adjacent ones merged.
+def plan_read(
+    offsets: Int64s, sizes: Int64s, *, columns: Sequence[int] | None = None, chunk_bytes: int = READ_BYTES
+) -> ReadPlan:
+    """Requests that bring every range, and where it is to be found.
 
-    Ranges are widened to whole granules, which merges more and keeps each range as aligned in its buffer as it is in
-    the arena, up to a granule. Empty ranges are at (0, 0) and cost nothing.
+    columns: how many of the ranges are of column 0, of column 1, and so on; by default all of one. Of the ranges of one
+    column, shared bytes travel once, and nothing else does. A buffer holds them by address, without gaps; so those that
+    are one after another in the arena are in it too. Empty ranges are at byte 0 and cost nothing.
     """
     if offsets.shape != sizes.shape or offsets.ndim != 1:
         raise InvalidRequestError(f"offsets of shape {offsets.shape} for sizes of shape {sizes.shape}")
-    which, places = np.zeros(len(offsets), np.int32), np.zeros(len(offsets), np.int64)
-    wanted = np.flatnonzero(sizes > 0)
-    order = wanted[np.argsort(offsets[wanted], kind="stable")]
-    first = offsets[order] // GRANULE_BYTES * GRANULE_BYTES
-    last = -(-(offsets[order] + sizes[order]) // GRANULE_BYTES) * GRANULE_BYTES
-    runs = _Runs(first, np.maximum.accumulate(last) if len(last) else last)
-    buffers: list[ReadBuffer] = []
-    at = 0
-    while at < len(order):
-        end = runs.cut(at, chunk_bytes)
-        inside = order[at:end]
-        which[inside] = len(buffers)
-        places[inside] = runs.packed[at:end] - runs.packed[at] + offsets[inside] - first[at:end]
-        buffers.append(runs.buffer(at, end))
-        at = end
-    return ReadPlan(buffers=buffers, which=which, offsets=places)
+    counts = [len(offsets)] if columns is None else columns
+    which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    if not sizes.all():
+        return _plan_filled(offsets, sizes, counts, which, chunk_bytes)
+    if not len(offsets):
+        return ReadPlan(requests=[], buffers=[0] * len(counts), which=which, offsets=offsets)
+    # Each column in an address space of its own, one above the other, so that no range touches another column's.
+    space = int(offsets.max() + sizes.max()) + 1
+    first = offsets + which * np.int64(space)
+    order = None if (first[1:] >= first[:-1]).all() else np.argsort(first, kind="stable")
+    stream = _Stream(first, sizes, space) if order is None else _Stream(first[order], sizes[order], space)
+    edges = [0, *itertools.accumulate(counts)]
+    starts = [int(stream.packed[edge]) if edge < len(offsets) else stream.nbytes for edge in edges]
+    places = stream.packed - np.repeat(starts[:-1], counts)
+    if order is not None:
+        sorted_places, places = places, np.empty_like(places)
+        places[order] = sorted_places
+    return ReadPlan(
+        requests=[stream.request(begin, end, starts) for begin, end in pairwise(stream.cuts(chunk_bytes))],
+        buffers=[end - begin for begin, end in pairwise(starts)],
+        which=which,
+        offsets=places,
+    )
 
 
-class _Runs:
-    """Sorted ranges [first, reach) laid into one long stream in which ranges that touch share their bytes; `reach` is
-    the furthest end so far."""
+def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: Int32s, chunk_bytes: int) -> ReadPlan:
+    """The plan for the ranges that are not empty, with places for all."""
+    filled = sizes > 0
+    columns = np.bincount(which[filled], minlength=len(counts)).tolist()
+    plan = plan_read(offsets[filled], sizes[filled], columns=columns, chunk_bytes=chunk_bytes)
+    places = np.zeros(len(offsets), np.int64)
+    places[filled] = plan.offsets
+    return ReadPlan(requests=plan.requests, buffers=plan.buffers, which=which, offsets=places)
 
-    def __init__(self, first: Int64s, reach: Int64s) -> None:
-        self.first, self.reach = first, reach
-        self.heads = np.ones(len(first), np.bool_)
-        self.heads[1:] = first[1:] > reach[:-1]
-        gaps = np.zeros(len(first), np.int64)
-        gaps[1:] = np.where(self.heads[1:], first[1:] - reach[:-1], 0)
-        skipped = np.cumsum(gaps) + (first[0] if len(first) else 0)
-        self.packed = first - skipped
-        self.packed_reach = reach - skipped
-        self.runs = np.cumsum(self.heads)
 
-    def cut(self, at: int, chunk_bytes: int) -> int:
-        """Where the buffer that begins with range `at` ends: it takes as many as fit, and with a range that is longer
-        than a chunk all that lie within it."""
-        limit = max(self.packed[at] + chunk_bytes, self.packed_reach[at])
-        by_bytes = np.searchsorted(self.packed_reach, limit, side="right")
-        by_ranges = np.searchsorted(self.runs, self.runs[at] + CHUNK_RANGES, side="left")
-        return int(min(by_bytes, by_ranges))
+class _Stream:
+    """Sorted ranges laid one after another, those that touch sharing their bytes. `packed`: where each begins in it."""
 
-    def buffer(self, at: int, end: int) -> ReadBuffer:
-        starts = np.flatnonzero(self.heads[at:end]) + at
-        if not len(starts) or starts[0] != at:
-            starts = np.concatenate([[at], starts])
-        stops = np.append(starts[1:], end) - 1
-        offsets = self.first[starts]
-        return ReadBuffer(
+    def __init__(self, first: Int64s, sizes: Int64s, space: int) -> None:
+        reach = np.maximum.accumulate(first + sizes)
+        heads = np.concatenate(([0], np.flatnonzero(first[1:] > reach[:-1]) + 1))
+        tails = np.append(heads[1:], len(first))
+        lifted = first[heads]
+        self._sizes = reach[tails - 1] - lifted
+        self._ends = np.cumsum(self._sizes)
+        self._begins = self._ends - self._sizes
+        self._arena = lifted % space
+        self.packed = first - np.repeat(lifted - self._begins, tails - heads)
+        self.nbytes = int(self._ends[-1])
+
+    def cuts(self, chunk_bytes: int) -> list[int]:
+        """Where requests begin and end: every `chunk_bytes`, and every `CHUNK_RANGES` stretches."""
+        if self.nbytes <= chunk_bytes and len(self._begins) <= CHUNK_RANGES:
+            return [0, self.nbytes]
+        by_bytes = np.arange(0, self.nbytes, chunk_bytes)
+        edges: list[int] = np.unique(np.concatenate([by_bytes, self._begins[::CHUNK_RANGES], [self.nbytes]])).tolist()
+        return edges
+
+    def request(self, first: int, last: int, starts: Sequence[int]) -> ReadRequest:
+        """The bytes [first, last) of the stream; buffer k is its bytes from `starts[k]` to `starts[k + 1]`."""
+        low = int(np.searchsorted(self._ends, first, side="right"))
+        high = int(np.searchsorted(self._begins, last, side="left"))
+        offsets, sizes = self._arena[low:high].tolist(), self._sizes[low:high].tolist()
+        cut = last - int(self._begins[high - 1])
+        sizes[-1] = min(sizes[-1], cut)
+        skipped = max(0, first - int(self._begins[low]))
+        offsets[0] += skipped
+        sizes[0] -= skipped
+        return ReadRequest(
             offsets=offsets,
-            sizes=self.reach[stops] - offsets,
-            nbytes=int(self.packed_reach[end - 1] - self.packed[at]),
+            sizes=sizes,
+            places=[
+                (number, max(first, begin) - begin, min(last, end) - begin)
+                for number, (begin, end) in enumerate(pairwise(starts))
+                if max(first, begin) < min(last, end)
+            ],
+            nbytes=last - first,
         )

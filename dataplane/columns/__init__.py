@@ -1,5 +1,6 @@
 """Columns: what a put's fields become on their way into memory, and what memory becomes on its way out."""
 
+from dataplane.columns.append import appended
 from dataplane.columns.decode import (
     Column,
     Empty,
@@ -24,6 +25,7 @@ __all__ = [
     "RowSource",
     "Shared",
     "SharedOffsets",
+    "appended",
     "assemble",
     "declared_specs",
     "decode",

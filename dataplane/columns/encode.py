@@ -4,6 +4,7 @@ but objects; `EncodedColumn.write` copies the rest, once."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,13 +22,12 @@ from dataplane.jagged import (
     byte_view,
     detached_values,
     is_jagged,
-    row_lengths,
     row_offsets,
-    row_starts,
+    row_places,
     tensor_from_numpy,
 )
 from dataplane.objects import describe_tensor, encode_rows, plain_tensor, type_name
-from dataplane.rowcopy import Int64s, UInt8s
+from dataplane.rowcopy import Int64s, Run, UInt8s
 from dataplane.types import FieldKind, FieldSpec
 
 _COLUMN_HINT = (
@@ -64,11 +64,23 @@ class EncodedColumn:
     index: Int64s | None
     values: Values
 
-    def write(self, first: int, last: int, target: UInt8s) -> None:
-        """Copies values first..last (exclusive) one after another into `target`, which has exactly their bytes."""
-        wanted = int(self.sizes[first:last].sum())
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its values."""
+        return int(np.add.reduce(self.sizes))
+
+    def bytes_of(self, first: int, last: int) -> int:
+        """Bytes of values first..last (exclusive)."""
+        return self.nbytes if last - first == len(self.sizes) else int(np.add.reduce(self.sizes[first:last]))
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        """Copies values first..last (exclusive) one after another into `target`, which has exactly their bytes.
+
+        later: is given long copies of plain memory, which the caller then makes; by default they are made here.
+        """
+        wanted = self.bytes_of(first, last)
         assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of room for {wanted}"
-        self.values.write(first, last, target)
+        self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         """The same bytes as a list of arrays, none empty, not copied where they lie in CPU memory."""
@@ -301,9 +313,9 @@ class _FieldEncoder:
 
     def _nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         values = self._plain(detached_values(nested), None)
-        lengths = row_lengths(nested).cpu().numpy()
-        starts = row_starts(nested).cpu().numpy()
-        if len(lengths) and (lengths.min() < 0 or starts.min() < 0 or (starts + lengths).max() > len(values)):
+        starts, lengths = row_places(nested)
+        negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0
+        if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
             raise InvalidRequestError(f"field {self.name!r}: offsets or lengths of the nested tensor leave its values")
         spec = self._spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
         if values.device.type == "cpu" and values.is_contiguous():
@@ -341,7 +353,7 @@ class _FieldEncoder:
         return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)
 
     def _spec(self, kind: FieldKind, tensor: Tensor, inner: tuple[int, ...]) -> FieldSpec:
-        return FieldSpec(kind, DTYPE_NAMES[tensor.dtype], inner)
+        return _spec_of(kind, tensor.dtype, inner)
 
     # --- errors ---
 
@@ -353,6 +365,11 @@ class _FieldEncoder:
 
     def _unsupported(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
         return UnsupportedValueError(field=self.name, row=row, got=got, hint=hint)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(kind: FieldKind, dtype: torch.dtype, inner: tuple[int, ...]) -> FieldSpec:
+    return FieldSpec(kind, DTYPE_NAMES[dtype], inner)
 
 
 def _row_count(value: Tensor | list[Any]) -> int:

@@ -1,8 +1,9 @@
 """The values of one column while they still lie in the caller's memory, and how they get from there to a target.
 
 Each class holds K values, `sizes` their bytes `[K]`, and
-- `write(first, last, target)` copies values first..last, one after another, into `target`, which has exactly their
-  bytes: one copy, from whatever device or strides the caller's tensors have;
+- `write(first, last, target, later)` copies values first..last, one after another, into `target`, which has exactly
+  their bytes: one copy, from whatever device or strides the caller's tensors have. `later` is given long copies of
+  plain memory, which the caller then makes (None: they are made at once);
 - `buffers(first, last)` gives the same bytes as a list of arrays, not copied where the values lie in CPU memory;
 - `take(which)` is the values `which`, not copied.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dataplane.jagged import byte_view
-from dataplane.rowcopy import Int64s, UInt8s, address, gather, merge_runs
+from dataplane.rowcopy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
 
 RAGGED_ALIGN_BYTES = 16
 """Ragged rows are padded to multiples of this, and their data begins at one."""
@@ -33,7 +34,7 @@ class Values(Protocol):
 
     sizes: Int64s
 
-    def write(self, first: int, last: int, target: UInt8s) -> None: ...
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None: ...
 
     def buffers(self, first: int, last: int) -> list[UInt8s]: ...
 
@@ -48,8 +49,8 @@ class FlatValues:
         self.starts = starts
         self.sizes = sizes
 
-    def write(self, first: int, last: int, target: UInt8s) -> None:
-        gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target)
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target, later=later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         _, starts, stops = merge_runs(None, self.starts[first:last], self.sizes[first:last])
@@ -74,11 +75,11 @@ class TensorValues:
         _, starts, stops = merge_runs(None, self.starts[first:last], self.counts[first:last])
         return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
 
-    def write(self, first: int, last: int, target: UInt8s) -> None:
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         position = 0
         for piece in self._pieces(first, last):
             end = position + len(piece) * self.step_bytes
-            copy_tensor(piece, target[position:end])
+            copy_tensor(piece, target[position:end], later)
             position = end
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
@@ -95,7 +96,7 @@ class ListValues:
         self.tensors = tensors
         self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
 
-    def write(self, first: int, last: int, target: UInt8s) -> None:
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         chosen = self.tensors[first:last]
         if not target.nbytes:
             return
@@ -103,7 +104,7 @@ class ListValues:
             out = torch.from_numpy(target).view(chosen[0].dtype).view(-1, *chosen[0].shape[1:])
             torch.cat(chosen, out=out)
         else:
-            copy_tensor(_on_one_device(chosen), target)
+            copy_tensor(_on_one_device(chosen), target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         chosen = self.tensors[first:last]
@@ -131,13 +132,13 @@ class RaggedValues:
             [_aligned(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
         )
 
-    def write(self, first: int, last: int, target: UInt8s) -> None:
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         position = 0
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)
             data = position + len(header)
             target[position:data] = header
-            copy_tensor(tensor, target[data : data + tensor.nbytes])
+            copy_tensor(tensor, target[data : data + tensor.nbytes], later)
             position += size
             target[data + tensor.nbytes : position] = 0
 
@@ -153,13 +154,17 @@ class RaggedValues:
         return RaggedValues([self.tensors[k] for k in which.tolist()])
 
 
-def copy_tensor(tensor: Tensor, target: UInt8s) -> None:
+def copy_tensor(tensor: Tensor, target: UInt8s, later: list[Run] | None = None) -> None:
     """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device (two
-    where only torch can copy and the target is not aligned to the element: torch crashes on those)."""
+    where only torch can copy and the target is not aligned to the element: torch crashes on those). `later` is given
+    what is long and torch need not copy."""
     if not target.nbytes:
         return
     if tensor.is_cpu and tensor.is_contiguous():
-        target[...] = byte_view(tensor)
+        if later is not None and target.nbytes >= LONG_BYTES:
+            later.append((target, byte_view(tensor)))
+        else:
+            target[...] = byte_view(tensor)
     elif _is_aligned(target, tensor.element_size()):
         torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
     else:

@@ -136,6 +136,8 @@ class AsyncChannel(OpenChannel):
         if not self._closing and not self._calls.over:
             for outgoing in self._calls.due():
                 self._send(outgoing.frames)
+            for command in [] if self._calls.pointless else self.leftovers():
+                self.post(command)
 
     # --- the end
 

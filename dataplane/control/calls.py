@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dataplane.config import DataPlaneConfig
@@ -176,10 +177,11 @@ class Calls:
 
 
 class OpenChannel:
-    """What both channels tell of their session."""
+    """What both channels tell of their session. `leftovers` is asked with every heartbeat for commands to post."""
 
     def __init__(self, session: Session, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
+        self.leftovers: Callable[[], Iterable[c.Command]] = list
 
     @property
     def session(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import zmq
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import wire
+from dataplane.control import sockets, wire
 from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
@@ -140,6 +140,8 @@ class Channel(OpenChannel):
         with contextlib.suppress(ClientClosedError):
             for outgoing in [] if self._calls.over else self._calls.due():
                 self._send_once(outgoing)
+            for command in [] if self._calls.pointless else self.leftovers():
+                self.post(command)
 
     # --- sockets
 
@@ -210,7 +212,7 @@ class Channel(OpenChannel):
 def send(dealer: Socket, frames: list[bytes]) -> None:
     """Never blocks: what finds the queue full is lost, and repeated with the call."""
     try:
-        dealer.send_multipart(frames, zmq.NOBLOCK)
+        sockets.send(dealer, frames, sockets.NOBLOCK)
     except zmq.Again:
         log.debug("the queue to the controller is full")
 
@@ -219,7 +221,7 @@ def arrived(dealer: Socket) -> Iterator[wire.Reply]:
     """The replies that are there now."""
     while True:
         try:
-            frames = dealer.recv_multipart(zmq.NOBLOCK)
+            frames = sockets.receive(dealer, sockets.NOBLOCK)
         except zmq.Again:
             return
-        yield wire.Reply.parse(frames)
+        yield wire.Reply.parse([frame.bytes for frame in frames])

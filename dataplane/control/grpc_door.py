@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dataplane.control import codec, unit_messages
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
+from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
 from dataplane.control.statuses import to_status
@@ -154,7 +155,7 @@ class _Service:
         }
         for report in (c.OpenSession, c.DropUnit):
             unary[report.__name__] = (
-                codec.message_type(report),
+                message_type(report),
                 lambda wire, report=report: codec.from_pb(report, wire),  # type: ignore[misc]
             )
         methods = {name: _unary(self._answer(parse), request_type) for name, (request_type, parse) in unary.items()}

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dataplane.ledger.commands import Abort, Allocate, Call, Claim, Command, Commit, Locate, Release, Unclaim
+from dataplane.ledger.commands import (
+    Abort,
+    Allocate,
+    AllocateAhead,
+    Call,
+    Claim,
+    Command,
+    Commit,
+    Locate,
+    Release,
+    Unclaim,
+)
 
 
 @dataclass(slots=True)
@@ -118,9 +129,9 @@ class Numbering:
 def undo_of(number: int, command: Command) -> Command | None:
     """What takes back a call whose fate is unknown, if it may hold something."""
     match command:
-        case Allocate():
+        case Allocate() | AllocateAhead():
             return Abort(reservation=number)
-        case Commit(reservation=int(reservation)):
+        case Commit(reservation=int(reservation), offset=None):
             # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.
             return Abort(reservation=reservation)
         case Locate():

@@ -1,7 +1,8 @@
 """The parts of messages whose shape on the wire differs from the ledger's value: arrays, specs, samples, tags.
 
-Each kind of part has a pair of functions, `..._to_pb` and `..._from_pb`. What comes from the wire is checked for form
-only (`InvalidRequestError`); whether it makes sense is the ledger's to say.
+Each kind of part has a pair of functions: `..._to_pb` gives what the message's field is set from, `..._from_pb` takes
+the field. What comes from the wire is checked for form only (`InvalidRequestError`); whether it makes sense is the
+ledger's to say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagColumn
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import FieldKind, FieldSpec, Scalar
+
+Keywords = dict[str, Any]
+"""The fields that a message is made from, by name. Parts are given as these and not as messages: to copy a message in
+is to write it out and read it again."""
 
 _WIRE64 = np.dtype("<i8")
 _WIRE32 = np.dtype("<i4")
@@ -42,7 +47,7 @@ def int64s_to_pb(values: Int64s) -> bytes:
 
 def int64s_from_pb(wire: bytes) -> Int64s:
     """Read-only: it lies over the message's own bytes."""
-    return _array(wire, _WIRE64).astype(np.int64, copy=False)
+    return _array(wire, _WIRE64)
 
 
 def int32s_to_pb(values: Int32s) -> bytes:
@@ -51,32 +56,33 @@ def int32s_to_pb(values: Int32s) -> bytes:
 
 def int32s_from_pb(wire: bytes) -> Int32s:
     """Read-only: it lies over the message's own bytes."""
-    return _array(wire, _WIRE32).astype(np.int32, copy=False)
+    return _array(wire, _WIRE32)
 
 
 def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
     if len(wire) % dtype.itemsize:
         raise InvalidRequestError(f"a column of {dtype.itemsize}-byte integers has {len(wire)} bytes")
-    return np.frombuffer(wire, dtype)
+    array = np.frombuffer(wire, dtype)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 # --- scalars ----------------------------------------------------------------------------------------------------
 
 
-def scalar_to_pb(value: Scalar) -> pb.Scalar:
+def scalar_to_pb(value: Scalar) -> Keywords:
     match value:
         case None:
-            return pb.Scalar()
+            return {}
         case bool():
-            return pb.Scalar(boolean=value)
+            return {"boolean": value}
         case str():
-            return pb.Scalar(text=value)
+            return {"text": value}
         case int():
             if _INT64_MIN <= value <= _INT64_MAX:
-                return pb.Scalar(integer=value)
-            return pb.Scalar(big_integer=str(value))
+                return {"integer": value}
+            return {"big_integer": str(value)}
         case float():
-            return pb.Scalar(real=value)
+            return {"real": value}
     raise InvalidRequestError(f"a tag is a str, bool, int, float or None, got {value!r} ({type(value).__name__})")
 
 
@@ -102,24 +108,26 @@ def _big_integer(digits: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
-    """Shared between calls: not to be changed."""
+    """Kept, and shared between calls: not to be changed."""
     inner = None if spec.inner is None else pb.Shape(sizes=spec.inner)
     return pb.FieldSpec(kind=_KIND_NUMBERS[spec.kind], dtype=spec.dtype, inner=inner)
 
 
 def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
-    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
-    return _spec(wire.kind, wire.dtype if wire.HasField("dtype") else None, inner)
+    """The same object for the same spec, as long as it is in use."""
+    return _spec(wire.SerializeToString())
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(kind: int, dtype: str | None, inner: tuple[int, ...] | None) -> FieldSpec:
-    if not 0 <= kind < len(_KINDS):
-        raise InvalidRequestError(f"unknown field kind {kind}; is the client newer than the service?")
+def _spec(written: bytes) -> FieldSpec:
+    wire = pb.FieldSpec.FromString(written)
+    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
+    if not 0 <= wire.kind < len(_KINDS):
+        raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
     if inner is not None and min(inner, default=0) < 0:
         raise InvalidRequestError(f"a field's inner shape {list(inner)} has a negative size")
     try:
-        return FieldSpec(_KINDS[kind], dtype, inner)
+        return FieldSpec(_KINDS[wire.kind], wire.dtype if wire.HasField("dtype") else None, inner)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 
@@ -127,12 +135,12 @@ def _spec(kind: int, dtype: str | None, inner: tuple[int, ...] | None) -> FieldS
 # --- samples ----------------------------------------------------------------------------------------------------
 
 
-def samples_to_pb(samples: Samples) -> pb.Samples:
+def samples_to_pb(samples: Samples) -> Keywords:
     if samples.ids is not None:
-        return pb.Samples(ids=pb.TextList(values=samples.ids))
+        return {"ids": {"values": samples.ids}}
     assert samples.rows is not None
     assert samples.births is not None
-    return pb.Samples(handles=pb.Handles(rows=int64s_to_pb(samples.rows), births=int64s_to_pb(samples.births)))
+    return {"handles": {"rows": int64s_to_pb(samples.rows), "births": int64s_to_pb(samples.births)}}
 
 
 def samples_from_pb(wire: pb.Samples) -> Samples:
@@ -150,23 +158,23 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
 # --- tags -------------------------------------------------------------------------------------------------------
 
 
-def tag_to_pb(tag: TagColumn) -> pb.TagColumn:
+def tag_to_pb(tag: TagColumn) -> Keywords:
     """Values of one type travel as one column; subclasses of the scalar types and mixtures one by one."""
     positions = None if tag.positions is None else int64s_to_pb(tag.positions)
-    kinds = set(map(type, tag.values))
-    wire = pb.TagColumn(name=tag.name, positions=positions)
+    return {"name": tag.name, "positions": positions, **_tag_values(tag.values)}
+
+
+def _tag_values(values: Sequence[Scalar]) -> Keywords:
+    kinds = set(map(type, values))
     if kinds == {str}:
-        wire.texts.values.extend(tag.values)  # type: ignore[arg-type]
-    elif kinds == {float}:
-        wire.reals = np.array(tag.values, _WIRE_REAL).tobytes()
-    elif kinds == {bool}:
-        wire.booleans = bytes(tag.values)  # type: ignore[arg-type]
-    elif kinds == {int} and (integers := _integers(tag.values)) is not None:
-        wire.integers = integers
-    else:
-        wire.mixed.values.extend([scalar_to_pb(value) for value in tag.values])
-        wire.mixed.SetInParent()
-    return wire
+        return {"texts": {"values": values}}
+    if kinds == {float}:
+        return {"reals": np.array(values, _WIRE_REAL).tobytes()}
+    if kinds == {bool}:
+        return {"booleans": bytes(values)}  # type: ignore[arg-type]
+    if kinds == {int} and (integers := _integers(values)) is not None:
+        return {"integers": integers}
+    return {"mixed": {"values": [scalar_to_pb(value) for value in values]}}
 
 
 def _integers(values: Sequence[Any]) -> bytes | None:
@@ -197,11 +205,11 @@ def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
     return TagColumn(name=wire.name, values=values, positions=positions)
 
 
-def predicate_to_pb(predicate: Predicate) -> pb.Predicate:
+def predicate_to_pb(predicate: Predicate) -> Keywords:
     if isinstance(predicate.value, tuple):
-        several = pb.ScalarList(values=[scalar_to_pb(value) for value in predicate.value])
-        return pb.Predicate(tag=predicate.tag, op=predicate.op, several=several)
-    return pb.Predicate(tag=predicate.tag, op=predicate.op, one=scalar_to_pb(predicate.value))
+        several = {"values": [scalar_to_pb(value) for value in predicate.value]}
+        return {"tag": predicate.tag, "op": predicate.op, "several": several}
+    return {"tag": predicate.tag, "op": predicate.op, "one": scalar_to_pb(predicate.value)}
 
 
 def predicate_from_pb(wire: pb.Predicate) -> Predicate:

@@ -49,8 +49,9 @@ class _Asked:
 class LedgerShell:
     """Runs `ledger` in a thread of its own: inputs come from the ZMQ door and from `submit` (any thread).
 
-    Every wake handles what arrived in order of arrival, after a `Tick` if the last is older than `TICK_S`; outputs
-    leave in the ledger's order. An exception in the ledger is logged with its input and answered with `InternalError`.
+    Every wake handles what `submit` brought and one message of the door, each in order of arrival, after a `Tick` if
+    the last is older than `TICK_S`; outputs leave in the ledger's order. An exception in the ledger is logged with its
+    input and answered with `InternalError`.
     """
 
     def __init__(
@@ -115,29 +116,33 @@ class LedgerShell:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._door.socket, self._door.monitor, self._waker.fd):
+        for source in (self._waker.fd, self._door.socket, self._door.monitor):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
-                poller.poll(self._patience_ms())
-                self._waker.clear()
-                self._tick()
-                while self._inbox:
-                    self._inbox.popleft()()
-                self._door.serve(self)
+                deadline = self._ledger.next_deadline()
+                ready = dict(poller.poll(self._patience_ms(deadline)))
+                self._tick(deadline)
+                if self._waker.fd in ready:
+                    self._waker.clear()
+                    while self._inbox:
+                        self._inbox.popleft()()
+                if self._door.socket in ready:
+                    self._door.serve(self)
+                if self._door.monitor in ready:
+                    self._door.notice_disconnects(self)
                 self._sweep()
         finally:
             self._end()
 
-    def _patience_ms(self) -> int | None:
-        deadline = self._ledger.next_deadline()
+    def _patience_ms(self, deadline: float | None) -> int | None:
         if deadline is None:
             return None
         return max(0, math.ceil((deadline - self._clock()) * 1000))
 
-    def _tick(self) -> None:
+    def _tick(self, deadline: float | None) -> None:
+        """`deadline`: the ledger's, from before the wait."""
         now = self._clock()
-        deadline = self._ledger.next_deadline()
         if now - self._ticked >= TICK_S or (deadline is not None and deadline <= now):
             self._ticked = now
             self._apply(c.Tick(now=now))
@@ -173,13 +178,14 @@ class LedgerShell:
             self._deliver(output)
 
     def _deliver(self, output: c.Output) -> None:
-        if isinstance(output, c.FenceSession | c.GrowArena):
+        key = key_of(output)
+        if key is None:
+            assert isinstance(output, c.FenceSession | c.GrowArena)
             orders = self._units.get(output.unit)
             if orders is not None:
                 orders(output)
             return
-        key = key_of(output)
-        asked = None if key is None else self._asked.pop(key, None)
+        asked = self._asked.pop(key, None)
         if asked is None:
             return
         if isinstance(output, c.UnitAdded) and output.error is None and asked.orders is not None:

@@ -13,14 +13,15 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.control import wire
 from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
 from dataplane.control.secret import Secret
+from dataplane.control.sockets import NOBLOCK, readable, receive, send
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, InvalidRequestError
 from dataplane.host import join_address, resolve_host
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_TURN = 256
-"""After so many requests the ledger's thread looks at its other work."""
+BEFORE_DISCONNECTS = 256
+"""At most so many requests are handled before the ends of connections are."""
 BACKLOG = 1024
 GOODBYE_MS = 500
 """How long closing waits for the last replies to leave."""
@@ -33,7 +34,8 @@ class Handler(Protocol):
 
 
 class ZmqDoor:
-    """Binds at once, to `host`:`port` (0: any free one) and an ipc name; serves when `serve` is called, in one thread.
+    """Binds at once, to `host`:`port` (0: any free one) and an ipc name. One thread serves: it polls `socket`
+    and `monitor` and calls `serve` and `notice_disconnects`.
 
     The connection that a session's heartbeats come from stands for its client: when it ends before the session said
     Bye, the handler gets `SessionSilent`. Raises OSError if the port is taken.
@@ -73,23 +75,33 @@ class ZmqDoor:
         """What the door tells of the service; before `serve`."""
         self._facts = facts
 
-    def serve(self, handler: Handler) -> None:
-        """Handle what has arrived, without blocking."""
-        for _ in range(MESSAGES_PER_TURN):
-            try:
-                peer = self.socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            frames = self.socket.recv_multipart() if peer.more else []
-            self._take(handler, peer, frames)
-        self._notice_disconnects(handler)
+    def serve(self, handler: Handler) -> bool:
+        """Handle one message, whenever `socket` is readable; whether there was one. Does not block."""
+        try:
+            frames = receive(self.socket, NOBLOCK)
+        except zmq.Again:
+            return False
+        self._take(handler, *frames)
+        return True
 
-    def _take(self, handler: Handler, peer: zmq.Frame, frames: list[bytes]) -> None:
+    def notice_disconnects(self, handler: Handler) -> None:
+        """Handle which connections have ended, whenever `monitor` is readable, after what came through them before.
+        Does not block."""
+        for _ in range(BEFORE_DISCONNECTS):
+            if not self.serve(handler):
+                break
+        while readable(self.monitor):
+            descriptor = int(recv_monitor_message(self.monitor)["value"])
+            session = self._sessions.pop(descriptor, None)
+            if session is not None and session not in self._sessions.values():
+                handler.handle(c.SessionSilent(session=session), None, caller=None)
+
+    def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         caller = peer.bytes
         try:
             if len(frames) != 3:
                 raise InvalidRequestError(f"a request has 3 frames (method, token, message), not {len(frames)}")
-            method, token, body = frames
+            method, token, body = [frame.bytes for frame in frames]
             self._secret.check(token, peer="the controller")
             item = parse(method.decode(errors="replace"), body)
             if isinstance(item, c.Heartbeat):
@@ -124,14 +136,7 @@ class ZmqDoor:
 
     def _send(self, caller: bytes, frames: list[bytes]) -> None:
         """Never blocks: a ROUTER drops what its peer does not take, and the peer asks again."""
-        self.socket.send_multipart([caller, *frames])
-
-    def _notice_disconnects(self, handler: Handler) -> None:
-        while self.monitor.poll(0):
-            descriptor = int(recv_monitor_message(self.monitor)["value"])
-            session = self._sessions.pop(descriptor, None)
-            if session is not None and session not in self._sessions.values():
-                handler.handle(c.SessionSilent(session=session), None, caller=None)
+        send(self.socket, [caller, *frames])
 
     def close(self) -> None:
         """Let the last replies leave, then close. Idempotent; only in the thread that served, or before it did."""

@@ -92,7 +92,14 @@ class Partitions:
         rows = partition.resolve(command.samples)
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
+        partition.wrote(session, state.now)
         state.touch(partition)
+        return c.Done()
+
+    def set_version(self, session: Session, number: int, command: c.SetVersion) -> c.Done:
+        partition = self.state.partition(command.partition)
+        partition.version = command.version
+        self.state.touch(partition)
         return c.Done()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import (
@@ -16,12 +17,14 @@ from dataplane.errors import (
     TaskNotFoundError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger import selection
+from dataplane.ledger import partial, selection, shares
+from dataplane.ledger.blocked import blocked
 from dataplane.ledger.partition import Partition
+from dataplane.ledger.samplers import SAMPLERS
 from dataplane.ledger.sessions import Claimed, ParkedClaim, Session
 from dataplane.ledger.state import Lease, State
 from dataplane.ledger.tags import OPERATORS
-from dataplane.ledger.tasks import Interest, Task
+from dataplane.ledger.tasks import HELD, REPORTED, Interest, Task
 
 if TYPE_CHECKING:
     from dataplane.ledger.commands import Int64s
@@ -38,14 +41,12 @@ class Claims:
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         self._check(partition, command)
-        interest = partition.interest(task, command.fields, self.state.limits.interests)
-        rows = selection.select(partition, interest, command)
         parked = ParkedClaim(session, number, self.state.now, command, partition)
-        if rows is not None:
-            return self._take(parked, task, rows)
-        parked.interest = interest
-        self.state.park(parked)
-        return None
+        parked.interest = partition.interest(task, command.fields, self.state.limits.interests)
+        result = self._attempt(parked, parked.interest)
+        if result is None:
+            self.state.park(parked)
+        return result
 
     def judge(self) -> None:
         """Serve parked claims of partitions that changed: those whose client was heard within a heartbeat first, and
@@ -63,9 +64,61 @@ class Claims:
     def _judge(self, parked: ParkedClaim) -> None:
         interest = parked.interest
         assert interest is not None
-        rows = selection.select(parked.partition, interest, parked.command)
-        if rows is not None:
-            self.state.unpark(parked, self._take(parked, interest.task, rows))
+        result: c.Claimed | DataPlaneError | None
+        try:
+            result = self._attempt(parked, interest)
+        except DataPlaneError as error:
+            result = error
+        if result is not None:
+            self.state.unpark(parked, result)
+
+    def _attempt(self, parked: ParkedClaim, interest: Interest) -> c.Claimed | None:
+        """What the claim gets if it gets anything now."""
+        partition, command, task = parked.partition, parked.command, interest.task
+        fixed = None if command.step is None else shares.find(task, command)
+        if fixed is None:
+            late = self._overdue(partition, interest, command)
+            waits = late.next_at < float("inf")
+            chosen = selection.select(partition, interest, command, late.rows, pending=waits)
+            if chosen is None:
+                if not command.blocking:
+                    return self._take(parked, task, np.zeros(0, np.int64))
+                self.state.wake_at(partition, late.next_at)
+                return None
+            if command.step is None:
+                return self._take(parked, task, chosen.rows)
+            fixed = self._fix(partition, task, command, chosen)
+        rows = fixed.share(partition, task, command)
+        task.give_back(rows)
+        result = self._take(parked, task, rows)
+        if len(rows):
+            assert command.dp_rank is not None
+            fixed.given.setdefault(command.dp_rank, []).append(int(task.stamps[rows[0]]))
+        return result
+
+    def _overdue(self, partition: Partition, interest: Interest, command: c.Claim) -> partial.Overdue:
+        """The partial groups whose time is over, and when the next one's is; those to be dropped are."""
+        found = partial.overdue(partition, interest, command, self.state.now)
+        if command.partial is c.Partial.RELEASE or not len(found.rows):
+            return found
+        names = partition.rows.names_of(found.rows)
+        interest.task.dropped = [*interest.task.dropped, *names][-REPORTED:]
+        partition.dropped_partial += len(names)
+        partition.clear(found.rows)
+        self.state.touch(partition)
+        return partial.Overdue(found.rows[:0], found.next_at)
+
+    def _fix(self, partition: Partition, task: Task, command: c.Claim, chosen: selection.Chosen) -> shares.Selection:
+        """The shares of a step, held for its ranks from now on."""
+        state = self.state
+        assert command.step is not None
+        fixed = shares.fix(partition, command, chosen, state.serial())
+        task.take(fixed.rows, fixed.stamp)
+        self._lease(partition, task, fixed.rows, HELD, shares.HOLD_S if command.lease_s is None else command.lease_s)
+        shares.remember(task, command.step, fixed, state.limits.steps)
+        partition.reclaimed(task, fixed.rows)
+        state.touch(partition)
+        return fixed
 
     def _take(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
         state, partition, command, session = self.state, parked.partition, parked.command, parked.session
@@ -75,7 +128,9 @@ class Claims:
             births=partition.births_of(rows),
             fields=partition.common_fields(rows) if len(rows) else command.fields,
             tags=partition.tags.of(rows),
+            dropped=tuple(task.dropped),
         )
+        task.dropped = []
         if len(rows):
             stamp = state.serial()
             task.take(rows, stamp)
@@ -85,14 +140,15 @@ class Claims:
                 state.touch(partition)
             session.unconfirmed[parked.number] = Claimed(partition, task, rows.copy(), stamp)
             if command.lease_s is not None:
-                self._lease(partition, task, rows, session, command.lease_s)
+                self._lease(partition, task, rows, session.number, command.lease_s)
         return result
 
-    def _lease(self, partition: Partition, task: Task, rows: Int64s, session: Session, lease_s: float) -> None:
-        state = self.state
-        end = state.now + lease_s
-        task.lease(rows, session.number, end)
-        heapq.heappush(state.leases, (end, state.serial(), Lease(partition, task, rows.copy(), session.number)))
+    def _lease(self, partition: Partition, task: Task, rows: Int64s, owner: int, lease_s: float) -> None:
+        if len(rows):
+            state = self.state
+            end = state.now + lease_s
+            task.lease(rows, owner, end)
+            heapq.heappush(state.leases, (end, state.serial(), Lease(partition, task, rows.copy(), owner)))
 
     def _check(self, partition: Partition, command: c.Claim) -> None:
         least, batch, group = command.min_batch_size, command.batch_size, command.group_size
@@ -102,9 +158,14 @@ class Claims:
             raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
         if group is not None and not 1 <= group <= (batch if least is None else least):
             raise InvalidRequestError(f"group_size={group}: a claim of {least or batch} cannot hold a whole group")
+        if command.partial_after_s is not None and not (group is not None and command.partial_after_s >= 0):
+            raise InvalidRequestError(f"partial_after_s={command.partial_after_s}: not negative, and with a group_size")
+        if command.max_lag is not None and command.max_lag < 0:
+            raise InvalidRequestError(f"max_lag={command.max_lag}: must not be negative")
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)
+        _check_shares(command)
         if len(command.fields) > self.state.limits.columns:
             raise InvalidRequestError(f"{len(command.fields)} fields; the most is {self.state.limits.columns}")
         for predicate in command.where:
@@ -120,9 +181,7 @@ class Claims:
     def ack(self, session: Session, number: int, command: c.Ack) -> c.Done:
         _, task, rows = self._resolve(command.partition, command.task, command.samples)
         self._check_leased(command, task, rows, session)
-        task.end_leases(rows)
-        # A stamp of their own: the claim may still be unconfirmed, and must not take them back if the session dies.
-        task.stamps[rows] = self.state.serial()
+        task.acknowledge(rows)
         return c.Done()
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.Done:
@@ -136,7 +195,7 @@ class Claims:
         _check_lease(command.lease_s)
         partition, task, rows = self._resolve(command.partition, command.task, command.samples)
         self._check_leased(command, task, rows, session)
-        self._lease(partition, task, rows, session, command.lease_s)
+        self._lease(partition, task, rows, session.number, command.lease_s)
         return c.Done()
 
     def consumption(self, session: Session, number: int, command: c.CheckConsumption) -> c.Consumption:
@@ -147,16 +206,21 @@ class Claims:
     def why_blocked(self, session: Session, number: int, command: c.WhyBlocked) -> c.Blocked:
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
-        interest = Interest(task, tuple(sorted(set(command.fields))), partition.rows.end)
-        partition.refresh(interest, partition.rows.in_order())
-        unclaimed, missing = selection.lacking(partition, task, interest.fields)
-        return c.Blocked(
-            unclaimed=unclaimed,
-            ready=interest.count,
-            leased=task.leased(),
-            lacking=missing,
-            why=selection.why(partition, interest, None),
+        for predicate in command.where:
+            _check_predicate(predicate)
+        claim = c.Claim(
+            partition=command.partition,
+            task=command.task,
+            fields=command.fields,
+            batch_size=1,
+            where=command.where,
+            group_by=command.group_by,
+            group_size=command.group_size,
+            max_lag=command.max_lag,
+            version_tag=command.version_tag,
         )
+        interest = Interest(task, tuple(sorted(set(command.fields))), 0)
+        return blocked(self.state, partition, interest, claim)
 
     def _resolve(self, name: str, task: str, samples: c.Samples) -> tuple[Partition, Task, Int64s]:
         partition = self.state.partition(name)
@@ -194,14 +258,16 @@ class Claims:
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         interest, command = parked.interest, parked.command
         assert interest is not None
-        ready = parked.partition.rows.order[interest.ready()]
+        facts = blocked(self.state, parked.partition, interest, command)
+        more = {name: getattr(facts, name) for name in facts.__struct_fields__ if name not in ("ready", "writers")}
         return ClaimTimeoutError(
             partition=command.partition,
             task=command.task,
             wanted=selection.least_of(command),
-            ready=int(np.count_nonzero(parked.partition.tags.matches(command.where, ready))),
+            ready=facts.matching,
             waited_s=self.state.now - parked.since,
-            why=selection.why(parked.partition, interest, command),
+            writers=[msgspec.structs.asdict(writer) for writer in facts.writers],
+            **more,
         )
 
     def task_gone(self, parked: ParkedClaim) -> DataPlaneError:
@@ -212,6 +278,33 @@ class Claims:
 def _check_lease(lease_s: float | None) -> None:
     if lease_s is not None and not lease_s > 0:
         raise InvalidRequestError(f"lease_s={lease_s}: must be positive")
+
+
+def _check_shares(command: c.Claim) -> None:
+    """Strategy, groups and ranks go together."""
+    group, world, rank, step = command.group_size, command.dp_world, command.dp_rank, command.step
+    sampler = SAMPLERS.get(selection.sampler_of(command))
+    if sampler is None:
+        raise InvalidRequestError(f"sampler={command.sampler!r}: expected one of {', '.join(SAMPLERS)}")
+    if sampler.grouped and group is None:
+        raise InvalidRequestError(f"sampler={command.sampler!r} takes whole groups: name their group_size")
+    if sampler.alone and group is not None:
+        raise InvalidRequestError(f"sampler={command.sampler!r} knows no groups; leave out group_size={group}")
+    if world is None and step is None:
+        if sampler.shared:
+            raise InvalidRequestError(f"sampler={command.sampler!r} deals to ranks: name dp_rank, dp_world and step")
+        return
+    if world is None or step is None or rank is None:
+        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: a share needs all three")
+    if not 0 <= rank < world or step < 0:
+        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: no such rank or step")
+    unit, least = world * (group or 1), command.min_batch_size
+    if command.batch_size % unit or not unit <= (command.batch_size if least is None else least):
+        per = f"dp_world={world}" + (f" times group_size={group}" if group else "")
+        raise InvalidRequestError(
+            f"batch_size={command.batch_size}, min_batch_size={least}: of the whole step; the first must be a multiple "
+            f"of {per}, the second at least that"
+        )
 
 
 def _check_predicate(predicate: c.Predicate) -> None:

@@ -11,21 +11,24 @@ from dataplane.errors import (
     PartitionDroppedError,
     PartitionSealedError,
     RequestTooLargeError,
+    RowsChangedError,
     SampleExistsError,
     SchemaError,
     ServiceRestartedError,
     StorageUnitError,
 )
-from dataplane.ledger.arrays import first_true
+from dataplane.ledger.ahead import PartAhead
+from dataplane.ledger.arrays import every, first_true, some, top, total
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn
 from dataplane.ledger.extents import Several
-from dataplane.ledger.fields import Field
+from dataplane.ledger.fields import Field, cells_of
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.sessions import Reservation, Session
+from dataplane.ledger.sessions import Reservation, Room, RoomAhead, Session
 from dataplane.ledger.state import State
 from dataplane.types import FieldKind, FieldSpec, Scalar
 
 MAX_BYTES = 1 << 62
+INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
 
 
@@ -41,23 +44,28 @@ class Commits:
         self.state = state
 
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
-        """A fault changes nothing but that the reservation is freed."""
-        held = command.reservation is not None and command.reservation in session.reservations
+        """A fault changes nothing but that the reservation is freed, unless it is room ahead."""
+        held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
             reservation = self._reservation(session, command, partition)
             named = self._names(partition, command, reservation)
             self._check_columns(partition, command, reservation)
             check_tags(self.state, partition, command.tags, len(command.samples))
+            if command.located is not None:
+                self._check_unchanged(session, partition, command, command.located, named.rows)
         except Exception:
-            if held and command.reservation is not None:
+            if held is not None and command.reservation is not None and not isinstance(held, RoomAhead):
                 self.state.free_reservation(session, command.reservation)
             raise
         rows = self._bear(partition, command, named)
-        if command.reservation is not None:
+        if isinstance(reservation, PartAhead):
+            reservation.cut(self.state.extents)
+        elif command.reservation is not None:
             del session.reservations[command.reservation]
         written = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
+        partition.wrote(session, self.state.now, [column.name for column in command.columns])
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
@@ -76,17 +84,25 @@ class Commits:
                 f"session {session.number} has no reservation {command.reservation}: "
                 "it was aborted, committed before, or never made"
             )
+        self._check_units(reservation)
+        if isinstance(reservation, RoomAhead):
+            return PartAhead(self.state, reservation, partition, command)
+        assert isinstance(reservation, Reservation)
+        if command.offset is not None:
+            raise InvalidRequestError(f"reservation {command.reservation} is of one put: its commit names no offset")
         if reservation.partition is not partition:
             if reservation.partition.name == partition.name:
                 raise PartitionDroppedError(partition=partition.name, waiting="a put")
             raise InvalidRequestError(
                 f"room was reserved for partition {reservation.partition.name!r}, not for {partition.name!r}"
             )
-        for number, epoch in reservation.epochs.items():
-            self._check_unit(number, epoch)
-        if reservation.broken:
-            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the room reserved")
         return reservation
+
+    def _check_units(self, room: Room) -> None:
+        for number, epoch in room.epochs.items():
+            self._check_unit(number, epoch)
+        if room.broken:
+            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the room reserved")
 
     def _check_unit(self, number: int, epoch: int) -> None:
         unit = self.state.units.get(number)
@@ -143,7 +159,7 @@ class Commits:
         for column, sizes in zip(command.columns, reservation.sizes, strict=True):
             self._check_spec(partition, column)
             _check_shape(column, len(command.samples))
-            if not np.array_equal(column.lengths * column.spec.unit_bytes, sizes):
+            if not isinstance(reservation, PartAhead) and _sizes_differ(column, sizes):
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the sizes that were reserved")
         fresh = sum(name not in partition.fields for name in names)
         if fresh and len(partition.fields) + fresh > self.state.limits.columns:
@@ -169,6 +185,25 @@ class Commits:
                 partition=partition.name, field=column.name, got=str(column.spec), expected=str(field.spec)
             )
 
+    def _check_unchanged(
+        self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
+    ) -> None:
+        """What a Locate found is still so. Its pin keeps other cells from lying where those lay."""
+        if located not in session.pins:
+            raise InvalidRequestError(f"call {located} pins nothing (any more): a commit cannot build on what it found")
+        for found in command.expected:
+            if not len(found.units) == len(found.offsets) == len(found.lengths) == len(rows):
+                raise InvalidRequestError(f"field {found.name!r}: {len(found.lengths)} places for {len(rows)} samples")
+            extents, offsets, lengths = cells_of(partition.fields.get(found.name), rows)
+            moved = (offsets != found.offsets) | (self.state.extents.units[extents] != found.units)
+            changed = (lengths != found.lengths) | (moved & (lengths > 0))
+            if some(changed):
+                ids = command.samples.ids
+                places = first_true(changed)
+                names = partition.rows.names_of(rows[places]) if ids is None else [ids[i] for i in places]
+                total = int(np.count_nonzero(changed))
+                raise RowsChangedError(partition=partition.name, field=found.name, samples=names, total=total)
+
     # --- changes
 
     def _bear(self, partition: Partition, command: Commit, named: Named) -> Int64s:
@@ -178,7 +213,7 @@ class Commits:
         assert ids is not None
         new = list(ids) if len(named.unborn) == len(ids) else [ids[i] for i in named.unborn.tolist()]
         rows = named.rows.copy()
-        rows[named.unborn] = partition.bear(new, self.state.births + 1)
+        rows[named.unborn] = partition.bear(new, self.state.births + 1, self.state.now)
         self.state.births += len(new)
         return rows
 
@@ -201,9 +236,9 @@ class Commits:
             unused += self._enliven(partition, field, column, pieces, own)
             old = field.write(rows, extents, offsets, lengths)
             field.settle(column.spec)
-            if not old[0].all():
+            if not every(old[0]):
                 written.add(column.name)
-            if old[0].any():
+            if some(old[0]):
                 dead.append(old)
         partition.kill(dead)
         if unused:
@@ -230,7 +265,7 @@ class Commits:
             if last - first > 1:
                 used = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 mine = rows if len(pieces) == 1 else _pointing(column.index, rows, first, last)
-                several = Several(field, mine, int(used.sum()) * column.spec.unit_bytes, partition.account)
+                several = Several(field, mine, total(used) * column.spec.unit_bytes, partition.account)
             extents.enliven(extent, cells, several)
             partition.account.live_bytes += int(extents.sizes[extent])
         return unused
@@ -258,12 +293,17 @@ def _cells(
     return extents[column.index], offsets[column.index], column.lengths[column.index]
 
 
+def _sizes_differ(column: CommitColumn, sizes: Int64s) -> bool:
+    return len(column.lengths) != len(sizes) or some(column.lengths * column.spec.unit_bytes != sizes)
+
+
 def _check_shape(column: CommitColumn, samples: int) -> None:
     """One value per sample, or an index that says which. Lengths are >= 0, those of dense rows 1."""
     values = len(column.lengths)
-    if values and (column.lengths.min() < 0 or int(column.lengths.max()) * column.spec.unit_bytes > MAX_BYTES):
+    longest = top(column.lengths)
+    if longest > INT64_MAX or longest * column.spec.unit_bytes > MAX_BYTES:
         raise InvalidRequestError(f"column {column.name!r}: a length is negative or beyond {MAX_BYTES} bytes")
-    if column.spec.kind is FieldKind.DENSE and (column.lengths != 1).any():
+    if column.spec.kind is FieldKind.DENSE and some(column.lengths != 1):
         raise InvalidRequestError(f"column {column.name!r}: dense rows have length 1")
     if column.index is None:
         if values != samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 from typing import Any
@@ -30,6 +31,13 @@ class _Walk:
             self.text("sequence", len(value))
             for item in value:
                 self.visit(item)
+        elif isinstance(value, msgspec.Struct):
+            self.pairs(type(value).__name__, [(name, getattr(value, name)) for name in value.__struct_fields__])
+        elif isinstance(value, DataPlaneError):
+            self.pairs(type(value).__name__, sorted(value.facts.items()))
+        elif dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            self.pairs(type(value).__name__, [(field.name, getattr(value, field.name)) for field in fields])
         elif id(value) in self.seen:
             self.text("again", self.seen[id(value)])
         else:
@@ -52,10 +60,6 @@ class _Walk:
             self.text("set", len(value))
             for item in sorted(value):
                 self.visit(item)
-        elif isinstance(value, DataPlaneError):
-            self.pairs(type(value).__name__, sorted(value.facts.items()))
-        elif isinstance(value, msgspec.Struct):
-            self.pairs(type(value).__name__, [(name, getattr(value, name)) for name in value.__struct_fields__])
         elif hasattr(value, "__dict__"):
             self.pairs(type(value).__name__, sorted(vars(value).items()))
         else:

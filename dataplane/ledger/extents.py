@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dataplane.ledger.arrays import Bools, grown, room_for
+from dataplane.ledger.arrays import Bools, grown, room_for, some, tally
 from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.ledger.units import Unit
 from dataplane.types import GRANULE_BYTES
@@ -87,6 +87,20 @@ class Extents:
         self.states[number] = RESERVED
         return number
 
+    def cut(self, number: int, start: int, nbytes: int) -> list[int]:
+        """Take [start, start + nbytes), whole granules that lie within it, out of a reserved extent, for others to
+        hold. The extents that hold what is left of it, by address."""
+        first, stop = int(self.starts[number]), start + nbytes
+        rest = first + int(self.sizes[number]) - stop
+        self.sizes[number] = start - first
+        if start > first:
+            return [number] if not rest else [number, self.reserve(int(self.units[number]), stop, rest)]
+        if not rest:
+            self._forget(np.array([number], np.int32))
+            return []
+        self.starts[number], self.sizes[number] = stop, rest
+        return [number]
+
     def enliven(self, number: int, cells: int, several: Several | None) -> None:
         """A reserved extent now has `cells` (> 0) live cells."""
         self.states[number] = LIVE
@@ -98,10 +112,10 @@ class Extents:
     def kill(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
         """One cell of each of these extents (with repeats; 0 is skipped) has died, `nbytes` of it. The field's arrays
         already say so. What is idle is freed or trimmed."""
-        some = cells > 0
-        if not some.any():
+        held = cells > 0
+        if not some(held):
             return
-        numbers, inverse, counts = np.unique(cells[some], return_inverse=True, return_counts=True)
+        numbers, counts, lost = tally(cells[held], nbytes[held])
         left = self.live[numbers] - counts.astype(np.int32)
         self.live[numbers] = left
         dead = numbers[left == 0]
@@ -111,11 +125,10 @@ class Extents:
         if len(idle):
             self.free(idle)
         partly = (left > 0) & self.is_several[numbers]
-        if partly.any():
-            lost = np.bincount(inverse, weights=nbytes[some].astype(np.float64), minlength=len(numbers))
+        if some(partly):
             for number, fewer in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
                 several = self.several[number]
-                several.live_bytes -= int(fewer)
+                several.live_bytes -= fewer
                 if several.due and not self.pins[number]:
                     self._trim(number, several)
 
@@ -131,7 +144,7 @@ class Extents:
         if not len(idle):
             return
         retired = self.states[idle] == RETIRED
-        if retired.any():
+        if some(retired):
             self.free(idle[retired])
         for number in idle[~retired & self.is_several[idle]].tolist():
             several = self.several[number]
@@ -141,7 +154,7 @@ class Extents:
     def free(self, numbers: Int32s) -> None:
         """These extents (no repeats) end; their bytes are free."""
         whole = self.is_several[numbers]
-        if whole.any():
+        if some(whole):
             for number in numbers[whole].tolist():
                 several = self.several.pop(number)
                 if several.pieces is not None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.ledger.arrays import grown
+from dataplane.ledger.arrays import grown, top
 from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.types import FieldSpec
 
 INT32_MAX = (1 << 31) - 1
+_NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 
 class Field:
-    """Cells by row. `extents[row]` is 0 where the field has not been produced.
+    """Cells by row. `extents[row]` is 0 where the field has not been produced. `writer` is the session that wrote last:
+    number, name, time.
 
     `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
     holds now: settled by the first put, and open again as declared when the last live cell has gone. Lengths are kept
@@ -22,6 +24,7 @@ class Field:
     def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
         self.declared = declared
         self.live = 0
+        self.writer: tuple[int, str, float] | None = None
         self.settle(declared or FieldSpec())
         self.extents: Int32s = np.zeros(capacity, np.int32)
         self.offsets: Int64s = np.zeros(capacity, np.int64)
@@ -38,11 +41,14 @@ class Field:
         self.lengths = grown(self.lengths, capacity)
 
     def write(self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s) -> tuple[Int32s, Int64s]:
-        """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none)."""
-        if len(lengths) and self.lengths.dtype == np.int32 and lengths.max() > INT32_MAX:
+        """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none;
+        no bytes at all where none pointed anywhere)."""
+        if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
-        old, old_bytes = self.extents[rows], self.bytes_of(rows)
-        self.live += len(rows) - int(np.count_nonzero(old))
+        old = self.extents[rows]
+        living = int(np.count_nonzero(old))
+        old_bytes = self.bytes_of(rows) if living else _NO_BYTES
+        self.live += len(rows) - living
         self.extents[rows] = extents
         self.offsets[rows] = offsets
         self.lengths[rows] = lengths
@@ -64,3 +70,12 @@ class Field:
     def bytes_of(self, rows: Int64s) -> Int64s:
         """Bytes of the cells of `rows`, 0 where there is none."""
         return self.lengths_of(rows) * self.unit_bytes
+
+
+def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
+    """Extent (0: none), offset and length (-1: none) of each row's cell; row -1 has none."""
+    if field is None or not len(field.extents):
+        return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
+    extents = np.where(rows >= 0, field.extents[rows], 0).astype(np.int32)
+    there = extents > 0
+    return extents, np.where(there, field.offsets[rows], 0), np.where(there, field.lengths_of(rows), -1)

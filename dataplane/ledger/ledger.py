@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from types import UnionType
 from typing import Any
 
 from dataplane.errors import (
@@ -22,6 +23,7 @@ from dataplane.ledger.administration import Partitions, UnitReports
 from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
+from dataplane.ledger.image import ImageError, dump, load
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.reads import Reads
@@ -51,7 +53,11 @@ class Ledger:
         heartbeat_s: float = 2.0,
         session_timeout_s: float = 20.0,
     ) -> None:
-        self._state = State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s)
+        self._take_over(State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s))
+
+    def _take_over(self, state: State) -> None:
+        """Everything that works on the state works on this one."""
+        self._state = state
         self._liveness = Liveness(self._state)
         self._rooms = Rooms(self._state, self._liveness)
         self._claims = Claims(self._state)
@@ -82,7 +88,7 @@ class Ledger:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""
         state = self._state
         times = [self._liveness.next_look]
-        times += [heap[0][0] for heap in (state.alarms, state.leases) if heap]
+        times += [heap[0][0] for heap in (state.alarms, state.leases, state.wakes) if heap]
         if state.sessions:
             times.append(state.now + state.heartbeat_s)
         first = min(times)
@@ -90,8 +96,39 @@ class Ledger:
 
     def fingerprint(self) -> bytes:
         """A digest of the whole state."""
+        return digest(self._roots())
+
+    def image(self) -> bytes:
+        """The whole state, for `restored`. Between two inputs only."""
+        return dump(self._roots())
+
+    @classmethod
+    def restored(cls, image: bytes) -> Ledger:
+        """A ledger in the state that `image` has. `ImageError` for bytes that are none, or of another version."""
+        ledger = cls(0)
+        roots = load(image)
+        if len(roots) != len(ledger._roots()) or not isinstance(roots[0], State):
+            raise ImageError(f"{len(roots)} roots that are no ledger's")
+        ledger._adopt(*roots)
+        return ledger
+
+    def _roots(self) -> list[Any]:
+        """All that the future depends on."""
         live, units = self._liveness, self._units
-        return digest([self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added])
+        return [self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added]
+
+    def _adopt(
+        self,
+        state: State,
+        nonces: dict[str, int],
+        opened: int,
+        next_look: float,
+        cookies: dict[str, int],
+        added: int,
+    ) -> None:
+        self._take_over(state)
+        self._liveness.nonces, self._liveness.opened, self._liveness.next_look = nonces, opened, next_look
+        self._units.cookies, self._units.added = cookies, added
 
     def free_ranges(self, unit: int) -> list[tuple[int, int]]:
         """(offset, nbytes) of every free range of a unit's arena, by address. For tests."""
@@ -126,6 +163,7 @@ class Ledger:
             c.Seal: self._partitions.seal,
             c.Describe: self._reads.describe,
             c.Allocate: self._rooms.allocate,
+            c.AllocateAhead: self._rooms.allocate_ahead,
             c.Abort: self._abort,
             c.Commit: self._commits.commit,
             c.Locate: self._reads.locate,
@@ -138,6 +176,7 @@ class Ledger:
             c.CheckConsumption: self._claims.consumption,
             c.Clear: self._partitions.clear,
             c.SetTags: self._partitions.set_tags,
+            c.SetVersion: self._partitions.set_version,
             c.List: self._reads.list_samples,
             c.Stats: self._reads.stats,
             c.WhyBlocked: self._claims.why_blocked,
@@ -199,7 +238,7 @@ class Ledger:
     # --- withdrawing calls
 
     def _abort(self, session: Session, number: int, command: c.Abort) -> c.Done:
-        self._withdraw(session, number, command.reservation, c.Allocated)
+        self._withdraw(session, number, command.reservation, c.Allocated | c.AllocatedAhead)
         if command.reservation in session.reservations:
             self._state.free_reservation(session, command.reservation)
         return c.Done()
@@ -217,7 +256,7 @@ class Ledger:
             self._state.return_claim(session, command.claimed)
         return c.Done()
 
-    def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result]) -> None:
+    def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
         """Call `target` has no effect from now on: parked, it ends; not seen yet, it will never execute."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} can withdraw an earlier call only, not {target}")
@@ -226,18 +265,21 @@ class Ledger:
         if target in session.parked:
             self._state.unpark(session.parked[target], cancelled)
         elif isinstance(answered, c.Result) and not isinstance(answered, kind):
-            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {kind.__name__}")
+            expected = getattr(kind, "__name__", kind)
+            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {expected}")
         elif not session.settled(target) and not isinstance(answered, DataPlaneError):
             session.answers[target] = cancelled
 
     # --- time
 
     def _tick(self, item: c.Tick) -> None:
-        """Leases end, sessions are looked into, whoever can be served is, and then those whose time is over end."""
+        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, and then
+        those whose time is over end."""
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
         self._claims.expire_leases()
+        state.wake()
         self._liveness.look(gap)
         self._settle()
         while state.alarms and state.alarms[0][0] <= state.now:

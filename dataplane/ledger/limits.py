@@ -12,6 +12,8 @@ class Limits:
     in_flight: numbers a session may use above its watermark. parked: commands waiting, over all sessions.
     samples: samples or values in one command. columns: columns in one command, and fields or tags of a partition.
     id_bytes: UTF-8 bytes of a sample id, partition, task, field or tag name. tag_bytes: characters of one string tag.
+    ahead_part: one session's room ahead is at most this part (1/ahead_part) of what new rows may take in a unit.
+    steps: steps of a task whose shares are remembered.
     interests: (task, fields) combinations per partition whose ready samples are tracked; more are tracked in turns.
     """
 
@@ -23,4 +25,6 @@ class Limits:
     columns: int = 4096
     id_bytes: int = 1024
     tag_bytes: int = 1 << 16
+    ahead_part: int = 64
+    steps: int = 256
     interests: int = 64

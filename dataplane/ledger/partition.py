@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
-from dataplane.ledger.arrays import Bools, first_true
+from dataplane.ledger.arrays import Bools, first_true, some
 from dataplane.ledger.commands import Int32s, Int64s, Register, Samples
 from dataplane.ledger.extents import Account, Extents
 from dataplane.ledger.fields import Field
@@ -16,12 +17,17 @@ from dataplane.ledger.tags import Tags
 from dataplane.ledger.tasks import Interest, Task
 
 if TYPE_CHECKING:
-    from dataplane.ledger.sessions import ParkedClaim
+    from dataplane.ledger.sessions import ParkedClaim, Session
+
+WRITERS = 16
+"""Sessions that are remembered as the last that wrote."""
 
 
 class Partition:
     """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
-    (session, number), oldest first. `dropped` is set when it was cleared whole."""
+    (session, number), oldest first. `dropped` is set when it was cleared whole. `version` is the trainer's;
+    `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
+    again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last."""
 
     def __init__(self, name: str, extents: Extents) -> None:
         self.name = name
@@ -40,6 +46,10 @@ class Partition:
         self.sealed = False
         self.dropped = False
         self.born = 0
+        self.version = 0
+        self.dropped_partial = 0
+        self.writers: dict[int, tuple[str, float]] = {}
+        self.wakes_at = float("inf")
 
     # --- schema and tasks
 
@@ -87,7 +97,7 @@ class Partition:
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
             missing = rows < 0
-            if missing.any():
+            if some(missing):
                 places = first_true(missing)
                 raise SampleNotFoundError(
                     partition=self.name,
@@ -99,7 +109,7 @@ class Partition:
         assert samples.rows is not None
         assert samples.births is not None
         stale = ~self.rows.holds(samples.rows, samples.births)
-        if stale.any():
+        if some(stale):
             places = first_true(stale)
             raise StaleSampleError(
                 partition=self.name,
@@ -126,14 +136,14 @@ class Partition:
 
     # --- life of samples
 
-    def bear(self, ids: list[str], first_birth: int) -> Int64s:
+    def bear(self, ids: list[str], first_birth: int, now: float) -> Int64s:
         """New samples, unclaimed by every task."""
         before = self.rows.capacity
         kept = self.rows.compact()
         if kept is not None:
             for interest in self.interests.values():
                 interest.compact(kept)
-        rows = self.rows.bear(ids, first_birth)
+        rows = self.rows.bear(ids, first_birth, now)
         if self.rows.capacity != before:
             stores: list[Field | Tags | Task] = [*self.fields.values(), self.tags, *self.tasks.values()]
             for store in stores:
@@ -168,6 +178,15 @@ class Partition:
         elif dead:
             cells, nbytes = zip(*dead, strict=True)
             self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
+
+    def wrote(self, session: Session, now: float, names: Iterable[str] = ()) -> None:
+        """A session wrote, to these fields."""
+        self.writers.pop(session.number, None)
+        self.writers[session.number] = (session.name, now)
+        if len(self.writers) > WRITERS:
+            del self.writers[next(iter(self.writers))]
+        for name in names:
+            self.fields[name].writer = (session.number, session.name, now)
 
     # --- readiness
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dataplane.ledger.arrays import top
 from dataplane.ledger.commands import Allocate, Int64s
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.space import granules_up
@@ -41,10 +42,10 @@ class Want:
         self.largest = 0
         for column in command.columns:
             ends = np.zeros(len(column.sizes) + 1, np.int64)
-            np.cumsum(column.sizes, out=ends[1:])
+            column.sizes.cumsum(out=ends[1:])
             self.ends.append(ends)
             self.whole.append(granules_up(int(ends[-1])))
-            self.largest = max(self.largest, granules_up(int(column.sizes.max(initial=0))))
+            self.largest = max(self.largest, granules_up(top(column.sizes)))
         self.total = sum(self.whole)
 
     def values(self, column: int) -> int:

@@ -6,12 +6,14 @@ import numpy as np
 
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
-from dataplane.ledger.arrays import first_true
+from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
+from dataplane.ledger.fields import cells_of
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
+from dataplane.types import FieldSpec
 
 
 class Reads:
@@ -24,6 +26,8 @@ class Reads:
         self.state.check_samples(command.samples)
         if len(command.fields) > self.state.limits.columns:
             raise InvalidRequestError(f"{len(command.fields)} fields; the most is {self.state.limits.columns}")
+        if command.missing_ok:
+            return self._locate_some(session, number, command, partition)
         for name in command.fields:
             partition.field(name)
         rows = partition.resolve(command.samples)
@@ -39,12 +43,30 @@ class Reads:
             births=partition.births_of(rows),
         )
 
+    def _locate_some(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
+        """Where those cells are that there are."""
+        ids = command.samples.ids
+        rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
+        found, cells = [], np.zeros(0, np.int32)
+        for name in command.fields:
+            field = partition.fields.get(name)
+            extents, offsets, lengths = cells_of(field, rows)
+            spec = FieldSpec() if field is None else field.spec
+            units = self.state.extents.units[extents]
+            found.append(c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths))
+            cells = np.concatenate([cells, extents[extents > 0]])
+        pinned = np.unique(cells)
+        self.state.extents.pin(pinned)
+        session.pins[number] = pinned
+        births = np.where(rows >= 0, partition.births_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
+        return c.Located(fields=tuple(found), rows=rows, births=births)
+
     def _locations(
         self, partition: Partition, samples: c.Samples, name: str, rows: c.Int64s
     ) -> tuple[c.FieldLocations, c.Int32s]:
         field = partition.fields[name]
         extents = field.extents[rows]
-        if not extents.all():
+        if not every(extents):
             missing = extents == 0
             places = first_true(missing)
             names = partition.rows.names_of(rows[places])
@@ -146,4 +168,6 @@ def _partition(partition: Partition) -> c.PartitionStats:
         produced={name: field.live for name, field in partition.fields.items()},
         claimed={name: task.claimed for name, task in partition.tasks.items()},
         waiting_claims=len(partition.waiters),
+        version=partition.version,
+        dropped=partition.dropped_partial,
     )

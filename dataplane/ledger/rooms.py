@@ -1,14 +1,27 @@
-"""Room for puts: reservations, waiting for room, and growing arenas ahead of demand."""
+"""Room for puts: reservations, waiting for room, room ahead of small puts, and growing arenas ahead of demand."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from dataplane.errors import CapacityTimeoutError, DataPlaneError, InvalidRequestError, RequestTooLargeError
-from dataplane.ledger.commands import Allocate, Allocated, GrowArena, OnFull, Placement
+from dataplane.ledger.arrays import top
+from dataplane.ledger.commands import (
+    Allocate,
+    AllocateAhead,
+    Allocated,
+    AllocatedAhead,
+    GrowArena,
+    Int64s,
+    OnFull,
+    Placement,
+)
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.placing import Piece, Want, growth, growth_ahead, place
-from dataplane.ledger.sessions import ParkedAllocate, Reservation, Session
+from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
+from dataplane.ledger.space import granules_up
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
 
@@ -38,6 +51,26 @@ class Rooms:
             raise self.out_of_room(parked)
         self.state.park(parked)
         return None
+
+    def allocate_ahead(self, session: Session, number: int, command: AllocateAhead) -> AllocatedAhead:
+        """Room ahead, only where nobody needs it more."""
+        unit = self.state.units.get(command.unit)
+        if unit is None or unit.number not in session.attached:
+            raise InvalidRequestError(f"session {session.number} is not local to a storage unit {command.unit}")
+        if not 0 < command.nbytes <= MAX_BYTES:
+            raise InvalidRequestError(f"{command.nbytes} bytes of room ahead: must be in [1, {MAX_BYTES}]")
+        nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
+        wanted_elsewhere = any(self.state.room_waiters.values()) or not unit.connected
+        plenty = nbytes * self.state.limits.ahead_part <= limit and unit.used_bytes + nbytes <= limit // 2
+        offset = unit.space.take(nbytes) if plenty and not wanted_elsewhere else None
+        if offset is None:
+            raise CapacityTimeoutError(
+                wanted_bytes=nbytes, free_bytes=max(unit.room(update=False), 0), waited_s=0.0, holders=[]
+            )
+        extent = self.state.extents.reserve(unit.number, offset, nbytes)
+        session.reservations[number] = RoomAhead(unit.number, unit.epoch, extent, offset)
+        self.grow_ahead(unit)
+        return AllocatedAhead(offset=offset)
 
     def judge(self) -> None:
         """Room may have come back: serve whoever it is enough for."""
@@ -98,17 +131,7 @@ class Rooms:
         return [holder for group in ranked for holder in group[:3] if holder[1]]
 
     def _check(self, command: Allocate) -> None:
-        limits = self.state.limits
-        if len(command.columns) > limits.columns:
-            raise InvalidRequestError(f"{len(command.columns)} columns in one put; the most is {limits.columns}")
-        if len({column.name for column in command.columns}) != len(command.columns):
-            raise InvalidRequestError("a column is named twice in one put")
-        for column in command.columns:
-            self.state.check_name("field", column.name)
-            if len(column.sizes) > limits.samples:
-                raise InvalidRequestError(f"{len(column.sizes)} values in one column; the most is {limits.samples}")
-            if len(column.sizes) and (column.sizes.min() < 0 or float(column.sizes.sum(dtype=np.float64)) > MAX_BYTES):
-                raise InvalidRequestError(f"column {column.name!r}: value sizes must be in [0, {MAX_BYTES}]")
+        check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
 
@@ -145,7 +168,9 @@ class Rooms:
             self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
 
     def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
-        reservation = Reservation(parked.partition, parked.command)
+        command = parked.command
+        names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
+        reservation = Reservation(parked.partition, names, sizes, update=command.update)
         placements = []
         for piece in pieces:
             unit = piece.unit
@@ -159,3 +184,19 @@ class Rooms:
             )
         parked.session.reservations[parked.number] = reservation
         return Allocated(placements=tuple(placements))
+
+
+def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
+    """InvalidRequestError unless columns of these names and value sizes can be put."""
+    limits = state.limits
+    if len(columns) > limits.columns:
+        raise InvalidRequestError(f"{len(columns)} columns in one put; the most is {limits.columns}")
+    if len({name for name, _ in columns}) != len(columns):
+        raise InvalidRequestError("a column is named twice in one put")
+    for name, sizes in columns:
+        state.check_name("field", name)
+        if len(sizes) > limits.samples:
+            raise InvalidRequestError(f"{len(sizes)} values in one column; the most is {limits.samples}")
+        most = top(sizes)
+        if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
+            raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.ledger.arrays import Bools, grown, room_for
 from dataplane.ledger.commands import Int64s
@@ -14,13 +15,14 @@ SLACK = 1024
 
 
 class Rows:
-    """`births[row]` is 0 for a free slot. `order[:end]` holds the rows by age, -1 where one has died since, and
-    `positions[row]` is where a live row stands in it."""
+    """`births[row]` is 0 for a free slot, `since[row]` the ledger's time at birth. `order[:end]` holds the rows by age,
+    -1 where one has died since, and `positions[row]` is where a live row stands in it."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
         self.names: list[str | None] = []
         self.births: Int64s = np.zeros(0, np.int64)
+        self.since: npt.NDArray[np.float64] = np.zeros(0, np.float64)
         self.positions: Int64s = np.zeros(0, np.int64)
         self.order: Int64s = np.zeros(0, np.int64)
         self.end = 0
@@ -56,8 +58,8 @@ class Rows:
         order = self.order[: self.end]
         return order[order >= 0]
 
-    def bear(self, ids: Sequence[str], first_birth: int) -> Int64s:
-        """New rows for `ids` (none of which lives), born in this order."""
+    def bear(self, ids: Sequence[str], first_birth: int, now: float) -> Int64s:
+        """New rows for `ids` (none of which lives), born now, in this order."""
         count = len(ids)
         fresh = max(count - len(self.free), 0)
         reused = self.free[len(self.free) - (count - fresh) :]
@@ -66,13 +68,15 @@ class Rows:
         self.names.extend([None] * fresh)
         if used + fresh > self.capacity:
             self._grow(used + fresh)
-        rows = np.array(reused[::-1] + list(range(used, used + fresh)), np.int64)
-        for name, row in zip(ids, rows.tolist(), strict=True):
-            self.ids[name] = row
+        slots = [*reused[::-1], *range(used, used + fresh)]
+        rows = np.array(slots, np.int64)
+        self.ids.update(zip(ids, slots, strict=True))
+        for name, row in zip(ids, slots, strict=True):
             self.names[row] = name
         if self.end + count > len(self.order):
             self.order = grown(self.order, room_for(len(self.order), self.end + count))
         self.births[rows] = np.arange(first_birth, first_birth + count)
+        self.since[rows] = now
         self.positions[rows] = np.arange(self.end, self.end + count)
         self.order[self.end : self.end + count] = rows
         self.end += count
@@ -104,4 +108,5 @@ class Rows:
     def _grow(self, wanted: int) -> None:
         capacity = room_for(self.capacity, wanted)
         self.births = grown(self.births, capacity)
+        self.since = grown(self.since, capacity)
         self.positions = grown(self.positions, capacity)

@@ -21,21 +21,38 @@ class SessionState(enum.StrEnum):
     """It said Bye or was given up; its bytes wait for the proof of units that it cannot touch them."""
 
 
-class Reservation:
-    """Room for one put. `pieces[c]` lists (first value, last value, extent, offset) of column c in order.
+class Room:
+    """Reserved bytes. `pieces` lists them by column, each as (first value, last value, extent, offset).
     `epochs` are those of the units when it was made; `broken` says that a unit was dropped with its bytes."""
 
-    def __init__(self, partition: Partition, command: Allocate) -> None:
-        self.partition = partition
-        self.update = command.update
-        self.names = [column.name for column in command.columns]
-        self.sizes = [column.sizes for column in command.columns]
-        self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in command.columns]
+    def __init__(self, columns: int) -> None:
+        self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(columns)]
         self.epochs: dict[int, int] = {}
         self.broken = False
 
     def extents(self) -> Int32s:
         return np.array([piece[2] for column in self.pieces for piece in column], np.int32)
+
+
+class Reservation(Room):
+    """Room for one put; `pieces` has its columns, their values in order."""
+
+    def __init__(self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool) -> None:
+        super().__init__(len(names))
+        self.partition = partition
+        self.names = names
+        self.sizes = sizes
+        self.update = update
+
+
+class RoomAhead(Room):
+    """Room of one unit for small puts to come: what no commit has taken yet, as pieces of one column without values."""
+
+    def __init__(self, unit: int, epoch: int, extent: int, offset: int) -> None:
+        super().__init__(1)
+        self.unit = unit
+        self.epochs[unit] = epoch
+        self.pieces[0].append((0, 0, extent, offset))
 
 
 class Parked:
@@ -97,7 +114,7 @@ class Session:
         self.waiting: frozenset[int] = frozenset()
         self.answers: dict[int, Result | DataPlaneError] = {}
         self.parked: dict[int, Parked] = {}
-        self.reservations: dict[int, Reservation] = {}
+        self.reservations: dict[int, Room] = {}
         self.pins: dict[int, Int32s] = {}
         self.unconfirmed: dict[int, Claimed] = {}
         self.attached: dict[int, None] = {}

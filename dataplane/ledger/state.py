@@ -26,7 +26,8 @@ class Lease:
 
 class State:
     """`touched` are the partitions whose parked claims must be judged again. `births` and `serials` count up for ever.
-    `alarms` and `leases` are heaps by time; entries that no longer matter are passed over when they come up."""
+    `alarms`, `leases` and `wakes` are heaps by time; entries that no longer matter are passed over when they come
+    up."""
 
     def __init__(
         self, epoch: int, limits: Limits, reserve_fraction: float, heartbeat_s: float, session_timeout_s: float
@@ -49,6 +50,7 @@ class State:
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases: list[tuple[float, int, Lease]] = []
+        self.wakes: list[tuple[float, int, Partition]] = []
 
     def serial(self) -> int:
         self.serials += 1
@@ -63,6 +65,19 @@ class State:
     def touch(self, partition: Partition) -> None:
         if partition.waiters:
             self.touched[partition.name] = partition
+
+    def wake_at(self, partition: Partition, when: float) -> None:
+        """Its parked claims are judged again then at the latest."""
+        if when < partition.wakes_at:
+            partition.wakes_at = when
+            heapq.heappush(self.wakes, (when, self.serial(), partition))
+
+    def wake(self) -> None:
+        """Partitions whose time has come are touched."""
+        while self.wakes and self.wakes[0][0] <= self.now:
+            partition = heapq.heappop(self.wakes)[2]
+            partition.wakes_at = float("inf")
+            self.touch(partition)
 
     # --- calls that wait
 
@@ -135,5 +150,7 @@ class State:
     def check_name(self, what: str, name: str) -> None:
         if not name:
             raise InvalidRequestError(f"a {what} cannot be the empty string")
-        if len(name) > self.limits.id_bytes or len(name.encode("utf-8", "surrogatepass")) > self.limits.id_bytes:
+        # A character takes four bytes at most: few names need be written out to be measured.
+        limit = self.limits.id_bytes
+        if 4 * len(name) > limit and len(name.encode("utf-8", "surrogatepass")) > limit:
             raise InvalidRequestError(f"{what} {name[:40]!r}... is longer than {self.limits.id_bytes} bytes")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.ledger.arrays import Bools, grown
+from dataplane.ledger.arrays import Bools, every, grown
 from dataplane.ledger.commands import Int64s, Predicate, TagColumn
 from dataplane.types import Scalar
 
@@ -116,6 +116,36 @@ class Tags:
         """Values of rows that all carry the tag."""
         tag = self.columns.get(name)
         return [] if tag is None else tag.values[rows].tolist()
+
+    def codes(self, name: str, rows: Int64s) -> Int64s:
+        """Rows with equal values (of equal types) have equal numbers, counted by first appearance; -1 without the
+        tag."""
+        result = np.full(len(rows), -1)
+        tag = self.columns.get(name)
+        if tag is None:
+            return result
+        with_tag = np.flatnonzero(tag.present[rows])
+        values = tag.values[rows[with_tag]]
+        if values.dtype == object:
+            numbers: dict[tuple[type, Scalar], int] = {}
+            found = [numbers.setdefault((type(value), value), len(numbers)) for value in values.tolist()]
+            result[with_tag] = found
+        elif len(values):
+            _, firsts, inverse = np.unique(values, return_index=True, return_inverse=True)
+            rank = np.empty(len(firsts), np.int64)
+            rank[np.argsort(firsts)] = np.arange(len(firsts))
+            result[with_tag] = rank[inverse]
+        return result
+
+    def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
+        """Values of a tag that all of the rows carry as numbers, else None."""
+        tag = self.columns.get(name)
+        if tag is None or not every(tag.present[rows]):
+            return None
+        values = tag.values[rows]
+        if values.dtype == object and not all(type(value) in (int, float) for value in values.tolist()):
+            return None
+        return None if values.dtype == np.bool_ else values.astype(np.float64)
 
     def matches(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
         """Which rows fulfil every predicate."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.ledger.arrays import Bools, grown, room_for
 from dataplane.ledger.commands import Int64s, Order
 
+if TYPE_CHECKING:
+    from dataplane.ledger.shares import Selection
+
 Float64s = npt.NDArray[np.float64]
+HELD = -1
+"""Owner of the shares that wait for their ranks."""
+REPORTED = 1 << 16
+"""A claim's answer names so many dropped samples at most."""
 CHUNK = 8192
 
 
 class Task:
-    """`stamps[row]` is the serial number of the claim that holds the row, 0 where it is unclaimed; `claimed` counts the
-    live rows claimed. A leased row has an owner and an end; those arrays exist once a lease was given."""
+    """`stamps[row]` is the serial number of the claim that holds the row, negative once it was acknowledged, 0 where it
+    is unclaimed; `claimed` counts the live rows claimed. A leased row has an owner and an end; those arrays exist once
+    a lease was given. `selections` are by step; those up to `forgotten` that are not there were forgotten.
+    `dropped` are ids of samples cleared since the last answer."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -22,6 +33,9 @@ class Task:
         self.stamps: Int64s = np.zeros(capacity, np.int64)
         self.owners: Int64s | None = None
         self.ends: Float64s | None = None
+        self.selections: dict[int, Selection] = {}
+        self.forgotten = -1
+        self.dropped: list[str] = []
 
     def grow(self, capacity: int) -> None:
         self.stamps = grown(self.stamps, capacity)
@@ -50,21 +64,29 @@ class Task:
         self.end_leases(held)
         return held
 
+    def acknowledge(self, rows: Int64s) -> None:
+        """These leased rows stay claimed: whose they were stays known, but that claim takes them back no more."""
+        self.end_leases(rows)
+        self.stamps[rows] = -self.stamps[rows]
+
     def end_leases(self, rows: Int64s) -> None:
-        """The rows stay claimed, for good."""
+        """The rows stay claimed."""
         if self.owners is not None and self.ends is not None:
             self.owners[rows] = 0
             self.ends[rows] = 0.0
 
     def owners_of(self, rows: Int64s) -> Int64s:
-        """Sessions that lease these rows, 0 where none does."""
+        """Sessions that lease these rows (`HELD`: their rank is awaited), 0 where none does."""
         return np.zeros(len(rows), np.int64) if self.owners is None else self.owners[rows]
 
     def leased_by(self, session: int) -> Int64s:
         return np.zeros(0, np.int64) if self.owners is None else np.flatnonzero(self.owners == session)
 
     def leased(self) -> int:
-        return 0 if self.owners is None else int(np.count_nonzero(self.owners))
+        return 0 if self.owners is None else int(np.count_nonzero(self.owners > 0))
+
+    def held(self) -> int:
+        return 0 if self.owners is None else int(np.count_nonzero(self.owners == HELD))
 
 
 class Interest:

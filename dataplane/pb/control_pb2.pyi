@@ -32,6 +32,12 @@ class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORDER_UNSPECIFIED: _ClassVar[Order]
     ORDER_OLDEST: _ClassVar[Order]
     ORDER_FRESHEST: _ClassVar[Order]
+
+class Partial(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PARTIAL_UNSPECIFIED: _ClassVar[Partial]
+    PARTIAL_RELEASE: _ClassVar[Partial]
+    PARTIAL_DROP: _ClassVar[Partial]
 FIELD_KIND_UNSPECIFIED: FieldKind
 FIELD_KIND_DENSE: FieldKind
 FIELD_KIND_JAGGED: FieldKind
@@ -47,6 +53,9 @@ ON_FULL_REJECT: OnFull
 ORDER_UNSPECIFIED: Order
 ORDER_OLDEST: Order
 ORDER_FRESHEST: Order
+PARTIAL_UNSPECIFIED: Partial
+PARTIAL_RELEASE: Partial
+PARTIAL_DROP: Partial
 
 class Header(_message.Message):
     __slots__ = ("session", "number", "watermark", "waiting")
@@ -530,6 +539,22 @@ class Allocated(_message.Message):
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
 
+class AllocateAheadRequest(_message.Message):
+    __slots__ = ("header", "unit", "nbytes")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    nbytes: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class AllocatedAhead(_message.Message):
+    __slots__ = ("offset",)
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("header", "reservation")
     HEADER_FIELD_NUMBER: _ClassVar[int]
@@ -539,7 +564,7 @@ class AbortRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags")
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +572,9 @@ class CommitRequest(_message.Message):
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
@@ -554,7 +582,10 @@ class CommitRequest(_message.Message):
     reservation: int
     columns: _containers.RepeatedCompositeFieldContainer[CommitColumn]
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+    offset: int
+    located: int
+    expected: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("rows", "births")
@@ -565,16 +596,18 @@ class Committed(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "fields")
+    __slots__ = ("header", "partition", "samples", "fields", "missing_ok")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_OK_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
     fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    missing_ok: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ..., missing_ok: bool = ...) -> None: ...
 
 class Located(_message.Message):
     __slots__ = ("fields", "rows", "births")
@@ -595,7 +628,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., located: _Optional[int] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s")
+    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s", "dp_rank", "dp_world", "step", "sampler", "max_lag", "version_tag", "partial_after_s", "partial")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -609,6 +642,14 @@ class ClaimRequest(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_WORLD_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAG_FIELD_NUMBER: _ClassVar[int]
+    VERSION_TAG_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
@@ -622,21 +663,31 @@ class ClaimRequest(_message.Message):
     group_size: int
     order: Order
     lease_s: float
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    dp_rank: int
+    dp_world: int
+    step: int
+    sampler: str
+    max_lag: int
+    version_tag: str
+    partial_after_s: float
+    partial: Partial
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ..., dp_rank: _Optional[int] = ..., dp_world: _Optional[int] = ..., step: _Optional[int] = ..., sampler: _Optional[str] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ..., partial_after_s: _Optional[float] = ..., partial: _Optional[_Union[Partial, str]] = ...) -> None: ...
 
 class Claimed(_message.Message):
-    __slots__ = ("ids", "rows", "births", "fields", "tags")
+    __slots__ = ("ids", "rows", "births", "fields", "tags", "dropped")
     IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[str]
     rows: bytes
     births: bytes
     fields: _containers.RepeatedScalarFieldContainer[str]
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+    dropped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., dropped: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UnclaimRequest(_message.Message):
     __slots__ = ("header", "claimed")
@@ -728,6 +779,16 @@ class SetTagsRequest(_message.Message):
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
 
+class SetVersionRequest(_message.Message):
+    __slots__ = ("header", "partition", "version")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    version: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
 class ListRequest(_message.Message):
     __slots__ = ("header", "partition", "samples")
     HEADER_FIELD_NUMBER: _ClassVar[int]
@@ -785,7 +846,7 @@ class UnitStats(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class PartitionStats(_message.Message):
-    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims")
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
@@ -795,6 +856,8 @@ class PartitionStats(_message.Message):
     PRODUCED_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
     WAITING_CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     partition: str
     live: int
     born: int
@@ -804,7 +867,9 @@ class PartitionStats(_message.Message):
     produced: _containers.RepeatedCompositeFieldContainer[NamedCount]
     claimed: _containers.RepeatedCompositeFieldContainer[NamedCount]
     waiting_claims: int
-    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ...) -> None: ...
+    version: int
+    dropped: int
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
@@ -843,27 +908,81 @@ class StatsReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ...) -> None: ...
 
 class WhyBlockedRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "fields")
+    __slots__ = ("header", "partition", "task", "fields", "where", "group_by", "group_size", "max_lag", "version_tag")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAG_FIELD_NUMBER: _ClassVar[int]
+    VERSION_TAG_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
     fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    where: _containers.RepeatedCompositeFieldContainer[Predicate]
+    group_by: str
+    group_size: int
+    max_lag: int
+    version_tag: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ...) -> None: ...
+
+class Writer(_message.Message):
+    __slots__ = ("session", "name", "ago_s", "live", "fields")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    name: str
+    ago_s: float
+    live: bool
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., ago_s: _Optional[float] = ..., live: bool = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Blocked(_message.Message):
-    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why")
+    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why", "matching", "claimed", "held", "undeclared", "unproduced", "filtered", "groups", "partial_groups", "partial", "dropped", "born", "expected", "complete", "version", "writers")
     UNCLAIMED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    MATCHING_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    UNDECLARED_FIELD_NUMBER: _ClassVar[int]
+    UNPRODUCED_FIELD_NUMBER: _ClassVar[int]
+    FILTERED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
     unclaimed: int
     ready: int
     leased: int
     lacking: _containers.RepeatedCompositeFieldContainer[NamedCount]
     why: str
-    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+    matching: int
+    claimed: int
+    held: int
+    undeclared: _containers.RepeatedScalarFieldContainer[str]
+    unproduced: _containers.RepeatedScalarFieldContainer[str]
+    filtered: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    groups: int
+    partial_groups: int
+    partial: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    dropped: int
+    born: int
+    expected: int
+    complete: bool
+    version: int
+    writers: _containers.RepeatedCompositeFieldContainer[Writer]
+    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ...) -> None: ...

@@ -90,6 +90,11 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_pb_dot_control__pb2.AllocateRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Allocated.FromString,
                 _registered_method=True)
+        self.AllocateAhead = channel.unary_unary(
+                '/tq.v1.Control/AllocateAhead',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.AllocateAheadRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.AllocatedAhead.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tq.v1.Control/Abort',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.AbortRequest.SerializeToString,
@@ -148,6 +153,11 @@ class ControlStub(object):
         self.SetTags = channel.unary_unary(
                 '/tq.v1.Control/SetTags',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.SetTagsRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                _registered_method=True)
+        self.SetVersion = channel.unary_unary(
+                '/tq.v1.Control/SetVersion',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.SetVersionRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
@@ -250,6 +260,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AllocateAhead(self, request, context):
+        """Reserves room for small puts to come; never waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Gives a reservation back.
         """
@@ -334,6 +351,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetVersion(self, request, context):
+        """Sets the version from which the max_lag of claims counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Lists samples.
         """
@@ -413,6 +437,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.AllocateRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Allocated.SerializeToString,
             ),
+            'AllocateAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.AllocateAhead,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.AllocateAheadRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.AllocatedAhead.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.AbortRequest.FromString,
@@ -471,6 +500,11 @@ def add_ControlServicer_to_server(servicer, server):
             'SetTags': grpc.unary_unary_rpc_method_handler(
                     servicer.SetTags,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.SetTagsRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+            ),
+            'SetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetVersion,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.SetVersionRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
@@ -798,6 +832,33 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def AllocateAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/AllocateAhead',
+            dataplane_dot_pb_dot_control__pb2.AllocateAheadRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.AllocatedAhead.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Abort(request,
             target,
             options=(),
@@ -1110,6 +1171,33 @@ class Control(object):
             target,
             '/tq.v1.Control/SetTags',
             dataplane_dot_pb_dot_control__pb2.SetTagsRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/SetVersion',
+            dataplane_dot_pb_dot_control__pb2.SetVersionRequest.SerializeToString,
             dataplane_dot_pb_dot_control__pb2.Done.FromString,
             options,
             channel_credentials,

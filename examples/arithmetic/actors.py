@@ -51,7 +51,7 @@ class Actors:
 
 
 @contextmanager
-def start_actors(config: JobConfig, task: Task) -> Iterator[Actors]:
+def start_actors(config: JobConfig, task: Task, worker: type[PolicyWorker] = PolicyWorker) -> Iterator[Actors]:
     """Start everyone in the Ray cluster that this process is connected to; end them on the way out."""
     ranks = config.data_parallel * config.tensor_parallel
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def start_actors(config: JobConfig, task: Task) -> Iterator[Actors]:
         rollout = start_rollout(config, task, service.config)
         stack.callback(ray.kill, rollout)
         cluster = stack.enter_context(RayVirtualCluster([ranks], use_gpus=False, name="policy"))
-        workers = stack.enter_context(start_workers(config, task, cluster))
+        workers = stack.enter_context(start_workers(config, task, cluster, worker))
         policy = stack.enter_context(start_policy(config, workers, service.config))
         yield Actors(policy, workers, rollout)
         ray.get(rollout.close.remote())
@@ -72,12 +72,14 @@ def start_rollout(config: JobConfig, task: Task, plane: DataPlaneConfig) -> Acto
     return actor.remote(task.model, task.tokenizer, plane, max_new_tokens=task.max_new_tokens, seed=config.seed)
 
 
-def start_workers(config: JobConfig, task: Task, cluster: RayVirtualCluster) -> RayWorkerGroup:
+def start_workers(
+    config: JobConfig, task: Task, cluster: RayVirtualCluster, worker: type[PolicyWorker] = PolicyWorker
+) -> RayWorkerGroup:
     """The policy workers, ranks going along the tensor-parallel axis first; returns when all are up."""
     layout = np.arange(config.data_parallel * config.tensor_parallel).reshape(config.data_parallel, -1)
     return RayWorkerGroup(
         cluster,
-        RayWorkerBuilder(f"{PolicyWorker.__module__}.{PolicyWorker.__qualname__}", config, task.model),
+        RayWorkerBuilder(f"{worker.__module__}.{worker.__qualname__}", config, task.model),
         name_prefix="policy",
         sharding_annotations=NamedSharding(layout, ["data_parallel", "tensor_parallel"]),
     )

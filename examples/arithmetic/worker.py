@@ -16,6 +16,7 @@ from workers import TQWorkerMixin
 from .config import JobConfig
 from .learner import Batch, Learner, LossFunction
 from .model import ModelConfig
+from .parallel import copy_weights
 from .tokenizer import PAD
 
 
@@ -86,6 +87,11 @@ class PolicyWorker(TQWorkerMixin):
     def begin_reinforcement(self) -> None:
         """The policy as it is now becomes the reference; the optimizer starts afresh with the settings for RL."""
         self.learner.freeze_reference()
+        self.learner.set_optimizer(self.config.optimizer)
+
+    def restart(self) -> None:
+        """Reinforcement begins anew: the policy is the reference again, and the optimizer fresh."""
+        copy_weights(self.learner.reference, self.learner.policy)
         self.learner.set_optimizer(self.config.optimizer)
 
     def weights(self) -> dict[str, Tensor] | None:

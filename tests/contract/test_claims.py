@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient
-from dataplane.errors import ClaimTimeoutError, PartitionNotFoundError, TaskNotFoundError
+from dataplane.errors import ClaimTimeoutError, PartitionNotFoundError, ShareTakenError, TaskNotFoundError
 
 
 def put(client: DataPlaneClient, partition: str, first: int, last: int, field: str = "x") -> None:
@@ -136,6 +136,38 @@ def test_predicates_groups_and_order(client: DataPlaneClient, partition: str) ->
         client.claim_meta(partition, "ref", ["x"], 1, where=[("std", "~", 0.0)])
 
 
+def test_a_claim_with_a_lag_follows_the_trainer(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, None)
+    tags = [{"weight_version": n} for n in range(6)]
+    client.put_samples([f"s{n}" for n in range(6)], partition, {"x": torch.arange(6)}, tags=tags)
+    client.set_version(partition, 5)
+    assert client.claim_meta(partition, "ref", ["x"], 9, blocking=False, max_lag=1).sample_ids == ["s4", "s5"]
+    client.seal(partition)
+    client.set_version(partition, 3)
+    assert client.claim_meta(partition, "train", ["x"], 9, max_lag=1).sample_ids == ["s2", "s3", "s4", "s5"]
+    with pytest.raises(KeyError):
+        client.set_version("nowhere", 1)
+
+
+def test_partial_groups_are_released_or_dropped_in_time(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, 3)
+    tags = [{"group": group} for group in "aab"]
+    client.put_samples(["a0", "a1", "b0"], partition, {"x": torch.arange(3)}, tags=tags)
+    released = client.claim_meta(partition, "ref", ["x"], 4, group_size=2, partial_after_s=0.2, timeout_s=30.0)
+    assert released.sample_ids == ["a0", "a1", "b0"]
+    kept = client.claim_meta(
+        partition, "train", ["x"], 4, group_size=2, partial_after_s=0.2, partial="drop", timeout_s=30.0
+    )
+    assert kept.sample_ids == ["a0", "a1"]
+    assert kept.extra_info["dropped_samples"] == ["b0"]
+    assert client.list_samples(partition).sample_ids == ["a0", "a1"]
+    assert [part.dropped for part in client.stats().partitions if part.partition == partition] == [1]
+    with pytest.raises(ValueError, match="partial='keep'"):
+        client.claim_meta(partition, "train", ["x"], 4, group_size=2, partial_after_s=1.0, partial="keep")
+
+
 def test_leases_end_are_acknowledged_or_given_back(client: DataPlaneClient, partition: str) -> None:
     register(client, partition, None)
     put(client, partition, 0, 4)
@@ -148,6 +180,49 @@ def test_leases_end_are_acknowledged_or_given_back(client: DataPlaneClient, part
         client.ack(lost)
     client.nack(again)
     assert client.claim_meta(partition, "train", ["x"], 2).sample_ids == lost.sample_ids
+
+
+def test_the_ranks_of_a_step_share_one_selection(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, None)
+    other = open_client()
+
+    def share(who: DataPlaneClient, rank: int, step: int = 1, **more: object) -> list[str]:
+        meta = who.claim_meta(partition, "train", ["x"], 4, rank, dp_world=2, step=step, **more)  # type: ignore[arg-type]
+        assert meta.extra_info["dp_rank"] == rank
+        return list(meta.sample_ids)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(share, other, 1, timeout_s=60.0)
+        tags = [{"input_lengths": length} for length in (9, 1, 1, 1, 1, 7, 3, 3)]
+        client.put_samples([f"s{n}" for n in range(8)], partition, {"x": torch.arange(8)}, tags=tags)
+        assert waiting.result(60) == ["s1", "s2"]
+    assert client.claim_meta(partition, "train", ["x"], 8, blocking=False).sample_ids == ["s4", "s5", "s6", "s7"]
+    assert share(client, 0) == ["s0", "s3"]
+    with pytest.raises(ValueError, match="has had its share of step 1"):
+        share(other, 0)
+    with pytest.raises(ValueError, match="fixed with sampler=length-balanced; this claim says sampler=sequential"):
+        share(client, 0, sampler="sequential")
+    with pytest.raises(ValueError, match="all three"):
+        client.claim_meta(partition, "train", ["x"], 4, step=3)
+
+
+def test_a_share_that_went_back_is_handed_out_again_unless_another_took_it(
+    client: DataPlaneClient, partition: str
+) -> None:
+    register(client, partition, 4)
+    put(client, partition, 0, 4)
+    first = client.claim_meta(partition, "train", ["x"], 4, 0, dp_world=2, step=0, sampler="rank-aware")
+    assert first.sample_ids == ["s0", "s2"]
+    client.nack(first)
+    again = client.claim_meta(partition, "train", ["x"], 4, 0, dp_world=2, step=0, sampler="rank-aware")
+    assert again.sample_ids == first.sample_ids
+    client.nack(again)
+    client.claim_meta(partition, "train", ["x"], 1)
+    with pytest.raises(ShareTakenError, match="'s0'") as caught:
+        client.claim_meta(partition, "train", ["x"], 4, 0, dp_world=2, step=0, sampler="rank-aware")
+    assert (caught.value.samples, caught.value.step) == (["s0"], 0)
 
 
 def test_registering_again_keeps_rows_and_cursors(client: DataPlaneClient, partition: str) -> None:
@@ -208,6 +283,36 @@ def test_many_claimers_share_without_overlap(
     assert sorted(taken) == sorted(f"s{n}" for n in range(64))
 
 
+def test_two_ranks_and_four_producers_share_without_overlap(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, 36)
+    shares: dict[tuple[int, int], list[str]] = {}
+
+    def produce(who: int) -> None:
+        mine = open_client()
+        for first in range(9 * who, 9 * who + 9, 3):
+            put(mine, partition, first, first + 3)
+
+    def train(rank: int) -> None:
+        mine = open_client()
+        for step in range(99):
+            meta = mine.claim_meta(partition, "train", ["x"], 8, rank, timeout_s=60.0, dp_world=2, step=step)
+            shares[rank, step] = list(meta.sample_ids)
+            if not meta.size:
+                return
+
+    threads = [threading.Thread(target=produce, args=(who,)) for who in range(4)]
+    threads += [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [len(shares[0, step]) for step in range(6)] == [len(shares[1, step]) for step in range(6)]
+    assert [len(shares[0, step]) for step in range(6)] == [4, 4, 4, 4, 2, 0]
+    assert sorted(name for one in shares.values() for name in one) == sorted(f"s{n}" for n in range(36))
+
+
 def test_dropping_the_partition_ends_waiting_claims(
     client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
 ) -> None:
@@ -222,9 +327,25 @@ def test_dropping_the_partition_ends_waiting_claims(
             waiting.result(60)
 
 
-def test_why_blocked(client: DataPlaneClient, partition: str) -> None:
-    register(client, partition, None)
-    put(client, partition, 0, 4)
-    put(client, partition, 0, 1, field="y")
-    blocked = client.why_blocked(partition, "train", ["x", "y"])
-    assert (blocked.unclaimed, blocked.ready, blocked.lacking) == (4, 1, {"x": 0, "y": 3})
+def test_why_blocked(client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]) -> None:
+    register(client, partition, 8)
+    tags = [{"group": n // 3, "weight_version": n} for n in range(4)]
+    client.put_samples([f"s{n}" for n in range(4)], partition, {"x": torch.arange(4)}, tags=tags)
+    put(open_client(client_name="reward"), partition, 0, 3, field="y")
+    client.set_version(partition, 2)
+    terms = {"where": [("group", "==", 0)], "group_size": 2, "max_lag": 1}
+    blocked = client.why_blocked(partition, "train", ["x", "y"], **terms)
+    with pytest.raises(ClaimTimeoutError) as caught:
+        client.claim_meta(partition, "train", ["x", "y"], 4, timeout_s=0.2, **terms)
+    error = caught.value
+    for facts in (blocked, error):
+        assert (facts.unclaimed, facts.matching, facts.claimed, facts.born, facts.expected) == (4, 2, 0, 4, 8)
+        assert facts.lacking == {"x": 0, "y": 1}
+        assert facts.filtered == {"group == 0": 0, "weight_version >= 1": 1}
+        assert (facts.groups, facts.partial_groups, facts.partial, facts.version) == (1, 1, {"1": 0}, 2)
+        assert "1 fail weight_version >= 1" in facts.why
+        assert "4 of 8 samples have been put" in facts.why
+    assert [(writer.name, writer.fields, writer.live) for writer in blocked.writers][:1] == [("reward", ("y",), True)]
+    assert error.writers[0]["name"] == "reward"
+    assert 0 <= error.writers[0]["ago_s"] < 60
+    assert "'reward'" in str(error)

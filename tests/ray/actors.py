@@ -1,67 +1,15 @@
-"""Worker classes that the tests start by name."""
+"""A policy worker that the tests start by name."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane import BatchedDataDict
 from workers import TQWorkerMixin
-
-
-class Echo:
-    """Says what it was told and where it is."""
-
-    def __init__(self, greeting: str = "hello", fail_on_rank: int | None = None) -> None:
-        self.greeting = greeting
-        self.cleaned = False
-        if fail_on_rank is not None and self.rank() == fail_on_rank:
-            raise ValueError("this constructor always fails")
-
-    def rank(self) -> int:
-        return int(os.environ["RANK"])
-
-    def environment(self, *names: str) -> dict[str, str | None]:
-        return {name: os.environ.get(name) for name in names}
-
-    def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        return self.rank(), args, kwargs
-
-    def count_to(self, number: int) -> Iterator[int]:
-        for value in range(number):  # noqa: UP028 (Ray drives generators with send())
-            yield value
-
-    def fail_on(self, rank: int) -> int:
-        if self.rank() == rank:
-            raise KeyError("told to fail")
-        return self.rank()
-
-    def stop(self) -> None:
-        if self.rank() == 0:
-            raise RuntimeError("rank 0 cannot stop")
-
-    def hang(self) -> None:
-        time.sleep(600)
-
-
-class Configured(Echo):
-    @staticmethod
-    def configure_worker(
-        num_gpus: float, bundle_indices: tuple[int, list[int]] | None
-    ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        return (
-            {"num_cpus": 0},
-            {"CONFIGURED": str(bundle_indices), "SHARED": "class", "RANK": "77"},
-            {"greeting": "configured"},
-        )
-
-    def greet(self) -> str:
-        return self.greeting
 
 
 class Policy(TQWorkerMixin):
@@ -71,6 +19,7 @@ class Policy(TQWorkerMixin):
         dist.init_process_group("gloo")
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         self.seen: dict[str, Any] = {}
+        self.step: tuple[Any, list[int], list[float]] | None = None
 
     def _get_replica_group(self) -> Any:
         return self.mesh.get_group("tp")
@@ -87,12 +36,44 @@ class Policy(TQWorkerMixin):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         self.seen = {"fields": sorted(data), "shape": list(data["input_ids"].shape), "gbs": gbs, "mbs": mbs}
-        loss = data["advantages"].sum()
+        self.seen["micro_batches"] = micro_batches(data)
+        return self._trained(data["input_ids"][:, 0].tolist(), [float(data["advantages"].sum())])
+
+    def _trained(self, ids: list[int], sums: list[float]) -> dict[str, Any]:
+        loss = torch.tensor(sum(sums))
         dist.all_reduce(loss, group=self.mesh.get_group("dp"))
-        return {"global_loss": float(loss), "all_mb_metrics": {"ids": data["input_ids"][:, 0].tolist()}}
+        return {"global_loss": float(loss), "all_mb_metrics": {"ids": ids}}
+
+    def begin_train_step(self, *, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        """loss_fn: ("fail", where, ranks) makes these ranks raise there."""
+        assert self.step is None, "a step is open"
+        self._fail("begin", loss_fn)
+        self.step = loss_fn, [], []
+        self.seen = {"gbs": gbs, "mbs": mbs}
+
+    def train_microbatch(self, *, data: BatchedDataDict[Any]) -> None:
+        assert self.step is not None, "no step is open"
+        loss_fn, ids, sums = self.step
+        self._fail("train", loss_fn)
+        ids += data["input_ids"][:, 0].tolist()
+        sums.append(float(data["advantages"].sum()))
+
+    def finish_train_step(self) -> dict[str, Any]:
+        assert self.step is not None, "no step is open"
+        loss_fn, ids, sums = self.step
+        self._fail("finish", loss_fn)
+        self.step = None
+        return self._trained(ids, sums)
+
+    def abort_train_step(self) -> None:
+        self.step = None
+
+    def _fail(self, here: str, loss_fn: Any) -> None:
+        if isinstance(loss_fn, tuple) and loss_fn[1] == here and dist.get_rank() in loss_fn[2]:
+            raise ArithmeticError(f"told to fail in {here}")
 
     def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
-        self.seen = {"fields": sorted(data), "micro_batch_size": micro_batch_size}
+        self.seen = {"fields": sorted(data), "micro_batch_size": micro_batch_size, "micro_batches": micro_batches(data)}
         return {"logprobs": -data["input_ids"].float()}
 
     def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
@@ -107,3 +88,18 @@ class Policy(TQWorkerMixin):
     def stop(self) -> None:
         self.close_data_plane()
         dist.destroy_process_group()
+
+
+def micro_batches(data: BatchedDataDict[Any]) -> list[list[list[list[int]]]] | None:
+    """Of each global batch, the micro-batches that its iterator gives, each as the shape of its tokens and the rows'
+    first tokens; None where the batch has none."""
+    if data.micro_batch_indices is None:
+        return None
+    batches = [data.get_batch(number) for number in range(len(data.micro_batch_indices))]
+    return [
+        [
+            [list(part["input_ids"].shape), part["input_ids"][:, 0].tolist()]
+            for part in batch.make_microbatch_iterator_with_dynamic_shapes()
+        ]
+        for batch in batches
+    ]

@@ -13,7 +13,9 @@ import ray
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
-    ray.init(num_cpus=16, include_dashboard=False, _temp_dir=directory, log_to_driver=False, namespace="tests")
+    ray.init(
+        num_cpus=16, num_gpus=0, include_dashboard=False, _temp_dir=directory, log_to_driver=False, namespace="tests"
+    )
     try:
         yield
     finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import fields
 from statistics import fmean
 
 import pytest
 import ray
 
-from dataplane import KVBatchMeta, shard_meta_for_dp
-from examples.arithmetic.actors import Actors, start_actors
+from dataplane import KVBatchMeta, ReplayBuffer, WeightFifo, shard_meta_for_dp
+from examples.arithmetic.actors import TRAIN, Actors, start_actors
+from examples.arithmetic.asynchronous import FIELDS, AsyncConfig, Crew, Production, reinforce, start_crew, take
 from examples.arithmetic.config import JobConfig, WarmStart
 from examples.arithmetic.data import sums, write_problems
 from examples.arithmetic.job import ROLLOUT_FIELDS, grpo_step, rollout, score, warm_start
@@ -18,6 +21,7 @@ from examples.arithmetic.loss import token_logprobs
 from examples.arithmetic.model import build
 from examples.arithmetic.report import Reporter, StepRow
 from examples.arithmetic.task import Task
+from examples.arithmetic.weights import SendingWorker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,7 +53,7 @@ def task(config: JobConfig) -> Task:
 
 @pytest.fixture(scope="module")
 def actors(ray_cluster: None, config: JobConfig, task: Task) -> Iterator[Actors]:
-    with start_actors(config, task) as actors:
+    with start_actors(config, task, SendingWorker) as actors:
         yield actors
 
 
@@ -105,6 +109,52 @@ def test_every_rank_computes_the_loss_that_one_process_computes(
     for report in reports:
         assert report["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     actors.policy.finish_step(meta)
+
+
+@pytest.fixture(scope="module")
+def concurrent(config: JobConfig) -> AsyncConfig:
+    """Three steps."""
+    same = {field.name: getattr(config, field.name) for field in fields(config)}
+    return AsyncConfig(**{**same, "steps": 3, "window": 1, "examined": 1})
+
+
+@pytest.fixture(scope="module")
+def crew(concurrent: AsyncConfig, task: Task, actors: Actors, rows: list[StepRow]) -> Iterator[Crew]:
+    sessions = len(actors.client.stats().sessions)
+    with start_crew(concurrent, task, actors) as crew:
+        yield crew
+    while len(actors.client.stats().sessions) > sessions:
+        time.sleep(0.05)  # until the service has seen to what the dead one left
+
+
+def test_asynchronous_steps_train_on_every_sample_once(concurrent: AsyncConfig, task: Task, crew: Crew) -> None:
+    ray.get(crew.actors.workers.run_all_workers_single_data("restart"))
+    with Reporter() as reporter:
+        course = reinforce(concurrent, task, crew, reporter)
+    assert course.ages.total() == 3 * concurrent.samples
+    assert set(course.ages) <= {0, 1}
+    assert course.wasted == 0
+    assert [row.step for row in course.steps] == [1, 2, 3]
+    assert course.steps[0].kl < 0.02 < course.steps[-1].kl, "the policy began at its reference and left it"
+    assert 0 < course.hidden <= 1
+    assert sum(unit.live_bytes for unit in crew.actors.client.stats().units) == 0
+
+
+def test_a_dead_producer_ends_the_run(concurrent: AsyncConfig, task: Task, crew: Crew) -> None:
+    client = crew.actors.client
+    client.register_partition(TRAIN, FIELDS, None, ["train"])
+    policy = WeightFifo(batch_size=concurrent.samples, window=1)
+    buffer = ReplayBuffer(client, TRAIN, policy, required_fields=FIELDS)
+    crew.begin()
+    ray.kill(crew.producers[0])
+
+    def run() -> None:
+        with Production(concurrent, task, crew.producers[:1], buffer) as production:
+            take(buffer, production)
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        run()
+    client.clear_samples(None, TRAIN)
 
 
 def _loss_in_one_process(config: JobConfig, task: Task, actors: Actors, meta: KVBatchMeta) -> float:

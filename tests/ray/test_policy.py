@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import ray
 import torch
 
-from dataplane import KVBatchMeta, kv_first_write
+from dataplane import KVBatchMeta, build_data_plane_client, kv_first_write
 from dataplane.errors import FieldNotProducedError, StaleSampleError
 from workers import (
     LaunchedService,
@@ -22,6 +24,7 @@ from workers import (
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+LEFT_S = 60.0
 LENGTHS = [3, 1, 7, 5, 2, 2, 6, 4]
 ROLLOUT = ["input_ids", "input_lengths", "token_mask", "generation_logprobs", "reward"]
 
@@ -42,9 +45,20 @@ def policy(service: LaunchedService) -> Iterator[TQPolicy]:
         ) as group,
     ):
         cfg = {"train_global_batch_size": 8, "logprob_batch_size": 3}
-        with TQPolicy(group, dp_cfg=service.config, cfg=cfg) as made:
+        made = TQPolicy(group, dp_cfg=service.config, cfg=cfg)
+        try:
             yield made
-        assert group.shutdown("stop")
+        finally:
+            workers = group.workers
+            assert made.shutdown("stop")
+            assert made.shutdown("stop"), "twice is once"
+        with build_data_plane_client(service.config, bootstrap=False) as client:
+            deadline = time.monotonic() + LEFT_S
+            while len(client.stats().sessions) > 1:
+                assert time.monotonic() < deadline, f"the workers and the driver left: {client.stats().sessions}"
+                time.sleep(0.05)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(workers[0].what_was_seen.remote())
 
 
 def seen(policy: TQPolicy) -> list[dict[str, Any]]:
@@ -72,6 +86,7 @@ def test_a_step(policy: TQPolicy) -> None:
         assert seen(policy)[3] == {
             "fields": ["input_ids", "input_lengths", "reward", "token_mask"],
             "micro_batch_size": 3,
+            "micro_batches": None,
         }
         policy.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=1)
         columns = policy.read_from_dataplane(meta, select_fields=["reward", "prev_logprobs", "input_ids"])
@@ -112,16 +127,44 @@ def test_what_a_worker_raises_reaches_the_driver_and_the_group_works_on(policy: 
     policy.finish_step(meta)
 
 
-def test_stamping(policy: TQPolicy) -> None:
-    meta = KVBatchMeta("train", None, ["a", "b"], sequence_lengths=[5, 9], extra_info={"pad_to_multiple": 4})
-    policy._stamp_pad_seqlen(meta)
-    assert meta.extra_info["global_forward_pad_seqlen"] == 12
-    meta.extra_info["global_forward_pad_seqlen"] = 64
-    policy._stamp_pad_seqlen(meta)
-    assert meta.extra_info["global_forward_pad_seqlen"] == 64
+def test_the_pad_target_is_that_of_the_samples(policy: TQPolicy) -> None:
+    meta = KVBatchMeta("train", None, ["a", "b", "c"], sequence_lengths=[5, 9, 3], extra_info={"pad_to_multiple": 4})
+    assert stamped(policy, meta) == 12
+    assert stamped(policy, meta.drop(["b"])) == 8
+    longer = KVBatchMeta("train", None, ["d"], sequence_lengths=[15], extra_info={"pad_to_multiple": 4})
+    assert stamped(policy, KVBatchMeta.concat([meta, longer])) == 16
+    assert stamped(policy, longer) == 16
+    assert stamped(policy, KVBatchMeta.concat([longer, meta.drop(["b"])])) == 16
+    assert stamped(policy, KVBatchMeta.concat([meta.subset([0]), meta.subset([2])])) == 8
     unknown = KVBatchMeta("train", None, ["a"])
     policy._stamp_pad_seqlen(unknown)
     assert unknown.extra_info == {}
+
+
+def test_a_pad_target_that_somebody_else_set_stays(policy: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = KVBatchMeta("train", None, ["a", "b"], sequence_lengths=[5, 9])
+    assert stamped(policy, meta) == 9
+    meta.extra_info["global_forward_pad_seqlen"] = 64
+    assert stamped(policy, meta) == 64
+    assert stamped(policy, meta.drop(["b"])) == 64
+    monkeypatch.setattr(policy, "cfg", {"dynamic_batching": {"enabled": True, "sequence_length_round": 6}})
+    assert stamped(policy, KVBatchMeta("train", None, ["a"], sequence_lengths=[9])) == 12
+
+
+def stamped(policy: TQPolicy, meta: KVBatchMeta) -> int:
+    policy._stamp_pad_seqlen(meta)
+    return int(meta.extra_info["global_forward_pad_seqlen"])
+
+
+def test_a_validation_partition(policy: TQPolicy) -> None:
+    policy.prepare_val_partition(num_samples=2)
+    meta = policy.dp_client.put_samples(["v0", "v1"], "val", {"input_ids": [torch.ones(2, dtype=torch.int64)] * 2})
+    assert not policy.dp_client.check_consumption_status("val", ["val"])
+    assert policy.dp_client.claim_meta("val", "val", ["input_ids"], 2).sample_ids == ["v0", "v1"]
+    assert policy.dp_client.check_consumption_status("val", ["val"])
+    policy.finish_step(meta)
+    policy.prepare_val_partition(num_samples=1, partition_id="hard")
+    assert policy.dp_client.claim_meta("hard", "hard", ["input_ids"], 1, blocking=False).size == 0
 
 
 def test_discarding_some(policy: TQPolicy) -> None:
@@ -138,10 +181,161 @@ def test_a_meta_has_to_name_its_fields(policy: TQPolicy) -> None:
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a", "b"]))
 
 
-def test_packing_is_for_a_later_release(policy: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_needs_its_settings(policy: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "cfg", {"sequence_packing": {"enabled": True}})
-    with pytest.raises(ValueError, match="sequence_packing_args is not supported"):
+    with pytest.raises(ValueError, match="neither 'logprob_mb_tokens' nor 'max_tokens_per_microbatch'"):
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a", "b"], fields=["input_ids"]))
+
+
+BUDGETS = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"sequence_packing": {**BUDGETS, "algorithm": "first_fit_decreasing"}},
+        {"dynamic_batching": {**BUDGETS, "sequence_length_round": 2}},
+    ],
+    ids=["sequence packing", "dynamic batching"],
+)
+def test_each_stage_has_its_own_micro_batches(
+    policy: TQPolicy, monkeypatch: pytest.MonkeyPatch, cfg: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(policy, "cfg", cfg)
+    policy.prepare_step(num_samples=8)
+    meta = rollout(policy)
+    policy.get_logprobs_from_meta(meta)
+    logprob = micro_batches(policy)
+    stored = policy.read_from_dataplane(meta, select_fields=["prev_logprobs", "input_ids"])
+    assert stored["prev_logprobs"].equal(-stored["input_ids"].float()), "each row was written to its own sample"
+    policy.write_to_dataplane(meta, {"advantages": stored["prev_logprobs"]})
+    policy.train_from_meta(meta, "loss", gbs=4)
+    train = micro_batches(policy)
+    policy.finish_step(meta)
+    assert (len(logprob[0]), len(train[0])) == (1, 2), "a forward pass sees all at once, a step its global batch"
+    assert sum(map(len, train[0])) > sum(map(len, logprob[0]))
+    for batches, budget in ((logprob, 16), (train, 8)):
+        shapes = [[len(parts) for parts in rank] for rank in batches]
+        assert shapes[0] == shapes[1], "as many micro-batches on every data-parallel rank"
+        parts = [part for rank in batches for batch in rank for part in batch]
+        assert sorted(row for _, rows in parts for row in rows) == list(range(10, 18))
+        for (rows_n, width), rows in parts:
+            lengths = [LENGTHS[row - 10] for row in rows]
+            tokens = sum(lengths) if "sequence_packing" in cfg else rows_n * width
+            assert max(lengths) <= width
+            assert tokens <= budget
+
+
+def micro_batches(policy: TQPolicy) -> list[Any]:
+    """What the leaders of both data-parallel ranks got; their siblings got the same."""
+    got = [worker["micro_batches"] for worker in seen(policy)]
+    assert (got[0], got[2]) == (got[1], got[3])
+    return [got[0], got[2]]
+
+
+def test_timers_measure_every_stage(policy: TQPolicy) -> None:
+    timer = Labels()
+    policy.prepare_step(num_samples=8)
+    meta = rollout(policy)
+    policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 8)})
+    policy.get_logprobs_from_meta(meta, timer=timer)
+    policy.train_from_meta(meta, "loss", timer=timer)
+    policy.finish_step(meta)
+    assert timer.labels == [
+        "get_logprobs/shard_meta",
+        "get_logprobs/submit_futures",
+        "get_logprobs/wait",
+        "policy_training/shard_meta",
+        "policy_training/submit_training_futures",
+        "policy_training/wait",
+    ]
+
+
+class Labels:
+    """A timer that remembers what it measured."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        yield
+        self.labels.append(label)
+
+
+# --- a train step in parts ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch(policy: TQPolicy) -> Iterator[KVBatchMeta]:
+    policy.prepare_step(num_samples=8)
+    meta = rollout(policy)
+    policy.write_to_dataplane(meta, {"advantages": torch.arange(8.0)[:, None].expand(8, 8)})
+    yield meta
+    policy.abort_train_step()
+    policy.finish_step(meta)
+
+
+def test_a_step_in_parts_is_a_step(policy: TQPolicy, batch: KVBatchMeta) -> None:
+    whole = policy.train_from_meta(batch, "loss")
+    policy.begin_train_step("loss", mbs=2)
+    assert [worker["gbs"] for worker in seen(policy)] == [8] * 4
+    for part in (batch.slice(0, 4), batch.slice(4, 8)):
+        policy.train_microbatches_from_meta(part)
+    split = policy.finish_train_step()
+    assert split["loss"] == split["global_loss"] == whole["loss"]
+    assert sorted(split["all_mb_metrics"]["ids"]) == list(range(10, 18)), "of leaders only"
+    assert set(split) == set(whole)
+
+
+def test_one_step_at_a_time(policy: TQPolicy, batch: KVBatchMeta) -> None:
+    for call in (lambda: policy.train_microbatches_from_meta(batch), policy.finish_train_step):
+        with pytest.raises(RuntimeError, match="no train step is open"):
+            call()
+    policy.begin_train_step("loss")
+    with pytest.raises(RuntimeError, match="a train step is open already"):
+        policy.begin_train_step("loss")
+    with pytest.raises(RuntimeError, match="a train step is open"):
+        policy.train_from_meta(batch, "loss")
+    with pytest.raises(ValueError, match="cannot be split evenly"):
+        policy.train_microbatches_from_meta(batch.slice(0, 3))
+    policy.train_microbatches_from_meta(batch)
+    assert policy.finish_train_step()["loss"] == LOSS
+
+
+LOSS = sum(i * length for i, length in enumerate(LENGTHS))
+
+
+@pytest.mark.parametrize("where", ["fetch", "train", "finish"])
+def test_a_step_that_failed_can_only_be_aborted(policy: TQPolicy, batch: KVBatchMeta, where: str) -> None:
+    ranks = [0, 1, 2, 3] if where == "finish" else [2]
+    policy.begin_train_step(("fail", where, ranks))
+    if where == "fetch":
+        missing = batch.with_fields([*ROLLOUT, "returns"])
+        with pytest.raises(KeyError, match="'returns'"):
+            policy.train_microbatches_from_meta(missing)
+    elif where == "train":
+        with pytest.raises(ArithmeticError, match="told to fail in train"):
+            policy.train_microbatches_from_meta(batch)
+    else:
+        policy.train_microbatches_from_meta(batch)
+        with pytest.raises(ArithmeticError, match="told to fail in finish"):
+            policy.finish_train_step()
+    with pytest.raises(RuntimeError, match="failed in this train step"):
+        policy.train_microbatches_from_meta(batch)
+    with pytest.raises(RuntimeError, match="failed in this train step"):
+        policy.finish_train_step()
+    policy.abort_train_step()
+    policy.begin_train_step("loss")
+    policy.train_microbatches_from_meta(batch)
+    assert policy.finish_train_step()["loss"] == LOSS, "nothing was left of the step before"
+
+
+def test_where_one_worker_cannot_begin_none_has_begun(policy: TQPolicy, batch: KVBatchMeta) -> None:
+    with pytest.raises(ArithmeticError, match="told to fail in begin"):
+        policy.begin_train_step(("fail", "begin", [3]))
+    assert policy.train_from_meta(batch, "loss")["loss"] == LOSS
+    policy.begin_train_step("loss")
 
 
 def test_workers_share_the_drivers_settings(policy: TQPolicy, service: LaunchedService) -> None:
@@ -152,7 +346,7 @@ def test_workers_share_the_drivers_settings(policy: TQPolicy, service: LaunchedS
 def test_a_policy_needs_named_axes(service: LaunchedService) -> None:
     with (
         RayVirtualCluster([1], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, RayWorkerBuilder("tests.ray.actors.Echo")) as group,
+        RayWorkerGroup(cluster, RayWorkerBuilder("tests.ray.starters.Starter")) as group,
         pytest.raises(ValueError, match="give the worker group sharding_annotations"),
     ):
         TQPolicy(group, dp_cfg=service.config, cfg={})

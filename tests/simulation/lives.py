@@ -7,11 +7,11 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from dataplane.ledger import Ledger
+from dataplane.ledger import Ledger, Limits
 from dataplane.ledger.commands import Mode
 from tests.simulation.client import Client
 from tests.simulation.schedule import finish, play, settle
-from tests.simulation.scripts import Make, cleaner, producer, reader, register, scorer, trainer
+from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, scorer, trainer
 from tests.simulation.world import World
 
 HOSTS = ("host0", "host1")
@@ -35,6 +35,7 @@ def scripts() -> st.SearchStrategy[Make]:
         st.builds(trainer, seed, count),
         st.builds(reader, seed, count),
         st.builds(cleaner, seed, count),
+        st.builds(dripper, seed, count),
     )
 
 
@@ -51,6 +52,7 @@ def plans(draw: st.DrawFn) -> Plan:
     clients: list[tuple[str, tuple[Make, ...]]] = [
         (draw(host), (producer(seed, 12, shared=seed % 2 == 0, mode=Mode.UPSERT),)),
         (draw(host), (scorer(seed, 12, lease_s=None), reader(seed, 8))),
+        (HOSTS[0], (dripper(seed, 6), cleaner(seed, 4))),
         (draw(host), (trainer(seed, 10), reader(seed + 1, 8))),
     ]
     more = st.tuples(host, st.lists(scripts(), min_size=1, max_size=2).map(tuple))
@@ -64,9 +66,14 @@ def schedules() -> st.SearchStrategy[bytes]:
     return st.one_of(long, long, st.binary(min_size=300, max_size=1500))
 
 
+def new_ledger() -> Ledger:
+    """One that grants room ahead in these small arenas too."""
+    return Ledger(1, limits=Limits(ahead_part=2))
+
+
 def simulate(plan: Plan, decisions: bytes) -> World:
     """One life of the world that `plan` and `decisions` describe, everything checked on the way."""
-    world = World(Ledger(1))
+    world = World(new_ledger())
     for host, capacity, backed in plan.units:
         world.add_unit(host, capacity, backed)
     Client(world, "first", HOSTS[0], [register]).open()

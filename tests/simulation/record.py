@@ -7,6 +7,7 @@ cell holds which value where, and who has pinned what; it owns the units' memory
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from dataplane.ledger.commands import (
     Ack,
     AddUnit,
     Allocate,
+    AllocateAhead,
     Allocated,
+    AllocatedAhead,
     Answer,
     Bye,
     Call,
@@ -46,6 +49,7 @@ from dataplane.ledger.commands import (
     UnitAdded,
     UnitLost,
 )
+from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES
 from tests.ledger_values import canonical, placement_ranges, value_places
 from tests.simulation.rows import POISON, Value, content
@@ -100,8 +104,36 @@ def granules(offset: int, nbytes: int) -> range:
     return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
 
 
+def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
+    """(unit, offset) of every value of columns that lie one after another, each from a granule of its own."""
+    places: list[list[tuple[int, int]]] = []
+    for column in plan:
+        places.append([])
+        at = offset
+        for value in column.values:
+            places[-1].append((unit, at))
+            at += value.nbytes
+        offset += granules_up(at - offset)
+    return places
+
+
+def extent(command: Commit) -> tuple[int, int]:
+    """Where a commit's part of room ahead begins, and its bytes."""
+    assert command.offset is not None
+    return command.offset, sum(granules_up(int(c.lengths.sum()) * c.spec.unit_bytes) for c in command.columns)
+
+
+def without(ranges: list[tuple[int, int, int]], offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """(unit, offset, nbytes) of what is left of ranges of one unit."""
+    for unit, start, size in ranges:
+        for first, last in ((start, min(offset, start + size)), (max(offset + nbytes, start), start + size)):
+            if last > first:
+                yield unit, first, last - first
+
+
 class Recorder:
-    """The real ledger, watched. `plans` says what each reservation will hold; clients fill it in before they commit."""
+    """The real ledger, watched. `plans` says what each reservation will hold, `parts` what lies from each offset of
+    room ahead; clients fill them in before they commit."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -111,6 +143,7 @@ class Recorder:
         self.memory: dict[int, Memory] = {}
         self.free: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
         self.plans: dict[Name, list[PlannedColumn]] = {}
+        self.parts: dict[tuple[int, int, int], list[PlannedColumn]] = {}
         self.calls: dict[Name, Command] = {}
         self.answers: dict[Name, Any] = {}
         self.grants: dict[Name, list[tuple[int, int, int]]] = {}
@@ -181,7 +214,10 @@ class Recorder:
                 self.grants.pop((session, number), None)
                 self.withdrawn.add((session, number))
             case Commit(reservation=number) if number is not None and (session, item.number) not in self.answers:
-                self.grants.pop((session, number), None)
+                if item.command.offset is None:
+                    self.grants.pop((session, number), None)
+                elif (session, number) in self.grants:
+                    self.grants[session, number] = list(without(self.grants[session, number], *extent(item.command)))
             case Release(located=number):
                 self.pins.pop((session, number), None)
                 self.withdrawn.add((session, number))
@@ -225,6 +261,8 @@ class Recorder:
         match command, answer.result:
             case Allocate(), Allocated():
                 self.allocated(name, command, answer.result)
+            case AllocateAhead(), AllocatedAhead():
+                self.allocated_ahead(name, command, answer.result)
             case Commit(), Committed():
                 self.committed(name, command, answer.result)
             case Locate(), Located():
@@ -238,7 +276,14 @@ class Recorder:
 
     def allocated(self, name: Name, command: Allocate, result: Allocated) -> None:
         assert name not in self.withdrawn, f"{name} was aborted, then granted"
-        ranges = placement_ranges([column.sizes.tolist() for column in command.columns], result)
+        self.granted(name, placement_ranges([column.sizes.tolist() for column in command.columns], result))
+        self.placements[name] = result
+
+    def allocated_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+        assert name not in self.withdrawn, f"{name} was aborted, then granted"
+        self.granted(name, [(command.unit, result.offset, granules_up(command.nbytes))])
+
+    def granted(self, name: Name, ranges: list[tuple[int, int, int]]) -> None:
         for unit, offset, nbytes in ranges:
             assert offset % GRANULE_BYTES == 0
             assert 0 <= offset <= offset + nbytes <= len(self.memory[unit].data), (unit, offset, nbytes)
@@ -246,7 +291,6 @@ class Recorder:
             for granule in granules(offset, nbytes):
                 self.memory[unit].granted[granule] = name
         self.grants[name] = ranges
-        self.placements[name] = result
 
     def free_before(self, unit: int, offset: int, nbytes: int) -> bool:
         """Whether nothing live, pinned or writable lies there, by the recorder's own books."""
@@ -291,16 +335,24 @@ class Recorder:
                 assert (command.partition, birth) in self.cells, f"a ghost row: {birth}"
         if command.reservation is None:
             return
-        reservation = (name[0], command.reservation)
-        allocate = self.calls[reservation]
-        assert isinstance(allocate, Allocate)
-        plan = self.plans[reservation]
-        sizes = [column.sizes.tolist() for column in allocate.columns]
-        places = value_places(sizes, self.placements[reservation])
+        plan, places = self.planned(name[0], command)
         for column, at in zip(plan, places, strict=True):
             for i, (_, birth) in enumerate(handles):
                 k = column.index[i]
                 self.cells[command.partition, birth][column.name] = Cell(column.values[k], *at[k])
+
+    def planned(self, session: int, command: Commit) -> tuple[list[PlannedColumn], list[list[tuple[int, int]]]]:
+        """What the commit's client wrote, and where each value of each column lies."""
+        assert command.reservation is not None
+        reservation = (session, command.reservation)
+        allocate = self.calls[reservation]
+        if isinstance(allocate, AllocateAhead):
+            assert command.offset is not None
+            plan = self.parts[session, command.reservation, command.offset]
+            return plan, part_places(plan, allocate.unit, command.offset)
+        assert isinstance(allocate, Allocate)
+        sizes = [column.sizes.tolist() for column in allocate.columns]
+        return self.plans[reservation], value_places(sizes, self.placements[reservation])
 
     def check_handles(self, asked: Samples, result: Committed | Located) -> None:
         """The samples answered for are those asked for, not others that took their place."""

@@ -6,11 +6,19 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from dataplane.errors import NotThereError, RefusedError, StaleCallError, StorageUnitError, WaitTimeoutError
+from dataplane.errors import (
+    DataPlaneError,
+    NotThereError,
+    RefusedError,
+    StaleCallError,
+    StorageUnitError,
+    WaitTimeoutError,
+)
 from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
+    AllocateAhead,
     Claim,
     Claimed,
     Clear,
@@ -25,10 +33,11 @@ from dataplane.ledger.commands import (
     Release,
     Samples,
 )
-from dataplane.types import FieldSpec
+from dataplane.ledger.space import granules_up
+from dataplane.types import GRANULE_BYTES, FieldSpec
 from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Script, Stop, Thread, Withdrawn, Write
-from tests.simulation.record import PlannedColumn
+from tests.simulation.record import PlannedColumn, part_places
 from tests.simulation.rows import Value, content
 
 PARTITION = "train"
@@ -97,23 +106,63 @@ def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Colu
             yield Stop(unit, grant)
         yield Post(Abort(reservation=reply.number))
         raise
-    yield Ask(
-        Commit(
-            partition=PARTITION,
-            samples=samples,
-            mode=mode,
-            reservation=reply.number,
-            columns=tuple(
-                CommitColumn(
-                    name=c.name,
-                    spec=c.spec,
-                    lengths=int64s(c.lengths),
-                    index=None if c.index is None else int64s(c.index),
-                )
-                for c in columns
-            ),
-        )
+    yield Ask(commit_of(samples, columns, mode, reply.number))
+
+
+def commit_of(
+    samples: Samples, columns: Sequence[Column], mode: Mode, reservation: int, offset: int | None = None
+) -> Commit:
+    return Commit(
+        partition=PARTITION,
+        samples=samples,
+        mode=mode,
+        reservation=reservation,
+        offset=offset,
+        columns=tuple(
+            CommitColumn(
+                name=c.name,
+                spec=c.spec,
+                lengths=int64s(c.lengths),
+                index=None if c.index is None else int64s(c.index),
+            )
+            for c in columns
+        ),
     )
+
+
+def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[Column]]], room_bytes: int) -> Script:
+    """Small puts into room that the client allocated ahead in a unit it is local to: copy, commit, the next. A put that
+    fails or is withdrawn leaves a hole; in the end what nobody took goes back."""
+    if not client.local:
+        return
+    unit = min(client.local)
+    reply = yield Ask(AllocateAhead(unit=unit, nbytes=room_bytes))
+    room, offset = (client.session, reply.number), reply.result.offset
+    end = offset + room_bytes
+    try:
+        for samples, columns in puts:
+            plan = [planned(client, column, len(samples)) for column in columns]
+            nbytes = sum(granules_up(sum(value.nbytes for value in column.values)) for column in plan)
+            if offset + nbytes > end:
+                break
+            client.world.record.parts[*room, offset] = plan
+            yield from fill(plan, unit, offset, room)
+            yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.number, offset))
+            offset += nbytes
+    except (Withdrawn, DataPlaneError):
+        thread.shielded = True
+        yield Post(Abort(reservation=reply.number))
+        raise
+    yield Post(Abort(reservation=reply.number))
+
+
+def fill(plan: Sequence[PlannedColumn], unit: int, offset: int, grant: tuple[int, int]) -> Script:
+    """Copy a put's values to where they will lie."""
+    for column, places in zip(plan, part_places(list(plan), unit, offset), strict=True):
+        for value, (_, start) in zip(column.values, places, strict=True):
+            data = content(value)
+            for at in range(0, value.nbytes, PIECE):
+                yield Write(unit, start + at, data[at : at + PIECE], grant)
 
 
 def planned(client: Client, column: Column, count: int) -> PlannedColumn:
@@ -154,6 +203,21 @@ def producer(seed: int, count: int, *, shared: bool, mode: Mode) -> Make:
         else:
             prompt = Column("prompt", BYTES, ids, [random.choice([0, 3, 64, 100]) for _ in ids])
         yield from put(client, thread, by_ids(ids), [tokens, prompt], mode)
+
+    return rounds(count, body)
+
+
+def dripper(seed: int, count: int) -> Make:
+    """Puts a sample or two at a time into room allocated ahead."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        puts = []
+        for _ in range(random.randint(1, 4)):
+            ids = random.sample([f"s{i}" for i in range(6)], random.randint(1, 2))
+            columns = [Column("prompt", BYTES, ids, [random.choice([0, 3, 64, 100]) for _ in ids])]
+            puts.append((by_ids(ids), columns))
+        yield from drip(client, thread, puts, GRANULE_BYTES * random.randint(1, 6))
 
     return rounds(count, body)
 

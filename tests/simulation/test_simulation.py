@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from dataplane.ledger import Ledger
 from tests.ledger_values import canonical
 from tests.profiles import budget
-from tests.simulation.lives import Plan, plans, schedules, simulate
+from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate
 
 
 @budget(150)
@@ -22,7 +21,7 @@ def test_no_torn_or_stale_byte_and_none_lost(plan: Plan, decisions: bytes) -> No
 @given(plan=plans(), decisions=schedules())
 def test_what_was_written_down_replays(plan: Plan, decisions: bytes) -> None:
     record = simulate(plan, decisions).record
-    again = Ledger(1)
+    again = new_ledger()
     outputs = [output for item in record.log for output in again.apply(item)]
     assert canonical(outputs) == canonical(record.outputs)
     assert again.fingerprint() == record.ledger.fingerprint()

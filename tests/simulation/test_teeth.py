@@ -48,6 +48,10 @@ def reservations_leak(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "free_reservation", lambda self, session, number: session.reservations.pop(number))
 
 
+def a_part_is_not_taken_out_of_its_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Extents, "cut", lambda self, number, start, nbytes: [number])
+
+
 def births_are_not_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rows, "holds", lambda self, rows, births: self.births[rows] > 0)
 
@@ -72,6 +76,7 @@ def an_abort_overtakes_its_frames(patch: pytest.MonkeyPatch) -> None:
         a_held_lock_proves_death,
         withdrawals_are_forgotten,
         reservations_leak,
+        a_part_is_not_taken_out_of_its_room,
         births_are_not_checked,
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,

@@ -43,6 +43,7 @@ from dataplane.ledger.commands.parts import (
     Mode,
     OnFull,
     Order,
+    Partial,
     Placement,
     Predicate,
     Samples,
@@ -54,6 +55,7 @@ from dataplane.ledger.commands.requests import (
     Abort,
     Ack,
     Allocate,
+    AllocateAhead,
     Bye,
     CheckConsumption,
     Claim,
@@ -69,6 +71,7 @@ from dataplane.ledger.commands.requests import (
     Release,
     Seal,
     SetTags,
+    SetVersion,
     Stats,
     Unclaim,
     Units,
@@ -76,6 +79,7 @@ from dataplane.ledger.commands.requests import (
 )
 from dataplane.ledger.commands.results import (
     Allocated,
+    AllocatedAhead,
     Blocked,
     Claimed,
     Cleared,
@@ -91,6 +95,7 @@ from dataplane.ledger.commands.results import (
     StatsReport,
     UnitList,
     UnitStats,
+    Writer,
 )
 
 __all__ = [
@@ -98,7 +103,9 @@ __all__ = [
     "Ack",
     "AddUnit",
     "Allocate",
+    "AllocateAhead",
     "Allocated",
+    "AllocatedAhead",
     "Answer",
     "Blocked",
     "Bye",
@@ -138,6 +145,7 @@ __all__ = [
     "Opened",
     "Order",
     "Output",
+    "Partial",
     "PartitionStats",
     "Placement",
     "Predicate",
@@ -152,6 +160,7 @@ __all__ = [
     "SessionSilent",
     "SessionStats",
     "SetTags",
+    "SetVersion",
     "Stats",
     "StatsReport",
     "TagColumn",
@@ -166,4 +175,5 @@ __all__ = [
     "Units",
     "Value",
     "WhyBlocked",
+    "Writer",
 ]

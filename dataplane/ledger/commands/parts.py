@@ -40,6 +40,13 @@ class Order(enum.StrEnum):
     FRESHEST = "freshest"
 
 
+class Partial(enum.StrEnum):
+    """What a claim does with groups that have been partial for too long."""
+
+    RELEASE = "release"
+    DROP = "drop"
+
+
 class Samples(Value, frozen=True, kw_only=True):
     """Names samples: `ids`, or the handles (`rows`, `births`)."""
 
@@ -100,7 +107,8 @@ class CommitColumn(Value, frozen=True, kw_only=True):
 
 
 class FieldLocations(Value, frozen=True, kw_only=True):
-    """Where one field of the named samples is; all arrays are aligned with the samples."""
+    """Where one field of the named samples is; all arrays are aligned with the samples. Where a missing cell was
+    allowed, its length is -1 (unit and offset mean nothing)."""
 
     name: str
     spec: FieldSpec

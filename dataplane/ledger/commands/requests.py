@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataplane.ledger.commands.parts import (
     ColumnSizes,
     CommitColumn,
+    FieldLocations,
     Mode,
     OnFull,
     Order,
+    Partial,
     Predicate,
     Samples,
     TagColumn,
@@ -72,6 +74,18 @@ class Allocate(Command, frozen=True, kw_only=True):
     timeout_s: float = 60.0
 
 
+class AllocateAhead(Command, frozen=True, kw_only=True):
+    """Reserves `nbytes` in one piece for small puts to come, in a unit that proved the session local to it: each of
+    their commits cuts its part off, so that it is their only command. Answered `AllocatedAhead`.
+
+    Never parks: `CapacityTimeoutError` at once when puts wait for room, or half of what new rows may take is in use, or
+    `nbytes` is a large part of it. `Abort` gives back what no commit has taken.
+    """
+
+    unit: int
+    nbytes: int
+
+
 class Abort(Command, frozen=True, kw_only=True):
     """Gives the reservation of call `reservation` back (also when that call is parked, lost or not yet seen: then it
     will never execute). The client sends it only after every copy into the bytes has ended. Answered `Done`."""
@@ -83,23 +97,36 @@ class Commit(Command, frozen=True, kw_only=True):
     """Makes rows visible: validates everything, then switches all, or changes nothing and frees the reservation.
 
     `columns` are those of the Allocate, in its order; none (and `reservation` None) for a tags-only put.
+    With `offset`, `reservation` is an `AllocateAhead`: the columns lie one after another from that byte of the arena,
+    each from a granule of its own, and a fault leaves the room reserved.
     Samples given by handles imply mode update. Answered `Committed`.
+
+    With `located`, the number of a Locate that still pins its cells: those cells must be where it found them
+    (`expected`, which it answered for the same samples), or still missing, else `RowsChangedError`.
     """
 
     partition: str
     samples: Samples
     mode: Mode
     reservation: int | None = None
+    offset: int | None = None
     columns: tuple[CommitColumn, ...] = ()
     tags: tuple[TagColumn, ...] = ()
+    located: int | None = None
+    expected: tuple[FieldLocations, ...] = ()
 
 
 class Locate(Command, frozen=True, kw_only=True):
-    """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`."""
+    """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
+
+    With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, birth 0) are no
+    errors.
+    """
 
     partition: str
     samples: Samples
     fields: tuple[str, ...]
+    missing_ok: bool = False
 
 
 class Release(Command, frozen=True, kw_only=True):
@@ -115,7 +142,17 @@ class Claim(Command, frozen=True, kw_only=True):
     task's unclaimed live samples are ready, or `timeout_s` is over (`ClaimTimeoutError`, nothing claimed). With
     `blocking=False` answers at once with what is ready, possibly nothing. With `group_size`, takes whole groups only:
     samples with equal tag `group_by`, `group_size` of them ready. With `lease_s`, samples not acknowledged in time go
-    back.
+    back. With `max_lag`, only samples whose tag `version_tag` is at least the partition's version (`SetVersion`), as it
+    is when the claim is judged, less `max_lag`. `sampler` names a strategy of `ledger.samplers`.
+
+    With `partial_after_s`, a group fewer than `group_size` of whose unclaimed members have all fields that long after
+    the oldest of them was born counts as whole with those it has (`partial` RELEASE), or its unclaimed members are
+    cleared when a claim with this policy is judged and told of in `Claimed.dropped` (DROP). A tail waits until then.
+
+    With `dp_rank`, `dp_world` and `step`: `batch_size` is that of a whole step, whose selection the first rank to ask
+    fixes; each rank is answered its share of it, once. Shares that nobody asked for are held for `lease_s`
+    (`shares.HOLD_S`). `InvalidRequestError` for other terms than the step was fixed on and for a share had before,
+    `ShareTakenError` for one that went back and is another's now.
     """
 
     partition: str
@@ -130,6 +167,14 @@ class Claim(Command, frozen=True, kw_only=True):
     group_size: int | None = None
     order: Order = Order.OLDEST
     lease_s: float | None = None
+    dp_rank: int | None = None
+    dp_world: int | None = None
+    step: int | None = None
+    sampler: str | None = None
+    max_lag: int | None = None
+    version_tag: str = "weight_version"
+    partial_after_s: float | None = None
+    partial: Partial = Partial.RELEASE
 
 
 class Unclaim(Command, frozen=True, kw_only=True):
@@ -188,6 +233,14 @@ class SetTags(Command, frozen=True, kw_only=True):
     tags: tuple[TagColumn, ...]
 
 
+class SetVersion(Command, frozen=True, kw_only=True):
+    """The partition's version, from which `max_lag` of claims counts, is this now (0 until it was set; it may go back).
+    Answered `Done`."""
+
+    partition: str
+    version: int
+
+
 class List(Command, frozen=True, kw_only=True):
     """All live samples, oldest first, or with `samples` exactly those. Answered `Listed`."""
 
@@ -200,8 +253,13 @@ class Stats(Command, frozen=True, kw_only=True):
 
 
 class WhyBlocked(Command, frozen=True, kw_only=True):
-    """Why a claim of `fields` by `task` would wait now. Answered `Blocked`."""
+    """Why a claim of `fields` by `task` would wait now; the rest as in `Claim`. Answered `Blocked`."""
 
     partition: str
     task: str
     fields: tuple[str, ...] = ()
+    where: tuple[Predicate, ...] = ()
+    group_by: str = "group"
+    group_size: int | None = None
+    max_lag: int | None = None
+    version_tag: str = "weight_version"

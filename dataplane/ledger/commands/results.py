@@ -37,6 +37,12 @@ class Allocated(Result, frozen=True, kw_only=True):
     placements: tuple[Placement, ...]
 
 
+class AllocatedAhead(Result, frozen=True, kw_only=True):
+    """Where the room begins: bytes from the start of the arena, at a granule."""
+
+    offset: int
+
+
 class Committed(Result, frozen=True, kw_only=True):
     """Handles of the samples, in the command's order."""
 
@@ -51,13 +57,15 @@ class Located(Result, frozen=True, kw_only=True):
 
 
 class Claimed(Result, frozen=True, kw_only=True):
-    """`fields` are those produced for all of the samples."""
+    """`fields` are those produced for all of the samples. `dropped` are the ids of samples that claims of the task
+    cleared as members of partial groups since the last answer (the last `tasks.REPORTED` of them)."""
 
     ids: tuple[str, ...]
     rows: Int64s
     births: Int64s
     fields: tuple[str, ...]
     tags: tuple[TagColumn, ...]
+    dropped: tuple[str, ...] = ()
 
 
 class Consumption(Result, frozen=True, kw_only=True):
@@ -95,7 +103,8 @@ class UnitStats(Value, frozen=True, kw_only=True):
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
-    """`claimed` and `produced` count live samples by task and by field."""
+    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last.
+    `dropped` counts the samples cleared as members of partial groups, by whatever claim."""
 
     partition: str
     live: int
@@ -106,6 +115,8 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     produced: dict[str, int]
     claimed: dict[str, int]
     waiting_claims: int
+    version: int
+    dropped: int
 
 
 class SessionStats(Value, frozen=True, kw_only=True):
@@ -128,11 +139,47 @@ class StatsReport(Result, frozen=True, kw_only=True):
     waiting_allocations: int
 
 
+class Writer(Value, frozen=True, kw_only=True):
+    """A session that wrote to a partition, `ago_s` seconds ago; `live` while it is there. `fields` are those that were
+    asked about and that nobody wrote after it."""
+
+    session: int
+    name: str
+    ago_s: float
+    live: bool
+    fields: tuple[str, ...]
+
+
 class Blocked(Result, frozen=True, kw_only=True):
-    """Counts of the task's unclaimed live samples: all, ready, and those lacking each field; `why` is one sentence."""
+    """What keeps a task's next samples from a claim; `why` says it in a sentence.
+
+    unclaimed: live samples that the task has not claimed. Of these: `ready` have all fields, `matching` of those
+    fulfil all predicates; `lacking` counts those without each field; `filtered` counts the ready ones that do not
+    fulfil each predicate (by its text). undeclared: fields nobody declared or produced. unproduced: declared fields
+    that no live sample has. groups, partial_groups: groups with and without enough ready members (None: the claim takes
+    no groups), `partial` the ready members of the first few of the latter. claimed: live samples that the task has
+    claimed, of which `leased` are on lease and `held` wait for their ranks. dropped: samples dropped with partial
+    groups. born of `expected` samples were put; `complete` if no more are to come. version: the partition's. writers:
+    who wrote last, latest first.
+    """
 
     unclaimed: int
     ready: int
+    matching: int
+    claimed: int
     leased: int
+    held: int
     lacking: dict[str, int]
+    undeclared: tuple[str, ...]
+    unproduced: tuple[str, ...]
+    filtered: dict[str, int]
+    groups: int | None
+    partial_groups: int | None
+    partial: dict[str, int]
+    dropped: int
+    born: int
+    expected: int | None
+    complete: bool
+    version: int
+    writers: tuple[Writer, ...]
     why: str

@@ -1,0 +1,61 @@
+"""A call of a worker group beside a bare call of a Ray actor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from benchmarks.measure import Spread
+from benchmarks.probes.base import Figure
+from benchmarks.systems.ray_session import RaySession
+from workers import Cluster, Worker
+
+CALLS_PER_TURN = 50
+WARM_UP = 4
+
+
+class _Member(Worker):
+    def rank(self) -> int:
+        return self._rank
+
+
+class _Bare:
+    def rank(self) -> int:
+        return 0
+
+
+def round_trips(*, quick: bool) -> list[Figure]:
+    """A method of one worker that does nothing, called and waited for, in turns with the same of a plain Ray actor."""
+    session = RaySession()
+    turns = 20 if quick else 60
+    try:
+        with Cluster(num_nodes=1) as cluster, _Member.create_group().launch(cluster, name="probe") as group:
+            actor = ray.remote(num_cpus=0)(_Bare).remote()
+            ours, bare = [], []
+            for _ in range(turns + WARM_UP):
+                bare.append(_seconds(lambda: ray.get(actor.rank.remote())))
+                ours.append(_seconds(lambda: group.rank().wait()))
+    finally:
+        session.close()
+    ours, bare = ours[WARM_UP:], bare[WARM_UP:]
+    ratio = Spread.of([mine / theirs for mine, theirs in zip(ours, bare, strict=True)])
+    return [
+        Figure(
+            name="call of a worker group",
+            value=ratio.median,
+            unit="x bare Ray call",
+            spread=(ratio.p10, ratio.p90),
+            note=f"of one worker, in turns; {Spread.of(ours).median * 1e6:.0f} us, a bare call "
+            f"{Spread.of(bare).median * 1e6:.0f} us",
+        )
+    ]
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    for _ in range(CALLS_PER_TURN):
+        call()
+    return (time.perf_counter() - begun) / CALLS_PER_TURN

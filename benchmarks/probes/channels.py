@@ -1,0 +1,96 @@
+"""Items through a channel between two worker processes, beside Ray's queue between the same two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+from ray.util.queue import Queue
+
+from benchmarks.measure import MIN_REPETITIONS, Spread
+from benchmarks.probes.base import Figure
+from benchmarks.systems.ray_session import RaySession
+from workers.channel import Channel, start_brokers
+from workers.directory import Directory, DirectoryClient
+
+PLACES = 16
+"""Of the queue, at both."""
+SIZES = (("64 KB", 64 << 10, 4000, 300), ("4 MB", 4 << 20, 400, 40))
+"""Name, bytes of an item, and how many go through the channel and through Ray's queue in each turn."""
+WARM_UP = 2
+WAIT_S = 120.0
+
+
+def channels_and_queues(*, quick: bool) -> list[Figure]:
+    """uint8 tensors put in one Ray actor and got in another, one after another, by calls that wait."""
+    session = RaySession()
+    directory = Directory.serve()
+    try:
+        with DirectoryClient(directory.address) as client:
+            brokers = start_brokers({0: ray.get_runtime_context().get_node_id()}, directory.address)
+            with Channel.create("probe", maxsize=PLACES, directory=client) as channel:
+                figures = _measure(channel, MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS)
+            ray.get([each.close.remote() for each in brokers.values()], timeout=WAIT_S)
+        return figures
+    finally:
+        session.close()
+        directory.close()
+
+
+class _Worker:
+    """One end of both."""
+
+    def put(self, road: Any, count: int, nbytes: int) -> None:
+        item = torch.zeros(nbytes, dtype=torch.uint8)
+        for _ in range(count):
+            road.put(item)
+
+    def get(self, road: Any, count: int) -> float:
+        """Seconds for all but the first, which is waited for before the clock starts."""
+        road.get()
+        begun = time.perf_counter()
+        for _ in range(count - 1):
+            road.get()
+        return time.perf_counter() - begun
+
+
+def _measure(channel: Channel, repetitions: int) -> list[Figure]:
+    actor = ray.remote(num_cpus=1)(_Worker)
+    producer, consumer = actor.remote(), actor.remote()
+    queue = Queue(maxsize=PLACES)
+
+    def rate(road: Any, count: int, nbytes: int) -> float:
+        taken = consumer.get.remote(road, count)
+        ray.get(producer.put.remote(road, count, nbytes), timeout=WAIT_S)
+        return (count - 1) / float(ray.get(taken, timeout=WAIT_S))
+
+    figures = []
+    for name, nbytes, through_channel, through_queue in SIZES:
+        ours, theirs = [], []
+        for turn in range(repetitions + WARM_UP):
+            pair = rate(channel, through_channel, nbytes), rate(queue, through_queue, nbytes)
+            if turn >= WARM_UP:
+                ours.append(pair[0])
+                theirs.append(pair[1])
+        figures += _figures(name, nbytes, ours, theirs)
+    queue.shutdown()
+    return figures
+
+
+def _figures(name: str, nbytes: int, ours: list[float], theirs: list[float]) -> list[Figure]:
+    note = f"{len(ours)} turns each, queues of {PLACES} places; two Ray actors, calls that wait"
+
+    def figure(what: str, unit: str, values: list[float], convert: Callable[[float], float]) -> Figure:
+        spread = Spread.of([convert(value) for value in values])
+        return Figure(name=what, value=spread.median, unit=unit, spread=(spread.p10, spread.p90), note=note)
+
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return [
+        figure(f"channel, {name} items", "/s", ours, lambda rate: rate),
+        figure(f"channel, {name} items, bytes", "MB/s", ours, lambda rate: rate * nbytes / 1e6),
+        figure(f"ray.util.queue.Queue, {name} items", "/s", theirs, lambda rate: rate),
+        figure(f"channel : ray.util.queue.Queue, {name} items", "x", ratios, lambda ratio: ratio),
+    ]

@@ -1,0 +1,106 @@
+"""Messages between workers: a broadcast to three beside Gloo's, and what a message costs."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Spread
+from benchmarks.probes.base import Figure, side_by_side
+from workers.address import WorkerAddress
+from workers.directory import Directory, DirectoryClient
+from workers.messages import Messenger
+
+WORLD = 4
+NBYTES = 16 << 20
+WARM_UP = 3
+SMALL_MESSAGES = 2000
+
+
+def broadcasts(*, quick: bool) -> list[Figure]:
+    """16 MB of one worker to three others, in turns with a broadcast of the same bytes in a ready Gloo group."""
+    repetitions = 9 if quick else 31
+    with tempfile.TemporaryDirectory(prefix="gloo-") as directory, Directory.serve() as names:
+        store = str(Path(directory) / "store")
+        arguments = [(store, names.address, rank, repetitions) for rank in range(WORLD)]
+        ours, gloo = side_by_side(_rank, arguments)[0]
+    ratio = Spread.of([mine / theirs for mine, theirs in zip(ours, gloo, strict=True)])
+    return [
+        Figure(
+            name="broadcast of 16 MB to 3 workers, time",
+            value=ratio.median,
+            unit="x Gloo broadcast",
+            spread=(ratio.p10, ratio.p90),
+            note=f"in a ready group, in turns; {Spread.of(ours).median * 1e3:.1f} ms, at least {min(ours) * 1e3:.1f}; "
+            f"Gloo's {Spread.of(gloo).median * 1e3:.1f} ms, at least {min(gloo) * 1e3:.1f}",
+        )
+    ]
+
+
+def small_messages(*, quick: bool) -> list[Figure]:
+    """A small object there and back, one after another."""
+    with Directory.serve() as names:
+        count = SMALL_MESSAGES // 4 if quick else SMALL_MESSAGES
+        seconds = side_by_side(_play, [(names.address, rank, count) for rank in range(2)])[0]
+    return [
+        Figure(name="small object to a worker and back", value=seconds / count * 1e6, unit="us", note="one at a time")
+    ]
+
+
+def _rank(
+    go: Callable[[], Any], store: str, names: str, rank: int, repetitions: int
+) -> tuple[list[float], list[float]]:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    everyone = [WorkerAddress("probe", each) for each in range(WORLD)]
+    values = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8)
+    buffer = values.clone() if rank == 0 else torch.zeros_like(values)
+    ours, gloo = [], []
+    with DirectoryClient(names) as client, Messenger(everyone[rank], client) as messenger:
+
+        def mine() -> Any:
+            return messenger.broadcast(values if rank == 0 else None, everyone)
+
+        go()
+        assert torch.equal(mine(), values)
+        for _ in range(repetitions + WARM_UP):
+            ours.append(_timed(mine))
+            gloo.append(_timed(lambda: dist.broadcast(buffer, 0)))
+        assert torch.equal(buffer, values)
+        dist.barrier()
+    dist.destroy_process_group()
+    return ours[WARM_UP:], gloo[WARM_UP:]
+
+
+def _play(go: Callable[[], Any], names: str, rank: int, count: int) -> float:
+    me, other = WorkerAddress("probe", rank), WorkerAddress("probe", 1 - rank)
+    with DirectoryClient(names) as client, Messenger(me, client) as messenger:
+        go()
+        for turn in range(count + 50):
+            if turn == 50:
+                begun = time.perf_counter()
+            if rank == 0:
+                messenger.send(turn, other)
+                messenger.recv(other)
+            else:
+                messenger.send(messenger.recv(other), other)
+        return time.perf_counter() - begun
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """From a moment at which all ranks are there, until all have it."""
+    dist.barrier()
+    begun = time.perf_counter()
+    kept = call()
+    dist.barrier()
+    del kept
+    return time.perf_counter() - begun

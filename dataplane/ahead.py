@@ -1,0 +1,143 @@
+"""Room that a client allocated ahead for its small puts: each takes its part of it and needs no command but its commit.
+
+Only a client that makes small puts one soon after another asks for such room, only in a unit whose arena it has mapped,
+and what it has not used for a heartbeat goes back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dataplane.columns import EncodedColumn
+from dataplane.ledger.commands import AllocateAhead, Placement
+from dataplane.types import GRANULE_BYTES
+
+SMALL_BYTES = 256 << 10
+"""Larger puts ask for their own room: their copy takes longer than the question."""
+PUTS_AHEAD = 16
+LEAST_BYTES = 64 << 10
+MOST_BYTES = 2 << 20
+SOON_S = 1.0
+"""Small puts further apart than this ask for their own room, and a refusal stands so long."""
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """What call `number` allocated: bytes [offset, end) of the unit's arena are not handed out yet, `users` parts are
+    in use."""
+
+    number: int
+    unit: int
+    offset: int
+    end: int
+    users: int = 0
+    touched: bool = True
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`offset` is where one put's columns begin, each at a granule of its own."""
+
+    room: Room
+    offset: int
+
+    def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
+        """Where the columns lie."""
+        placements, offset = [], self.offset
+        for number, column in enumerate(columns):
+            last = len(column.sizes)
+            placements.append(Placement(column=number, first=0, last=last, unit=self.room.unit, offset=offset))
+            offset += _granules(column.nbytes)
+        return placements
+
+
+class RoomAhead:
+    """The rooms of one session. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room: Room | None = None
+        self._returned: list[int] = []
+        self._last_put = self._refused = -SOON_S
+
+    def take(self, nbytes: int) -> Part | None:
+        """Room for a put of `nbytes` (see `bytes_of`), until `finish`; None if there is not enough."""
+        with self._lock:
+            room = self._room
+            if room is None or room.end - room.offset < nbytes:
+                return None
+            part = Part(room, room.offset)
+            room.offset += nbytes
+            room.users += 1
+            room.touched = True
+            self._last_put = self._clock()
+            return part
+
+    def wish(self, nbytes: int, unit: int | None) -> AllocateAhead | None:
+        """What to ask for, in `unit`, before a put of `nbytes` that could not `take` room; None: nothing."""
+        if not 0 < nbytes <= SMALL_BYTES:
+            return None
+        with self._lock:
+            now = self._clock()
+            soon, self._last_put = now - self._last_put < SOON_S, now
+            if unit is None or not soon or now - self._refused < SOON_S:
+                return None
+        return AllocateAhead(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
+
+    def refused(self) -> None:
+        """The service had no room to spare."""
+        with self._lock:
+            self._refused = self._clock()
+
+    def add(self, number: int, granted: AllocateAhead, offset: int) -> None:
+        """Call `number` allocated room at `offset`; what is left of older room goes back."""
+        with self._lock:
+            self._give_up(self._room)
+            self._room = Room(number, granted.unit, offset, offset + granted.nbytes)
+
+    def finish(self, part: Part, *, failed: bool) -> None:
+        """No one writes to the part any more and its commit, if it was sent, was answered or given up. After a failure
+        the room it is of is not used again."""
+        with self._lock:
+            part.room.users -= 1
+            if failed:
+                self._give_up(part.room)
+            elif part.room.given_up and not part.room.users:
+                self._returned.append(part.room.number)
+
+    def idle(self) -> None:
+        """A heartbeat has passed: give up room that nobody has used since the last."""
+        with self._lock:
+            if self._room is not None and not self._room.touched:
+                self._give_up(self._room)
+            elif self._room is not None:
+                self._room.touched = False
+
+    def returned(self) -> list[int]:
+        """Numbers of rooms to give back that nobody can write to any more, each once."""
+        with self._lock:
+            numbers, self._returned = self._returned, []
+        return numbers
+
+    def _give_up(self, room: Room | None) -> None:
+        if room is None:
+            return
+        if room is self._room:
+            self._room = None
+        room.given_up = True
+        if not room.users:
+            self._returned.append(room.number)
+
+
+def bytes_of(columns: Sequence[EncodedColumn]) -> int:
+    """What the columns of a put take of an arena."""
+    return sum(_granules(column.nbytes) for column in columns)
+
+
+def _granules(nbytes: int) -> int:
+    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES

@@ -1,0 +1,118 @@
+"""Operations of consumer tasks: claims, what follows them, and why they wait.
+
+Like `operations`, generators of steps; the docstrings of `DataPlaneClient` are their contracts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from dataplane.desk import Desk
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger import commands as c
+from dataplane.meta import KVBatchMeta
+from dataplane.operations import name_tuple, naming
+from dataplane.samples import meta_of, samples_of, scalar
+from dataplane.schema import DROPPED_SAMPLES
+from dataplane.steps import Operation, Send
+
+Choice = TypeVar("Choice", bound=enum.StrEnum)
+PREDICATE_OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
+
+
+def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
+    """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
+    if command.batch_size < 1:
+        raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
+    claimed = yield Send(command)
+    meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
+    if dp_rank is not None:
+        meta.extra_info["dp_rank"] = dp_rank
+    if claimed.result.dropped:
+        meta.extra_info[DROPPED_SAMPLES] = list(claimed.result.dropped)
+    return meta
+
+
+def claim_command(
+    partition: str,
+    task: str,
+    required_fields: Sequence[str],
+    batch_size: int,
+    *,
+    where: Sequence[tuple[str, str, Any]] = (),
+    order: str = "oldest",
+    partial: str = "release",
+    dp_rank: int | None = None,
+    dp_world: int | None = None,
+    step: int | None = None,
+    **more: Any,
+) -> c.Claim:
+    """The command of a claim, its predicates and order checked. A rank without the rest of a share is left out."""
+    return c.Claim(
+        partition=partition,
+        task=task,
+        fields=name_tuple("required_fields", required_fields),
+        batch_size=batch_size,
+        where=tuple(_predicate(number, part) for number, part in enumerate(where)),
+        order=_one_of(c.Order, "order", order),
+        partial=_one_of(c.Partial, "partial", partial),
+        dp_rank=None if dp_world is None and step is None else dp_rank,
+        dp_world=dp_world,
+        step=step,
+        **more,
+    )
+
+
+def _one_of(members: type[Choice], name: str, value: str) -> Choice:
+    try:
+        return members(value)
+    except ValueError:
+        raise InvalidRequestError(f"{name}={value!r}: expected one of {', '.join(members)}") from None
+
+
+def _predicate(number: int, part: tuple[str, str, Any]) -> c.Predicate:
+    if len(part) != 3 or part[1] not in PREDICATE_OPERATORS:
+        raise InvalidRequestError(
+            f"where[{number}]={part!r}: expected (tag, operator, value) with one of {' '.join(PREDICATE_OPERATORS)}"
+        )
+    tag, op, value = part
+    if op == "in":
+        return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
+    return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
+
+
+def about_claimed(desk: Desk, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any) -> Operation[None]:
+    """Acknowledge, give back or extend what `meta` claimed."""
+    if not meta.task_name:
+        raise InvalidRequestError("this meta was not claimed by a task; pass one that claim_meta returned")
+    command = make(partition=meta.partition_id, task=meta.task_name, samples=samples_of(meta), **more)
+    yield from naming(list(meta.sample_ids), command)
+
+
+def consumed(desk: Desk, partition: str, task_names: Sequence[str]) -> Operation[bool]:
+    """Whether the partition is complete and the tasks have claimed all of it."""
+    checked = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
+    return bool(checked.result.consumed)
+
+
+def why_blocked(
+    desk: Desk,
+    /,
+    partition: str,
+    task: str,
+    fields: Sequence[str],
+    *,
+    where: Sequence[tuple[str, str, Any]],
+    **more: Any,
+) -> Operation[c.Blocked]:
+    """Why a claim would wait now."""
+    command = c.WhyBlocked(
+        partition=partition,
+        task=task,
+        fields=name_tuple("required_fields", fields),
+        where=tuple(_predicate(number, part) for number, part in enumerate(where)),
+        **more,
+    )
+    return (yield Send(command)).result  # type: ignore[no-any-return]

@@ -1,0 +1,316 @@
+"""The driver of asynchronous training: producers sample while the policy workers train on what is there already."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from types import TracebackType
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from dataplane import KVBatchMeta, ReplayBuffer, Reservation, RolloutAbortedError, WeightFifo
+from dataplane.errors import CallTimeoutError
+from dataplane.staleness import WEIGHT_VERSION, Flow
+from workers.directory import Directory
+
+from .actors import TRAIN, Actors
+from .config import JobConfig
+from .data import Problem
+from .job import ROLLOUT_FIELDS, live_bytes
+from .loss import GRPOLoss, Metrics
+from .producer import Produced, Producer
+from .report import Reporter, StepRow
+from .task import Task
+from .timeline import Span, common, covered
+
+FIELDS = [*ROLLOUT_FIELDS, "reference_policy_logprobs", "advantages"]
+"""What the policy workers read to train."""
+WAIT_S = 120.0
+LOOK_UP_S = 1.0
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncConfig(JobConfig):
+    """As `JobConfig`, with smaller steps: weights go to the producers after every optimizer step.
+
+    producers: rollout actors, each of which answers `prompts_at_once` problems at a time. window: how many weight
+    versions old the samples of a step may be. ahead: steps whose samples may be made before they are asked for; the
+    fewer, the fresher they are. examined: after every so many steps, how many of the held-out problems are right.
+    """
+
+    steps: int = 100
+    prompts: int = 32
+    updates: int = 1
+    producers: int = 2
+    prompts_at_once: int = 16
+    window: int = 2
+    ahead: int = 1
+    examined: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts % self.prompts_at_once:
+            raise ValueError(f"{self.prompts} prompts per step are not made of {self.prompts_at_once} at a time")
+
+    @property
+    def samples(self) -> int:
+        """Samples of one step."""
+        return self.prompts * self.group_size
+
+
+class JustInTime(WeightFifo):
+    """`WeightFifo`, with at most `ahead` batches waiting or being made, so that samples are as fresh as producers are
+    fast. The window bounds those that are late."""
+
+    def __init__(self, *, batch_size: int, window: int, ahead: int) -> None:
+        super().__init__(batch_size=batch_size, window=window)
+        self._most = ahead * batch_size
+
+    def room(self, flow: Flow) -> int:
+        return max(min(super().room(flow), self._most - flow.stored - flow.running), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BehaviorLoss(GRPOLoss):
+    """`GRPOLoss` whose ratio is to the weights that sampled, however old they were: their log-probabilities came with
+    the samples, and need not be computed again."""
+
+    def __call__(self, logprobs: Tensor, batch: Mapping[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
+        return super().__call__(logprobs, {**batch, "prev_logprobs": batch["generation_logprobs"]}, tokens)
+
+
+@dataclass
+class Course:
+    """How a run went. ages: samples trained on, by how many versions old they were. evicted, aborted: samples made, or
+    begun, in vain. trained, waited, produced: spans of the trainer's clock; seconds: of all steps together."""
+
+    steps: list[StepRow] = field(default_factory=list)
+    ages: Counter[int] = field(default_factory=Counter)
+    evicted: int = 0
+    aborted: int = 0
+    left: int = 0
+    trained: list[Span] = field(default_factory=list)
+    waited: list[Span] = field(default_factory=list)
+    produced: list[Span] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def wasted(self) -> int:
+        """Samples that were begun, and no step used."""
+        return self.evicted + self.aborted + self.left
+
+    @property
+    def hidden(self) -> float:
+        """The share of the time spent producing that the trainer was training, too."""
+        return common(self.produced, self.trained) / covered(self.produced)
+
+    @property
+    def waiting(self) -> float:
+        """The share of the run that the trainer waited for samples."""
+        return covered(self.waited) / self.seconds
+
+
+class Production:
+    """Producers, each kept busy by a thread of the driver until the samples of all steps are there, while this context
+    is entered."""
+
+    def __init__(self, config: AsyncConfig, task: Task, producers: list[ActorHandle], buffer: ReplayBuffer) -> None:
+        self._config = config
+        self._task = task
+        self._producers = producers
+        self._buffer = buffer
+        self._calls = iter(range(config.steps * config.prompts // config.prompts_at_once))  # shared by the threads
+        self._stopping = threading.Event()
+        self._threads = ThreadPoolExecutor(len(producers))
+        self._running: list[Future[None]] = []
+        self.spans: list[Span] = []
+        self.made: list[Produced] = []
+        self.aborted = 0
+
+    def _keep_busy(self, producer: ActorHandle) -> None:
+        for number in self._calls:
+            rng = random.Random(f"{self._config.seed}/{number}")
+            problems = rng.sample(self._task.train, self._config.prompts_at_once)
+            while not self._stopping.is_set() and not self._produce(producer, problems):
+                pass
+
+    def _produce(self, producer: ActorHandle, problems: list[Problem]) -> bool:
+        """Whether it was done: not where there is no room for more samples yet, or they are not wanted any more."""
+        count = len(problems) * self._config.group_size
+        try:
+            with self._buffer.reserve(count, LOOK_UP_S) as reservation:
+                meta, made = self._made(producer, problems, reservation)
+                self._buffer.commit(reservation, meta, [{"reward": reward} for reward in made.rewards])
+        except CallTimeoutError:
+            return False
+        except RolloutAbortedError:
+            self.aborted += count
+            return False
+        self.made.append(made)
+        return True
+
+    def _made(
+        self, producer: ActorHandle, problems: list[Problem], reservation: Reservation
+    ) -> tuple[KVBatchMeta, Produced]:
+        called = producer.produce.remote(
+            problems,
+            group_size=self._config.group_size,
+            version=reservation.version,
+            names=reservation.sample_ids,
+            partition_id=TRAIN,
+        )
+        meta, made = ray.get(called)
+        now = time.perf_counter()
+        self.spans.append((now - made.seconds, now))
+        return meta, made
+
+    def check(self) -> None:
+        """Raise what ended a thread."""
+        for thread in self._running:
+            if thread.done():
+                thread.result()
+
+    def __enter__(self) -> Production:
+        self._running = [self._threads.submit(self._keep_busy, producer) for producer in self._producers]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._threads.shutdown()
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The producers, and one more that answers what the policy is asked in between. All listen for its weights."""
+
+    actors: Actors
+    producers: list[ActorHandle]
+    examinee: ActorHandle
+
+    def begin(self) -> None:
+        """Have everyone begin at version 0 with the policy's weights, which are the reference, too."""
+        self.actors.workers.run_all_workers_single_data("send_weights")
+        ray.get([listener.begin.remote() for listener in (*self.producers, self.examinee)])
+
+    def renew(self, version: int) -> None:
+        """Send everyone the policy's weights: they have them for all that they are asked from now on."""
+        self.actors.workers.run_all_workers_single_data("send_weights")
+        for listener in (*self.producers, self.examinee):
+            listener.renew.remote(version)
+
+    def right(self, problems: list[Problem]) -> ObjectRef:
+        """See `Actors.right`; not waited for."""
+        return self.examinee.right.remote(problems)
+
+
+@contextmanager
+def start_crew(config: AsyncConfig, task: Task, actors: Actors) -> Iterator[Crew]:
+    """Start everyone; end them on the way out."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(Directory.serve(ray.util.get_node_ip_address()))
+        count = config.producers + 1
+        made = [start_producer(config, task, actors, seed=config.seed + 1 + rank) for rank in range(count)]
+        for actor in made:
+            stack.callback(ray.kill, actor)
+        ray.get([actor.join.remote(directory.address, count, rank) for rank, actor in enumerate(made)])
+        ray.get(actors.workers.run_all_workers_single_data("join", directory.address, count))
+        stack.callback(lambda: ray.get(actors.workers.run_all_workers_single_data("leave")))
+        try:
+            yield Crew(actors, made[:-1], made[-1])
+        finally:
+            left = [actor.close.remote() for actor in made]
+            ray.wait(left, num_returns=len(left), timeout=CLOSE_S)
+
+
+def start_producer(config: AsyncConfig, task: Task, actors: Actors, *, seed: int) -> ActorHandle:
+    """One producer; returns before it is up."""
+    actor = ray.remote(Producer).options(num_cpus=0)
+    return actor.remote(task.model, task.tokenizer, actors.client.config, max_new_tokens=task.max_new_tokens, seed=seed)
+
+
+def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -> Course:
+    """All steps of reinforcement learning, asynchronously, from the policy's weights on."""
+    actors = crew.actors
+    policy = JustInTime(batch_size=config.samples, window=config.window, ahead=config.ahead)
+    actors.client.register_partition(TRAIN, FIELDS, config.steps * config.samples, ["train"], config.group_size)
+    buffer = ReplayBuffer(actors.client, TRAIN, policy, required_fields=FIELDS, group_size=config.group_size)
+    course = Course()
+    crew.begin()
+    with Production(config, task, crew.producers, buffer) as production:
+        start = time.perf_counter()
+        asked: deque[tuple[StepRow, ObjectRef]] = deque()
+        for step in range(1, config.steps + 1):
+            row = one_step(crew, buffer, production, course, step)
+            if step % config.examined == 0:
+                right = crew.right(task.held_out[: config.monitored])
+                asked.append((replace(row, plane_s=actors.plane_s()), right))
+            while asked and ray.wait([asked[0][1]], timeout=0)[0]:
+                report(course, reporter, *asked.popleft())
+        course.seconds = time.perf_counter() - start
+        for row, right in asked:
+            report(course, reporter, row, right)
+        course.produced, course.aborted = production.spans, production.aborted
+        course.left = buffer.flow.stored
+    actors.client.clear_samples(None, TRAIN)
+    actors.sync_weights()
+    return course
+
+
+def one_step(crew: Crew, buffer: ReplayBuffer, production: Production, course: Course, step: int) -> StepRow:
+    """Train on the next batch and send the new weights out. Accuracy and time in the plane are left to fill in."""
+    start = time.perf_counter()
+    meta = take(buffer, production)
+    begun = time.perf_counter()
+    actors, tags = crew.actors, meta.tags or []
+    metrics = actors.policy.train_from_meta(meta, BehaviorLoss())["all_mb_metrics"]
+    course.waited.append((start, begun))
+    course.trained.append((begun, time.perf_counter()))
+    course.ages.update(step - 1 - int(tag[WEIGHT_VERSION]) for tag in tags)
+    plane_bytes = live_bytes(actors.client)
+    actors.policy.finish_step(meta)
+    crew.renew(step)
+    course.evicted += buffer.advance(step)[0]
+    return StepRow(
+        step=step,
+        reward=fmean(float(tag["reward"]) for tag in tags),
+        accuracy=math.nan,
+        kl=fmean(metrics["kl"]),
+        grad_norm=fmean(metrics["grad_norm"]),
+        sampling_gap=fmean(metrics["sampling_gap"]),
+        tokens=sum(meta.sequence_lengths or []),
+        seconds=time.perf_counter() - start,
+        plane_s=math.nan,
+        plane_bytes=plane_bytes,
+    )
+
+
+def take(buffer: ReplayBuffer, production: Production) -> KVBatchMeta:
+    """The next batch; TimeoutError after `WAIT_S`, or what ended a producer."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        production.check()
+        try:
+            return buffer.take(LOOK_UP_S)
+        except TimeoutError:
+            if time.monotonic() > end:
+                raise
+
+
+def report(course: Course, reporter: Reporter, row: StepRow, right: ObjectRef) -> None:
+    """Show a step once its accuracy is known. Blocks until it is."""
+    course.steps.append(replace(row, accuracy=fmean(ray.get(right))))
+    reporter.step(course.steps[-1])

@@ -1,0 +1,65 @@
+"""The policy's weights on their way to the producers: a broadcast from the first policy worker, no copy through Ray."""
+
+from __future__ import annotations
+
+import ray
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.address import WorkerAddress
+from workers.directory import DirectoryClient
+from workers.messages import AsyncWork, Messenger, participants
+
+from .worker import PolicyWorker
+
+SOURCE, LISTENERS = "policy", "listeners"
+
+
+class WeightLine:
+    """One end: of the source, or of listener number `rank` of `listeners`. directory: the address of the job's."""
+
+    def __init__(self, directory: str, listeners: int, *, rank: int | None = None) -> None:
+        me = WorkerAddress(SOURCE, 0) if rank is None else WorkerAddress(LISTENERS, rank)
+        self._directory = DirectoryClient(directory)
+        self._messenger = Messenger(me, self._directory, host=ray.util.get_node_ip_address())
+        self._all = participants([(SOURCE, 0), (LISTENERS, list(range(listeners)))])
+        self._under_way: AsyncWork[None] | None = None
+
+    def send(self, weights: dict[str, Tensor]) -> None:
+        """Send to all listeners, as the weights are now. Waits until all have what was sent before."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._under_way = self._messenger.broadcast(weights, self._all, async_op=True)
+
+    def receive(self) -> dict[str, Tensor]:
+        """What the source sends next."""
+        return self._messenger.broadcast(None, self._all)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._messenger.close()
+        self._directory.close()
+
+
+class SendingWorker(PolicyWorker):
+    """A policy worker, the first of which sends weights."""
+
+    _line: WeightLine | None = None
+
+    def join(self, directory: str, listeners: int) -> None:
+        """Be the source of the weights, on the first rank."""
+        if dist.get_rank() == 0:
+            self._line = WeightLine(directory, listeners)
+
+    def send_weights(self) -> None:
+        """Send the policy's weights; all ranks must be called. The first data-parallel rank gathers them."""
+        if self.mesh.get_local_rank("dp") == 0:
+            whole = self.learner.weights()
+            if self._line is not None:
+                self._line.send(whole)
+
+    def leave(self) -> None:
+        """Stop being the source."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()

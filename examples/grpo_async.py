@@ -1,0 +1,114 @@
+"""GRPO on arithmetic without waiting: rollout actors sample all the time while the policy workers train.
+
+    python examples/grpo_async.py [--window 2] [--producers 2] [--steps 40] [--alone] ...
+
+Task, model, workers and warm start are those of `grpo_arithmetic.py`. Samples wait in a replay buffer that lets
+producers begin ahead of the trainer, within the staleness window, and gives the oldest first. From the same weights the
+synchronous loop then runs, too, so that both can be compared.
+
+| in `arithmetic/` | holds |
+|---|---|
+| asynchronous.py | the driver: one thread for each producer, and the training loop |
+| producer.py | the rollout actor: samples, rewards, advantages, log-probabilities of the reference |
+| weights.py | the policy's weights, broadcast from the first policy worker to the producers |
+| comparison.py, timeline.py | what is shown of both runs |
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import ray
+from grpo_arithmetic import start_ray
+
+from arithmetic.actors import Actors, start_actors
+from arithmetic.asynchronous import AsyncConfig, reinforce, start_crew
+from arithmetic.comparison import Run, show
+from arithmetic.config import JobConfig
+from arithmetic.job import grpo_step, warm_start
+from arithmetic.report import Accuracy, Reporter, plot
+from arithmetic.task import Task
+from arithmetic.weights import SendingWorker
+
+
+def parse(arguments: list[str]) -> tuple[AsyncConfig, Task, dict[str, Any]]:
+    """(the run, its problems, whether to leave the comparison out and which Ray cluster to use)"""
+    defaults = AsyncConfig()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ray-address", help="a running Ray cluster, e.g. auto (default: start one here)")
+    parser.add_argument("--data", type=Path, default=defaults.data, help='JSONL, {"prompt": ..., "answer": ...} each')
+    parser.add_argument("--out", type=Path, default=defaults.out, help="directory for curves (default: %(default)s)")
+    parser.add_argument("--alone", action="store_true", help="leave the synchronous run out")
+    for name, what in (
+        ("seed", "of the split, the first weights and all sampling"),
+        ("steps", "of reinforcement learning"),
+        ("window", "weight versions that samples may be old"),
+        ("ahead", "steps whose samples may be made before they are asked for"),
+        ("producers", "rollout actors"),
+        ("prompts", "problems per step"),
+        ("prompts_at_once", "problems that a producer answers at a time"),
+    ):
+        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        parser.add_argument(flag, type=int, default=default, help=f"{what} (default: {default})")
+    options = vars(parser.parse_args(arguments))
+    known = {field.name for field in fields(AsyncConfig)}
+    try:
+        config = AsyncConfig(**{name: value for name, value in options.items() if name in known})
+        return config, Task.of(config), {name: value for name, value in options.items() if name not in known}
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def synchronous(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> Run:
+    """The loop of `grpo_arithmetic.py`, from the weights that the asynchronous one began with."""
+    ray.get(actors.workers.run_all_workers_single_data("restart"))
+    actors.sync_weights()
+    reporter.stage("synchronous steps", total=config.steps)
+    start = time.perf_counter()
+    steps = []
+    for step in range(1, config.steps + 1):
+        steps.append(grpo_step(config, task, actors, step))
+        reporter.step(steps[-1])
+    seconds = time.perf_counter() - start
+    return Run(Accuracy.of(actors.right(task.held_out)), seconds, config.steps, steps)
+
+
+def asynchronous(config: AsyncConfig, task: Task, actors: Actors, reporter: Reporter) -> Run:
+    """The run that this example is about."""
+    reporter.stage("starting producers")
+    with start_crew(config, task, actors) as crew:
+        reporter.stage("asynchronous steps", total=config.steps // config.examined)
+        course = reinforce(config, task, crew, reporter)
+    return Run(Accuracy.of(actors.right(task.held_out)), course.seconds, config.steps, course.steps, course)
+
+
+def main(arguments: list[str]) -> None:
+    """Run both, show what came of them, draw the curves."""
+    config, task, options = parse(arguments)
+    with Reporter() as reporter:
+        reporter.stage("starting Ray")
+        start_ray(config, options["ray_address"])
+        try:
+            reporter.stage("starting actors")
+            with start_actors(config, task, SendingWorker) as actors:
+                reporter.stage("warm start")
+                warm_start(config, task, actors, reporter)
+                before = Accuracy.of(actors.right(task.held_out))
+                runs = {"asynchronous": asynchronous(config, task, actors, reporter)}
+                if not options["alone"]:
+                    same = JobConfig(data=config.data, out=config.out, seed=config.seed)
+                    runs["synchronous"] = synchronous(same, task, actors, reporter)
+        finally:
+            ray.shutdown()
+    show(before, runs)
+    for name, run in runs.items():
+        print("curves:", plot(run.rows, config.out / f"grpo_{name}_seed{config.seed}.png"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

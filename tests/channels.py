@@ -1,0 +1,109 @@
+"""Channels for tests, by each road, and what waits for them. Fixtures are imported by the files that use them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.channel_peer import Peer
+from workers.channel import (
+    Channel,
+    ChannelBroker,
+)
+from workers.channel.endpoint import Endpoint
+from workers.channel.settings import Settings
+from workers.messages.work import AsyncWork
+
+MIB = 1 << 20
+CAPACITY = 32 * MIB
+ROADS = ("shared", "tcp", "local")
+
+
+def elsewhere(endpoint: str) -> str:
+    """The same broker, as from another machine."""
+    return str(dataclasses.replace(Endpoint.parse(endpoint), host="another"))
+
+
+@pytest.fixture
+def broker() -> Iterator[ChannelBroker]:
+    with ChannelBroker(capacity_bytes=CAPACITY) as running:
+        yield running
+
+
+@pytest.fixture
+def make(broker: ChannelBroker, request: pytest.FixtureRequest) -> Iterator[Callable[..., Channel]]:
+    """A maker of channels of one road; without a parameter, of shared memory."""
+    road = getattr(request, "param", "shared")
+    made: list[Channel] = []
+
+    def channel(maxsize: int = 0, **more: Any) -> Channel:
+        if road == "local":
+            made.append(Channel.create("c", maxsize=maxsize, local=True, **more))
+            return made[-1]
+        endpoint = broker.endpoint if road == "shared" else elsewhere(broker.endpoint)
+        settings = Settings(
+            name="c", ident=f"c{len(made)}", maxsize=maxsize, distributed=False, nodes=(0,), endpoints=(endpoint,)
+        )
+        made.append(Channel(settings, **more))
+        made[-1]._create()
+        return made[-1]
+
+    yield channel
+    for each in made:
+        each.disconnect()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    process = Peer()
+    yield process
+    process.stop()
+
+
+every_road = pytest.mark.parametrize("make", ROADS, indirect=True)
+every_wire = pytest.mark.parametrize("make", ROADS[:2], indirect=True)
+
+
+def waiting(channel: Channel, *, gets: int = 0, puts: int = 0) -> None:
+    """Returns once so many wait at the broker."""
+    event = threading.Event()
+    while True:
+        counted = channel._count("default_queue")
+        if (counted.gets, counted.puts) == (gets, puts):
+            return
+        event.wait(0.005)
+
+
+@contextlib.contextmanager
+def alongside(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """`work` in a thread; at the end it has ended, and what it returned or raised is in the list."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield outcome
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def finished(outcome: Any) -> Any:
+    """What a handle gives; anything else as it is."""
+    return outcome.wait() if isinstance(outcome, AsyncWork) else outcome
+
+
+@dataclasses.dataclass
+class Sample:
+    name: str
+    tokens: torch.Tensor

@@ -1,0 +1,148 @@
+"""Puts of a sample or two, one after another: what they cost in commands, and that nothing is lost or held by them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient, connect
+from dataplane.ahead import SMALL_BYTES, RoomAhead
+from dataplane.errors import SampleExistsError
+from dataplane.ledger import Ledger
+from dataplane.ledger import commands as c
+
+PUTS = 40
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What commands the service was given."""
+    given: Counter[str] = Counter()
+    honest = Ledger.apply
+
+    def apply(self: Ledger, item: c.Input) -> list[c.Output]:
+        if isinstance(item, c.Call):
+            given[type(item.command).__name__] += 1
+        return honest(self, item)
+
+    monkeypatch.setattr(Ledger, "apply", apply)
+    return given
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, puts come soon after one another, and room is not idle between them."""
+    monkeypatch.setattr("dataplane.ahead.SOON_S", 1e9)
+    monkeypatch.setattr(RoomAhead, "idle", lambda self: None)
+
+
+def row(number: int, width: int = 8) -> dict[str, Any]:
+    return {"x": torch.full((1, width), number), "y": torch.tensor([float(number)])}
+
+
+def put(client: DataPlaneClient, partition: str, number: int, **more: Any) -> Any:
+    return client.put_samples([f"s{number}"], partition, row(number), **more)
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_small_local_put_is_one_command(
+    client: DataPlaneClient, partition: str, road: str, commands: Counter[str]
+) -> None:
+    client.register_partition(partition, ["x", "y"], None, [])
+    put(client, partition, -1)
+    commands.clear()
+    for number in range(PUTS):
+        put(client, partition, number)
+    assert commands["Commit"] == PUTS
+    if road.startswith("local"):
+        assert commands["AllocateAhead"] == 1
+        assert commands["Allocate"] == 0
+    else:
+        assert commands["Allocate"] == PUTS
+        assert commands["AllocateAhead"] == 0
+    read = client.get_samples([f"s{n}" for n in range(PUTS)], partition, ["x", "y"])
+    assert torch.equal(read["y"], torch.arange(PUTS, dtype=torch.float32))
+    assert torch.equal(read["x"], torch.arange(PUTS).repeat_interleave(8).view(PUTS, 8))
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_large_put_asks_for_room_of_its_own(client: DataPlaneClient, partition: str, commands: Counter[str]) -> None:
+    client.register_partition(partition, ["x", "y"], None, [])
+    for number in range(3):
+        client.put_samples([f"s{number}"], partition, row(number, SMALL_BYTES // 8))
+    assert commands["Allocate"] == commands["Commit"] == 3
+
+
+@pytest.mark.usefixtures("steady")
+def test_threads_share_room_ahead(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x", "y"], None, [])
+    failed: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for number in range(first, first + PUTS):
+                put(client, partition, number, mode="create")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(PUTS * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    count = 4 * PUTS
+    read = client.get_samples([f"s{n}" for n in range(count)], partition, ["x"])
+    assert torch.equal(read["x"], torch.arange(count).repeat_interleave(8).view(count, 8))
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_refused_put_harms_no_other(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x", "y"], None, [])
+    for number in range(4):
+        put(client, partition, number)
+        with pytest.raises(SampleExistsError):
+            client.put_samples([f"s{number}"], partition, row(99), mode="create")
+    assert client.get_samples([f"s{n}" for n in range(4)], partition, ["y"])["y"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def onlooker(server: Any) -> Iterator[DataPlaneClient]:
+    with connect(server.address) as client:
+        yield client
+
+
+def test_idle_room_goes_back_by_itself(
+    client: DataPlaneClient, onlooker: DataPlaneClient, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.ahead.SOON_S", 1e9)
+    client.register_partition(partition, ["x", "y"], None, [])
+    for number in range(3):
+        put(client, partition, number)
+    until(lambda: onlooker.stats().units[0].reserved_bytes == 0, "room ahead of an idle client is still reserved")
+    put(client, partition, 3)
+
+
+def test_pins_of_dropped_views_go_without_another_call(
+    client: DataPlaneClient, onlooker: DataPlaneClient, partition: str
+) -> None:
+    client.register_partition(partition, ["x", "y"], None, [])
+    meta = put(client, partition, 0)
+    views = client.get_samples(meta, partition, ["x"], copy=False)
+    onlooker.clear_samples(["s0"], partition)
+    del views
+    until(lambda: onlooker.stats().units[0].retired_bytes == 0, "bytes of dropped views are still pinned")

@@ -1,0 +1,141 @@
+"""What claims must be answered, and which of the four each sample is for each task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from dataplane.ledger import Ledger, Limits
+from dataplane.ledger.commands import Claim, Claimed
+from dataplane.ledger.tasks import HELD, Task
+from tests.ledger_claim_model import Held, Name, Selection
+from tests.ledger_model import Model
+
+LIMITS = Limits(ahead_part=4, steps=3)
+
+
+@dataclass
+class Client:
+    """A session as its process sees it. `below` is the watermark it sends next."""
+
+    id: int
+    host: str
+    next: int = 1
+    below: int = 1
+    alive: bool = True
+    over: bool = False
+    suspect: bool = False
+    said_bye: bool = False
+    attached: set[int] = field(default_factory=set)
+    heard: float = 0.0
+    unread: set[int] = field(default_factory=set)
+
+    @property
+    def speaks(self) -> bool:
+        return self.alive and not self.over and not self.said_bye
+
+
+class ClaimChecks(RuleBasedStateMachine):
+    """Of the driver: `parked` are the calls that wait, with their deadlines."""
+
+    ledger: Ledger
+    model: Model
+    parked: dict[Name, float]
+    clients: dict[int, Client]
+
+    def check_claim(self, name: Name, command: Claim, result: Claimed) -> None:
+        if command.step is not None:
+            self.check_share(name, command, result)
+        elif not self.model.may_be_lost(command):
+            expected = self.model.expected_claim(command)
+            assert expected is not None, f"{command} was served {result.ids} too early"
+            assert result.ids == tuple(sample.id for unit in expected for sample in unit)
+
+    def check_share(self, name: Name, command: Claim, result: Claimed) -> None:
+        """The rank's own part of the step's selection, all of it that lives."""
+        model, unsure = self.model, self.model.may_be_lost(command)
+        partition = model.partitions[command.partition]
+        assert command.step is not None
+        fixed = partition.selections.get((command.task, command.step))
+        if fixed is None and unsure:
+            fixed = self.selection_of(command)
+        elif fixed is None:
+            units = model.expected_claim(command)
+            fixed = None if units is None else model.fix(command, units, LIMITS.steps)
+        if fixed is None:
+            assert not result.ids
+            assert not command.blocking
+            return
+        assert command.dp_rank is not None
+        share = model.living_share(partition, fixed, command.dp_rank)
+        if unsure:
+            chosen = [sample for sample in share if sample.id in result.ids]
+            for sample in chosen:
+                held = sample.claims.pop(command.task, None)
+                assert held is None or held.limbo or held.name == fixed.name
+            if chosen:
+                fixed.given.setdefault(command.dp_rank, set()).add(name)
+        else:
+            chosen = model.take_share(name, command, fixed)
+        assert list(result.ids) == [sample.id for sample in chosen]
+
+    def selection_of(self, command: Claim) -> Selection | None:
+        """What the ledger fixed while the model could not know which samples are free."""
+        partition = self.model.partitions[command.partition]
+        fixed = self.ledger._state.partitions[command.partition].tasks[command.task].selections.get(command.step or 0)
+        if fixed is None:
+            return None
+        births = {sample.birth: sample for sample in partition.samples.values()}
+        chosen = [births[birth] for birth in fixed.births.tolist()]
+        for sample in chosen:
+            held = sample.claims.get(command.task)
+            assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by step {command.step}"
+        ranks = fixed.ranks.tolist()
+        dealt = [
+            [s for s, to in zip(chosen, ranks, strict=True) if to == rank] for rank in range(command.dp_world or 0)
+        ]
+        return self.model.adopt(command, dealt, LIMITS.steps)
+
+    @invariant()
+    def nobody_waits_who_could_be_served(self) -> None:
+        for name in self.parked:
+            command = self.model.commands[name]
+            client = self.clients[name[0]]
+            if not isinstance(command, Claim) or client.suspect or not client.alive:
+                continue
+            partition = self.model.partitions[command.partition]
+            fixed = (command.task, command.step) in partition.selections
+            assert not fixed, f"{name} waits though its step is fixed: {command}"
+            if not self.model.may_be_lost(command):
+                assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
+
+    @invariant()
+    def each_sample_is_available_held_leased_or_consumed(self) -> None:
+        for name, partition in self.model.partitions.items():
+            kept = self.ledger._state.partitions[name]
+            for task in partition.tasks:
+                rows = [sample.row for sample in partition.samples.values()]
+                assert kept.tasks[task].claimed == np.count_nonzero(kept.tasks[task].stamps[rows])
+                for sample in partition.samples.values():
+                    held = sample.claims.get(task)
+                    if held is None or not held.limbo:
+                        assert state_of(kept.tasks[task], sample.row) == expected_state(held), (task, sample)
+
+
+def state_of(task: Task, row: int) -> str:
+    """What a sample is to a task by the ledger's books."""
+    owner = 0 if task.owners is None else int(task.owners[row])
+    if not task.stamps[row]:
+        assert not owner, f"row {row} is available and owned by {owner}"
+        return "available"
+    return "held" if owner == HELD else "leased" if owner else "consumed"
+
+
+def expected_state(held: Held | None) -> str:
+    if held is None:
+        return "available"
+    if held.until is None:
+        return "consumed"
+    return "leased" if held.name[0] else "held"

@@ -1,0 +1,27 @@
+"""What stands in the Ray cluster at the moment, for tests that nothing is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+
+def alive_placement_groups() -> set[str]:
+    """Ids of the placement groups that were not removed."""
+    return {name for name, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+def alive_actors(kind: str = "") -> set[str]:
+    """Ids of the actors (of a class whose name ends in `kind`) that live or are about to."""
+    table = ray._private.state.actors()
+    return {
+        name for name, entry in table.items() if entry["State"] != "DEAD" and entry["ActorClassName"].endswith(kind)
+    }
+
+
+def call_until_dead(method: Any, *args: Any) -> None:
+    """Raises `RayActorError` once the method's actor is dead. Ray ends one soon after it is told to, not at once."""
+    while True:
+        ray.get(method.remote(*args), timeout=30)

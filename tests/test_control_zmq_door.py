@@ -1,0 +1,121 @@
+"""The ZMQ door: what a command costs in messages and conversions, and in what order ends of connections are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control import codec, sockets, wire, zmq_door
+from dataplane.control.channel import Channel
+from dataplane.control.controller import Controller
+from dataplane.control.handlers import Facts, Reply
+from dataplane.control.opening import Socket, door_socket
+from dataplane.control.secret import Secret
+from dataplane.control.zmq_door import ZmqDoor
+from dataplane.ledger import commands as c
+
+WAIT_MS = 20_000
+CALLS = 20
+
+
+class Taken:
+    """A handler that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.items: list[c.Input] = []
+
+    def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None:
+        self.items.append(item)
+
+
+@pytest.fixture
+def door() -> Iterator[ZmqDoor]:
+    door = ZmqDoor("127.0.0.1", 0, Secret(None))
+    door.introduce(Facts(address="here:1", epoch=1, host="host", doors=door.endpoints, heartbeat_s=1.0))
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def dealer(door: ZmqDoor) -> Iterator[Socket]:
+    context: zmq.Context[Socket] = zmq.Context()
+    dealer = door_socket(context, door.endpoints[0])
+    yield dealer
+    dealer.close()
+    context.term()
+
+
+def seal(number: int) -> list[bytes]:
+    return wire.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")), b"")
+
+
+def test_one_message_is_handled_at_a_time(door: ZmqDoor, dealer: Socket) -> None:
+    taken = Taken()
+    assert not door.serve(taken)
+    for number in (1, 2):
+        dealer.send_multipart(seal(number))
+    for count in (1, 2):
+        assert door.socket.poll(WAIT_MS)
+        assert door.serve(taken)
+        assert len(taken.items) == count
+    assert not door.serve(taken)
+
+
+def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoor, dealer: Socket) -> None:
+    taken = Taken()
+    dealer.send_multipart(wire.request(c.Heartbeat(session=3), b""))
+    for number in (1, 2):
+        dealer.send_multipart(seal(number))
+    dealer.close(linger=WAIT_MS)
+    assert door.monitor.poll(WAIT_MS)
+    door.notice_disconnects(taken)
+    assert [type(item) for item in taken.items] == [c.Heartbeat, c.Call, c.Call, c.SessionSilent]
+
+
+def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()  # of what was done; whole once the controller has ended
+
+    def count(module: Any, name: str, what: str) -> None:
+        function: Callable[..., Any] = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            counts[what] += 1
+            return result
+
+        monkeypatch.setattr(module, name, counted)
+
+    quiet = DataPlaneConfig(port=0, heartbeat_s=600.0)
+    with Controller(quiet) as controller:
+        client = Channel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
+        client.call(c.Units())
+        count(zmq_door, "receive", "requests received")
+        count(zmq_door, "send", "replies sent")
+        count(codec, "decode", "requests read")
+        count(codec, "to_pb", "replies written")
+        count(sockets, "send", "requests sent")
+        count(sockets, "receive", "replies received")
+        count(codec, "call_to_pb", "requests written")
+        count(codec, "decode_result", "replies read")
+        for _ in range(CALLS):
+            client.call(c.Units())
+        monkeypatch.undo()
+        client.close()
+    assert counts == dict.fromkeys(
+        (
+            "requests written",
+            "requests sent",
+            "requests received",
+            "requests read",
+            "replies written",
+            "replies sent",
+            "replies received",
+            "replies read",
+        ),
+        CALLS,
+    )

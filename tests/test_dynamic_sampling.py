@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient, KVBatchMeta, connect, serve
+from dataplane.dynamic_sampling import DynamicSampler, split_by_spread
+
+
+def meta_of(*samples: tuple[str, object, object]) -> KVBatchMeta:
+    tags = [{"group": group, "reward": reward} for _, group, reward in samples]
+    return KVBatchMeta(
+        partition_id="p",
+        task_name=None,
+        sample_ids=[name for name, _, _ in samples],
+        fields=None,
+        sequence_lengths=None,
+        tags=tags,
+    )
+
+
+def test_groups_without_spread_are_dropped() -> None:
+    meta = meta_of(("a", 1, 0.0), ("b", 2, 1.0), ("c", 1, 1.0), ("d", 2, 1.0), ("e", 3, 0.5))
+    kept, dropped = split_by_spread(meta)
+    assert kept.sample_ids == ["a", "c"]
+    assert dropped.sample_ids == ["b", "d", "e"]
+
+
+def test_a_little_spread_can_be_too_little() -> None:
+    meta = meta_of(("a", 1, 0.0), ("b", 1, 0.1), ("c", 2, 0.0), ("d", 2, 1.0))
+    assert split_by_spread(meta, least=0.2)[0].sample_ids == ["c", "d"]
+
+
+@pytest.mark.parametrize("tags", [None, [{"group": 1}], [{"reward": 1.0}], [{"group": 1, "reward": "high"}]])
+def test_samples_without_group_or_reward_are_named(tags: object) -> None:
+    meta = KVBatchMeta(
+        partition_id="p", task_name=None, sample_ids=["lost"], fields=None, sequence_lengths=None, tags=tags
+    )
+    with pytest.raises(ValueError, match="'lost'"):
+        split_by_spread(meta)
+
+
+@pytest.fixture
+def client() -> Iterator[DataPlaneClient]:
+    with serve({"capacity_bytes": 16 << 20}) as server, connect(server.address) as client:
+        client.register_partition("p", ["x"], None, [])
+        yield client
+
+
+def put(client: DataPlaneClient, first: int, rewards: dict[int, list[float]]) -> KVBatchMeta:
+    tags = [{"group": group, "reward": reward} for group, values in rewards.items() for reward in values]
+    names = [f"s{first + n}" for n in range(len(tags))]
+    return client.put_samples(names, "p", {"x": torch.arange(len(names))}, tags=tags)
+
+
+def test_rounds_add_up_and_what_is_not_used_is_cleared(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 4)
+    assert sampler.add(put(client, 0, {1: [0.0, 1.0], 2: [1.0, 1.0]})) is None
+    assert sampler.missing == 2
+    assert client.list_samples("p").sample_ids == ["s0", "s1"]
+    assert sampler.add(put(client, 4, {3: [0.0, 0.0]})) is None
+    batch = sampler.add(put(client, 6, {4: [0.0, 1.0], 5: [1.0, 0.0], 6: [2.0, 2.0]}))
+    assert batch is not None
+    assert batch.sample_ids == ["s0", "s1", "s6", "s7"]
+    assert sorted(client.list_samples("p").sample_ids) == sorted(batch.sample_ids)
+    assert client.get_samples(batch, "p", ["x"])["x"].tolist() == [0, 1, 0, 1]
+    assert (sampler.rounds, sampler.dropped) == (3, 8)
+    assert sampler.missing == 4, "the next batch begins"
+
+
+def test_groups_are_never_cut(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 5)
+    assert sampler.add(put(client, 0, {1: [0.0, 1.0, 0.5], 2: [0.0, 1.0, 0.5]})) is None
+    assert sampler.missing == 2
+    batch = sampler.add(put(client, 6, {3: [0.0, 1.0, 1.0], 4: [1.0, 0.0]}))
+    assert batch is not None
+    assert batch.sample_ids == ["s0", "s1", "s2", "s9", "s10"]
+    assert sorted(client.list_samples("p").sample_ids) == sorted(batch.sample_ids)
+
+
+def test_a_batch_has_samples(client: DataPlaneClient) -> None:
+    with pytest.raises(ValueError, match="batch_size=0"):
+        DynamicSampler(client, 0)

@@ -1,0 +1,357 @@
+"""Streams of micro-batches: what they claim, when they end, what they give back."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import dataplane
+from dataplane import DataPlaneClient, KVBatchMeta, Server, StreamingDataLoader
+from dataplane.errors import ClaimTimeoutError, ClientClosedError, PartitionNotFoundError, StaleSampleError
+from tests.gloo import Ranks
+from tests.mixin_worker import worker_on
+
+NEVER_S = 600.0
+TASKS = ["train", "other"]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with dataplane.serve({"capacity_bytes": 16 << 20}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[DataPlaneClient]:
+    with dataplane.connect(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def partition(client: DataPlaneClient) -> Iterator[str]:
+    name = f"p{next(_numbers)}"
+    client.register_partition(name, ["input_ids", "reward"], None, TASKS)
+    yield name
+    client.clear_samples(None, name)
+
+
+def put(client: DataPlaneClient, partition: str, numbers: Sequence[int]) -> KVBatchMeta:
+    """Sample n has n + 1 tokens, all n."""
+    ids = [torch.full((n + 1,), n, dtype=torch.int64) for n in numbers]
+    fields = {"input_ids": ids, "reward": torch.tensor([float(n) for n in numbers])}
+    tags = [{"input_lengths": n + 1} for n in numbers]
+    return client.put_samples([f"s{n}" for n in numbers], partition, fields, tags=tags)
+
+
+def loader(client: DataPlaneClient, partition: str, batch_size: int = 2, **options: Any) -> StreamingDataLoader:
+    return StreamingDataLoader(
+        client, partition, "train", ["input_ids", "reward"], batch_size=batch_size, timeout_s=NEVER_S, **options
+    )
+
+
+def rewards(stream: StreamingDataLoader) -> list[list[float]]:
+    return [data["reward"].tolist() for data, _ in stream]
+
+
+prefetches = pytest.mark.parametrize("prefetch", [0, 2])
+
+
+@prefetches
+def test_a_stream_ends_when_the_partition_is_sealed_and_drained(
+    client: DataPlaneClient, partition: str, prefetch: int
+) -> None:
+    put(client, partition, range(3))
+    with loader(client, partition, prefetch=prefetch, pad_value_dict={"input_ids": -1}, pad_to_multiple=4) as stream:
+        batches = iter(stream)
+        data, meta = next(batches)
+        assert data["input_ids"].tolist() == [[0, -1, -1, -1], [1, 1, -1, -1]]
+        assert (meta.sample_ids, meta.sequence_lengths, meta.task_name) == (["s0", "s1"], [1, 2], "train")
+        put(client, partition, [3, 4])
+        client.seal(partition)
+        assert [data["reward"].tolist() for data, _ in batches] == [[2.0, 3.0], [4.0]]
+        assert client.check_consumption_status(partition, ["train"])
+        assert rewards(stream) == [], "what is over stays over"
+    assert not client.check_consumption_status(partition, ["other"])
+
+
+@prefetches
+def test_micro_batches_come_as_they_get_ready(client: DataPlaneClient, partition: str, prefetch: int) -> None:
+    with loader(client, partition, prefetch=prefetch) as stream:
+        batches, got = iter(stream), threading.Event()
+        seen: list[list[str]] = []
+
+        def train() -> None:
+            for _, meta in batches:
+                seen.append(meta.sample_ids)
+                got.set()
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        for number in range(3):
+            put(client, partition, [2 * number, 2 * number + 1])
+            assert got.wait(60)
+            got.clear()
+        client.seal(partition)
+        trainer.join(60)
+        assert seen == [["s0", "s1"], ["s2", "s3"], ["s4", "s5"]]
+
+
+def test_iterating_again_goes_on(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(6))
+    client.seal(partition)
+    with loader(client, partition) as stream:
+        assert next(iter(stream)).data["reward"].tolist() == [0.0, 1.0]
+        assert rewards(stream) == [[2.0, 3.0], [4.0, 5.0]]
+
+
+def test_two_loaders_share_the_samples(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(10))
+    client.seal(partition)
+    with loader(client, partition, prefetch=1) as one, loader(client, partition, prefetch=1) as two:
+        streams = [iter(one), iter(two)]
+        got = [next(stream).meta.sample_ids for stream in streams]
+        got += [meta.sample_ids for stream in streams for _, meta in stream]
+    assert sorted(name for names in got for name in names) == sorted(f"s{n}" for n in range(10))
+
+
+def test_claims_are_as_asked(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(6))
+    client.seal(partition)
+    kept = [("input_lengths", ">", 2)]
+    with loader(client, partition, where=kept, order="freshest", layout="jagged", device="cpu") as stream:
+        (data, _), *others = list(stream)
+    assert data["input_ids"].is_nested
+    assert data["reward"].tolist() == [5.0, 4.0]
+    assert [batch.data["reward"].tolist() for batch in others] == [[3.0, 2.0]]
+    assert not client.check_consumption_status(partition, ["train"])
+
+
+def test_a_field_that_is_not_produced_is_waited_for(client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition, range(2))
+    client.seal(partition)
+    fields = ["reward", "advantages"]
+    with StreamingDataLoader(client, partition, "train", fields, batch_size=2, timeout_s=NEVER_S) as stream:
+        writer = threading.Timer(0.05, client.put_samples, (meta, partition, {"advantages": torch.ones(2, 1)}))
+        writer.start()
+        ((data, _),) = list(stream)
+        writer.join()
+    assert sorted(data) == ["advantages", "reward"]
+
+
+def test_ranks_get_shares_of_the_same_steps(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(12))
+    client.seal(partition)
+    with (
+        loader(client, partition, prefetch=2, dp_rank=0, dp_world=2) as one,
+        loader(client, partition, prefetch=0, dp_rank=1, dp_world=2) as two,
+    ):
+        steps = [[batch.meta for batch in stream] for stream in (one, two)]
+    assert [[meta.size for meta in metas] for metas in steps] == [[2, 2, 2], [2, 2, 2]]
+    for number, (left, right) in enumerate(zip(*steps, strict=True)):
+        names = sorted([*left.sample_ids, *right.sample_ids], key=lambda name: int(name[1:]))
+        assert names == [f"s{n}" for n in range(4 * number, 4 * number + 4)]
+        assert sum(left.sequence_lengths or []) == sum(right.sequence_lengths or []), "tokens balance"
+
+
+# --- waiting, errors ------------------------------------------------------------------------------------------------
+
+
+@prefetches
+def test_a_wait_ends_in_what_is_missing_and_may_go_on(
+    client: DataPlaneClient, partition: str, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane.streaming, "CLAIM_S", 0.05)
+    put(client, partition, [0])
+    fields = ["input_ids"]
+    with StreamingDataLoader(
+        client, partition, "train", fields, batch_size=2, timeout_s=0.5, prefetch=prefetch
+    ) as stream:
+        with pytest.raises(ClaimTimeoutError, match=r"for 2 samples.*; 1 were ready"):
+            next(iter(stream))
+        client.seal(partition)
+        assert [meta.sample_ids for _, meta in stream] == [["s0"]]
+
+
+@prefetches
+def test_what_a_claim_raises_is_raised(client: DataPlaneClient, prefetch: int) -> None:
+    with loader(client, "nowhere", prefetch=prefetch) as stream:
+        for _ in range(2):
+            with pytest.raises(PartitionNotFoundError):
+                next(iter(stream))
+
+
+def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) -> None:
+    meta = client.put_samples(["a", "b"], partition, {"reward": torch.zeros(2)})
+    with (
+        StreamingDataLoader(
+            client, partition, "train", ["input_ids"], required_fields=["reward"], batch_size=2, prefetch=0
+        ) as stream,
+        pytest.raises(KeyError, match="'input_ids' has not been produced"),
+    ):
+        next(iter(stream))
+    assert client.claim_meta(partition, "train", ["reward"], 2, blocking=False).sample_ids == meta.sample_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_workers": 1}, "num_workers=1: a stream is read by a thread"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"pad_to_multiple": 0}, "pad_to_multiple=0"),
+        ({"dp_world": 2}, "a share needs both"),
+    ],
+)
+def test_arguments(client: DataPlaneClient, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        loader(client, "p", **options)
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def fetched_ahead(client: DataPlaneClient, partition: str, left: int) -> None:
+    """Wait until the thread has claimed all but `left` samples."""
+    while client.why_blocked(partition, "train").unclaimed > left:
+        pass
+
+
+def test_closing_gives_back_what_was_fetched_ahead(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(8))
+    stream = loader(client, partition, prefetch=2)
+    batches = iter(stream)
+    assert next(batches).meta.sample_ids == ["s0", "s1"]
+    fetched_ahead(client, partition, 2)
+    stream.close()
+    stream.close()
+    with pytest.raises(ClientClosedError, match="the stream was closed"):
+        next(batches)
+    with pytest.raises(ClientClosedError):
+        next(iter(stream))
+    left = client.claim_meta(partition, "train", [], 8, blocking=False)
+    assert left.sample_ids == [f"s{n}" for n in range(2, 8)], "and not what was handed out"
+
+
+def test_closing_wakes_who_waits(client: DataPlaneClient, partition: str) -> None:
+    stream = loader(client, partition)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            next(iter(stream))
+        except ClientClosedError as error:
+            caught.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    stream.close()
+    waiter.join(60)
+    assert len(caught) == 1
+    assert client.list_samples(partition).size == 0, "the client is open"
+
+
+def test_a_forgotten_stream_ends_too(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(2))
+    stream = loader(client, partition)
+    fetched_ahead(client, partition, 0)
+    (thread,) = [thread for thread in threading.enumerate() if partition in thread.name]
+    del stream
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert client.why_blocked(partition, "train").unclaimed == 2
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_ends_with_the_next_micro_batch(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(6))
+    client.seal(partition)
+    with loader(client, partition, prefetch=0, lease_s=NEVER_S) as stream:
+        batches = iter(stream)
+        first, second = next(batches).meta, next(batches).meta
+        with pytest.raises(StaleSampleError):
+            client.ack(first)
+        client.ack(second)
+        with pytest.raises(StaleSampleError):
+            next(batches)
+        assert rewards(stream) == [[4.0, 5.0]]
+    assert client.check_consumption_status(partition, ["train"])
+
+
+def test_what_was_taken_back_while_it_was_held_ready_is_passed_over(client: DataPlaneClient, partition: str) -> None:
+    first = put(client, partition, range(2))
+    put(client, partition, range(2, 4))
+    with loader(client, partition, prefetch=2, lease_s=NEVER_S) as stream:
+        fetched_ahead(client, partition, 0)
+        claimed = KVBatchMeta(partition, "train", first.sample_ids).with_handles(*(first.handles or ()))
+        client.nack(claimed)
+        assert client.claim_meta(partition, "train", [], 2).sample_ids == ["s0", "s1"]
+        assert next(iter(stream)).meta.sample_ids == ["s2", "s3"]
+
+
+# --- replicas -------------------------------------------------------------------------------------------------------
+
+
+def stream_in_step(rank: int, address: str, partition: str, prefetch: int) -> Any:
+    worker = worker_on(rank, "tp2", address)
+    worker.fetch_timeout_s = 60.0
+    fields = ["input_ids", "reward"]
+    got: list[Any] = []
+    with worker.stream(partition, "train", fields, batch_size=2, prefetch=prefetch, pad_to_multiple=4) as stream:
+        for data, meta in stream:
+            got.append((data["input_ids"].tolist(), meta))
+            if len(got) == 1 and rank == 0:
+                with dataplane.connect(address) as client:
+                    client.seal(partition)
+    threads = [thread.name for thread in threading.enumerate() if partition in thread.name]
+    try:
+        worker.stream("nowhere", "train", fields, batch_size=2).__iter__().__next__()
+    except KeyError as error:
+        got.append(type(error).__name__)
+    worker.close_data_plane()
+    return got, threads
+
+
+@prefetches
+def test_siblings_get_the_same(
+    pair: Ranks, server: Server, client: DataPlaneClient, partition: str, prefetch: int
+) -> None:
+    meta = put(client, partition, range(3))
+    leader, sibling = pair.run(stream_in_step, server.address, partition, prefetch)
+    if isinstance(leader, Exception):
+        raise leader
+    assert leader == sibling
+    (first, second, error), threads = leader
+    assert first[0] == [[0, 99, 99, 99], [1, 1, 99, 99]]
+    assert second[0] == [[2, 2, 2, 99]]
+    assert (error, threads) == ("PartitionNotFoundError", [])
+    assert first[1].sample_ids == ["s0", "s1"]
+    assert first[1].handles[1].tolist() == meta.handles[1].tolist()[:2], "it can be written back to"  # type: ignore[index]
+    assert first[1].tags == [{"input_lengths": 1}, {"input_lengths": 2}]
+
+
+def disagree(rank: int, address: str, partition: str) -> str:
+    worker = worker_on(rank, "tp2", address)
+    with worker.stream(partition, "train", ["reward"], batch_size=2 + rank, prefetch=0) as stream:
+        try:
+            next(iter(stream))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            worker.close_data_plane()
+    raise AssertionError("nobody raised")
+
+
+def test_siblings_stream_the_same_way(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(3))
+    for message in pair.run(disagree, server.address, partition):
+        assert "other than that of the leader" in str(message)

@@ -1,0 +1,71 @@
+"""The memory of a channel's broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dataplane.errors import ArenaSpaceError
+from workers.channel import memory as module
+from workers.channel.memory import ChannelMemory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> ChannelMemory:
+    monkeypatch.setattr(module, "GROW_BYTES", MIB)
+    monkeypatch.setattr(module, "KEEP_BYTES", 2 * MIB)
+    return ChannelMemory(8 * MIB)
+
+
+def test_it_has_no_name(memory: ChannelMemory) -> None:
+    target = Path(f"/proc/self/fd/{memory.fd}").readlink()
+    assert str(target).endswith(" (deleted)")
+    memory.close()
+    memory.close()
+    assert memory.fd == -1
+
+
+def test_rooms_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -> None:
+    rooms = [memory.take(MIB) for _ in range(8)]
+    assert sorted(room for room in rooms if room is not None) == [n * MIB for n in range(8)]
+    assert memory.take(1) is None
+    assert memory.used_bytes == memory.capacity_bytes == 8 * MIB
+    memory.give(3 * MIB, MIB)
+    assert memory.take(2 * MIB) is None
+    assert memory.take(MIB) == 3 * MIB
+    memory.close()
+
+
+def test_what_is_idle_goes_back_to_the_machine_but_for_a_part(memory: ChannelMemory) -> None:
+    first, second = memory.take(5 * MIB), memory.take(MIB)
+    assert first is not None
+    assert second is not None
+    memory.give(first, 5 * MIB)
+    assert _backed_bytes(memory) >= 6 * MIB
+    memory.give(second, MIB)
+    assert memory.used_bytes == 0
+    assert _backed_bytes(memory) <= 2 * MIB + (1 << 16)
+    assert memory.take(8 * MIB) == 0
+    memory.close()
+
+
+def _backed_bytes(memory: ChannelMemory) -> int:
+    return Path(f"/proc/self/fd/{memory.fd}").stat().st_blocks * 512
+
+
+def test_memory_that_is_not_there_is_an_error_or_no_room(
+    memory: ChannelMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ArenaSpaceError):
+        ChannelMemory(1 << 60)
+
+    def refuse(_: int) -> int:
+        raise ArenaSpaceError(directory="/dev/shm", found_bytes=0, wanted_bytes=1)
+
+    monkeypatch.setattr(memory._arena, "grow", refuse)
+    assert memory.take(MIB) is None
+    assert "have no more than" in caplog.text
+    memory.close()

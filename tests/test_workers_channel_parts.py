@@ -1,0 +1,152 @@
+"""Keys, items and messages of channels, each by itself."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.channel import items, wire
+from workers.channel.endpoint import Endpoint
+from workers.channel.keys import key_bytes
+from workers.channel.wire import ALIGN_BYTES
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(-(2.0**60), 2.0**60)
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=5,
+)
+
+
+@given(plain, plain)
+def test_keys_are_the_same_bytes_where_a_dict_holds_them_for_one(first: Any, second: Any) -> None:
+    assert (key_bytes(first) == key_bytes(second)) == (first == second)
+
+
+@pytest.mark.parametrize("pair", [(1, 1.0), (1, True), (0.0, -0.0), ((1, "a"), (True, "a"))])
+def test_numbers_that_are_equal_are_one_key(pair: tuple[Any, Any]) -> None:
+    assert key_bytes(pair[0]) == key_bytes(pair[1])
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def test_other_keys_are_told_apart() -> None:
+    keys = [Colour.RED, Colour.BLUE, 2**100, (Colour.RED, 1), "RED", frozenset({1})]
+    assert len({key_bytes(key) for key in keys}) == len(keys)
+    with pytest.raises(TypeError, match="unhashable"):
+        key_bytes([1])
+
+
+def there_and_back(value: Any) -> tuple[Any, list[memoryview]]:
+    head, buffers = items.encode(value, "a test")
+    return items.decode(head, [np.frombuffer(bytearray(each), np.uint8) for each in buffers]), buffers
+
+
+@given(st.sampled_from(sorted(items._DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.randoms())
+def test_tensors_of_every_type_and_shape(name: str, shape: list[int], random: Any) -> None:
+    dtype = items._DTYPES[name]
+    if "q" in name or "bits" in name:
+        return
+    nbytes = int(np.prod([1, *shape])) * dtype.itemsize
+    raw = torch.tensor([random.randrange(2) for _ in range(nbytes)], dtype=torch.uint8)
+    value = raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    for sent in (value, [value]):
+        got, _ = there_and_back(sent)
+        found = got if isinstance(got, torch.Tensor) else got[0]
+        assert found.shape == value.shape
+        assert found.dtype == dtype
+        assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+
+
+def test_bytes_of_large_tensors_and_arrays_are_not_pickled() -> None:
+    value = {"tensor": torch.zeros(5000), "array": np.zeros(5000), "parameter": torch.nn.Parameter(torch.zeros(5000))}
+    head, buffers = items.encode(value, "a test")
+    assert sorted(each.nbytes for each in buffers) == [20_000, 20_000, 40_000]
+    assert len(head) < 2000
+
+
+def test_a_contiguous_tensor_is_not_copied() -> None:
+    value = torch.zeros(5000)
+    for sent in (value, [value]):
+        _, (buffer,) = items.encode(sent, "a test")
+        value.fill_(1)
+        assert bytes(buffer) == value.numpy().tobytes()
+
+
+def test_a_tensor_that_occurs_twice_is_one() -> None:
+    value = torch.zeros(5000)
+    (first, second), buffers = there_and_back([value, value])
+    assert len(buffers) == 1
+    assert first is second
+
+
+@given(st.lists(st.integers(0, 300), max_size=6))
+def test_buffers_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
+    offsets, total = items.layout(sizes)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(offset % ALIGN_BYTES == 0 for offset in offsets)
+    assert all(end <= start for end, start in zip(ends, [*offsets[1:], total], strict=False))
+    assert total <= sum(sizes) + ALIGN_BYTES * len(sizes)
+
+
+REQUESTS = [
+    wire.Hello(1, wire.VERSION, "token", True),
+    wire.Create(2, "c", "name", 3),
+    wire.Put(3, "c", b"k", wire.Item(b"head", [3], b"abc"), 1.5, False, 9),
+    wire.Get(4, "c", b"k", None, True),
+    wire.Reserve(5, 100, False),
+    wire.Ack(6),
+    wire.Cancel(7),
+]
+
+
+@given(st.lists(st.sampled_from(REQUESTS), max_size=5), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_messages_come_out_of_a_stream_however_it_is_cut(requests: list[Any], cuts: list[int]) -> None:
+    stream = b"".join(wire.encode(request) for request in requests)
+    splitter, found, at = wire.Splitter(), [], 0
+    for turn in range(len(stream) + 1):
+        size = cuts[turn % len(cuts)]
+        splitter.feed(stream[at : at + size])
+        at += size
+        while (message := splitter.next()) is not None:
+            found.append(wire.decode_request(message.body))
+    assert found == requests
+
+
+def test_a_payload_is_taken_between_messages() -> None:
+    splitter = wire.Splitter()
+    splitter.feed(wire.encode(REQUESTS[2], 5) + b"12345" + wire.encode(REQUESTS[3]))
+    message = splitter.next()
+    assert message is not None
+    assert message.payload_bytes == 5
+    assert splitter.rest(5) == b"12345"
+    following = splitter.next()
+    assert following is not None
+    assert wire.decode_request(following.body) == REQUESTS[3]
+
+
+def test_a_stream_that_is_none_is_refused() -> None:
+    splitter = wire.Splitter()
+    splitter.feed(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ValueError, match="at most"):
+        splitter.next()
+
+
+def test_endpoints_are_strings_and_back() -> None:
+    endpoint = Endpoint(host="boot", name="name", address="127.0.0.1:1", token="t")
+    assert Endpoint.parse(str(endpoint)) == endpoint
+    with pytest.raises(ValueError, match="not the endpoint"):
+        Endpoint.parse("127.0.0.1:1")

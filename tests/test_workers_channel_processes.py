@@ -1,0 +1,332 @@
+# ruff: noqa: F401, F811
+"""Channels between processes that live and die, and channels by name; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.channel_peer import Peer, kept, say
+from tests.channels import CAPACITY, ROADS, alongside, broker, elsewhere, every_wire, make, peer, waiting
+from workers.channel import (
+    Channel,
+    ChannelBroker,
+    ChannelClosedError,
+    ChannelLostError,
+    ChannelSettingsError,
+    EndOfChannelError,
+    LocalChannelError,
+    wire,
+)
+from workers.channel.endpoint import Endpoint
+from workers.channel.settings import Settings, broker_name
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
+from workers.errors import NameNotFoundError, WorkerLostError
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _get(channel: Channel) -> Any:
+    return channel.get()
+
+
+def _get_and_hold(channel: Channel, count: int) -> None:
+    """Have items handed out, and not taken."""
+    works = [channel.get(async_op=True) for _ in range(count)]
+    kept()["works"] = works
+    while not all(work.done() for work in works):
+        threading.Event().wait(0.005)
+
+
+def _collect_forever(channel: Channel) -> None:
+    channel.get_batch(1000)
+
+
+def _put_forever(channel: Channel, size: int) -> None:
+    for number in range(1_000_000):
+        channel.put((number, torch.full((size,), number)))
+        if number == 3:
+            say("going")
+
+
+def _keep_reserved(channel: Channel) -> None:
+    with channel._links[0]._line("a test") as line:  # type: ignore[union-attr]
+        line.ask(wire.Reserve(line.number(), CAPACITY // 2, False), "a test", time.monotonic() + 10)
+    kept()["channel"] = channel
+
+
+@every_wire
+def test_items_cross_processes(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    for item in (1, torch.arange(100), torch.arange(300_000)):
+        channel.put(item)
+        got = peer.call(_get, channel)
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(item))
+
+
+@every_wire
+def test_what_a_getter_that_died_had_not_taken_goes_to_the_next(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    for number in range(4):
+        channel.put(torch.full((20_000,), number))
+    peer.call(_get_and_hold, channel, 2)
+    assert channel.qsize() == 2
+    peer.kill()
+    assert [int(channel.get()[0]) for _ in range(4)] == list(range(4))
+
+
+def test_a_getter_that_dies_waiting_takes_nothing(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    peer.begin(_collect_forever, channel)
+    waiting(channel, gets=1)
+    channel.put("a", weight=1)
+    channel.put("b", weight=1)
+    peer.kill()
+    assert [channel.get(), channel.get()] == ["a", "b"]
+
+
+@every_wire
+def test_a_putter_that_dies_leaves_whole_items_and_its_memory(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make(maxsize=2)
+    peer.begin(_put_forever, channel, 100_000)
+    got = []
+    for _ in range(6):
+        got.append(channel.get())
+    assert peer.said() == "going"
+    peer.kill()
+    with contextlib.suppress(asyncio.QueueEmpty):
+        while True:
+            got.append(channel.get_nowait())
+    assert [number for number, _ in got] == list(range(len(got)))
+    assert all(torch.equal(values, torch.full((100_000,), number)) for number, values in got)
+    channel.put(torch.zeros(CAPACITY // 8 * 7, dtype=torch.uint8), timeout_s=30)
+
+
+def test_room_that_a_dead_process_had_reserved_is_free_again(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    peer.call(_keep_reserved, channel)
+    item = torch.zeros(CAPACITY // 4 * 3, dtype=torch.uint8)
+    with pytest.raises(asyncio.QueueFull):
+        channel.put_nowait(item)
+    peer.kill()
+    channel.put(item, timeout_s=30)
+
+
+def _run_broker() -> str:
+    kept()["broker"] = ChannelBroker(capacity_bytes=CAPACITY)
+    return kept()["broker"].endpoint
+
+
+@pytest.mark.parametrize("road", ROADS[:2])
+def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) -> None:
+    endpoint = peer.call(_run_broker)
+    address = Endpoint.parse(endpoint).address
+    endpoint = endpoint if road == "shared" else elsewhere(endpoint)
+    settings = Settings(name="c", ident="c", maxsize=1, distributed=False, nodes=(0,), endpoints=(endpoint,))
+    channel = Channel(settings)
+    channel._create()
+    channel.put(1)
+    get, put = channel.get(key="k", async_op=True), channel.put(2, async_op=True)
+    with alongside(lambda: channel.get(key="x")) as outcome:
+        while channel._counted(channel._links[0], "x", "a test").gets < 1:
+            threading.Event().wait(0.005)
+        peer.kill()
+    for call in (get.wait, put.wait, channel.get, lambda: channel.put(3), channel.qsize):
+        with pytest.raises(ChannelLostError, match=address):
+            call()
+    assert isinstance(outcome[0], ChannelLostError)
+    channel.close()
+    channel.disconnect()
+
+
+def test_a_forked_child_uses_the_channel_on_its_own(make: Callable[..., Channel]) -> None:
+    channel = make()
+    channel.put(1)
+    channel.put(2, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            channel.put(channel.get() + channel.get(async_op=True).wait())
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert channel.get() == 3
+
+
+def _fork_and_get(channel: Channel) -> None:
+    """Leave a child that does nothing, and an item that was handed out."""
+    work = channel.get(async_op=True)
+    while not work.done():
+        threading.Event().wait(0.005)
+    kept()["work"] = work
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    say(child)
+
+
+def test_the_child_of_a_getter_that_died_does_not_keep_its_items(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    channel.put("a")
+    peer.begin(_fork_and_get, channel)
+    child = peer.said()
+    try:
+        peer.signal(signal.SIGKILL)
+        assert channel.get(timeout_s=30) == "a"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        peer.kill()
+
+
+def test_a_client_without_the_token_is_turned_away(broker: ChannelBroker) -> None:
+    wrong = str(dataclasses.replace(Endpoint.parse(broker.endpoint), token="wrong"))
+    settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(wrong,))
+    with pytest.raises(ChannelLostError):
+        Channel(settings).get()
+    assert broker.alive
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory() -> Iterator[DirectoryClient]:
+    server = Directory.serve()
+    client = DirectoryClient(server.address)
+    yield client
+    client.close()
+    server.close()
+
+
+@pytest.fixture
+def nodes(directory: DirectoryClient) -> Iterator[list[ChannelBroker]]:
+    """Brokers of three nodes."""
+    brokers = [ChannelBroker(capacity_bytes=CAPACITY) for _ in range(3)]
+    for rank, each in enumerate(brokers):
+        directory.register_channel(broker_name(rank), (each.endpoint,), {})
+    yield brokers
+    for each in brokers:
+        each.close()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_channels_are_found_by_name_and_the_name_is_free_at_the_end(
+    directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = Channel.create("c", maxsize=2, directory=directory)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, directory.address)
+    found = Channel.connect("c")
+    created.put("a")
+    assert found.get() == "a"
+    assert (found.name, found.maxsize, found.distributed, found.is_local) == ("c", 2, False, False)
+    copy = pickle.loads(pickle.dumps(found))
+    copy.close()
+    with pytest.raises(EndOfChannelError):
+        found.get()
+    with pytest.raises(WorkerLostError):
+        Channel.connect("c", directory=directory)
+    assert [entry.name for entry in directory.listing(Kind.CHANNEL) if entry.name == "c"] == []
+    again = Channel.create("c", maxsize=5, directory=directory)
+    with pytest.raises(EndOfChannelError):
+        found.get()
+    for each in (created, found, copy, again):
+        each.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_name_that_nobody_has_is_waited_for(directory: DirectoryClient) -> None:
+    with pytest.raises(NameNotFoundError, match="'c'"):
+        Channel.connect("c", directory=directory)
+    with alongside(lambda: Channel.connect("c", directory=directory, wait_s=30)) as outcome:
+        created = Channel.create("c", directory=directory)
+    outcome[0].put(1)
+    assert created.get() == 1
+    created.disconnect()
+    outcome[0].disconnect()
+
+
+def test_creating_an_existing_name_needs_the_same_settings(
+    directory: DirectoryClient, nodes: list[ChannelBroker]
+) -> None:
+    first = Channel.create("c", maxsize=2, directory=directory)
+    first.put("a")
+    second = Channel.create("c", maxsize=2, directory=directory)
+    assert second.get() == "a"
+    for other in ({"maxsize": 3}, {"maxsize": 2, "distributed": True}, {"maxsize": 2, "node_rank": 1}):
+        with pytest.raises(ChannelSettingsError, match="exists with maxsize=2, on node 0"):
+            Channel.create("c", directory=directory, **other)
+    first.put("b")
+    assert second.get() == "b"
+    assert [each._state.channels for each in nodes] == [1, 0, 0]
+    for each in (first, second):
+        each.disconnect()
+
+
+def test_a_name_whose_broker_died_can_be_taken(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:
+    old = Channel.create("c", node_rank=1, directory=directory)
+    nodes[1].close()
+    new = Channel.create("c", node_rank=0, directory=directory)
+    new.put(1)
+    assert Channel.connect("c", directory=directory).get() == 1
+    with pytest.raises(ChannelLostError):
+        old.get()
+    new.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_key_of_a_distributed_channel_is_where_it_was_first_used(directory: DirectoryClient) -> None:
+    handles = [Channel.create("c", distributed=True, directory=directory, here=rank) for rank in range(3)]
+    assert handles[0].distributed
+    for rank, handle in enumerate(handles):
+        handle.put(f"from {rank}", key=rank)
+    assert [handles[0].get(key=rank) for rank in range(3)] == ["from 0", "from 1", "from 2"]
+    assert [handles[2]._routes.get(key) for key in handles[2]._routes] == [2]
+    assert sorted(handles[0]._routes.values()) == [0, 1, 2]
+    for handle in handles:
+        handle.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_distributed_channel_is_drained_on_every_node(directory: DirectoryClient) -> None:
+    first = Channel.create("c", distributed=True, directory=directory, here=1)
+    first.put("a", key="k")
+    first.close()
+    other = pickle.loads(pickle.dumps(first))
+    assert other.get(key="k") == "a"
+    for key in ("k", "z"):
+        with pytest.raises(EndOfChannelError):
+            other.get(key=key)
+    with pytest.raises(ChannelClosedError):
+        other.put(1, key="z")
+    first.disconnect()
+    other.disconnect()
+
+
+def test_a_local_channel_cannot_leave_its_process() -> None:
+    channel = Channel.create("l", local=True)
+    assert channel.is_local
+    with pytest.raises(LocalChannelError, match="'l' is local"):
+        pickle.dumps(channel)
+
+
+@pytest.mark.parametrize("name", ["", "@broker/0"])
+def test_names_that_cannot_be(name: str) -> None:
+    with pytest.raises(ValueError, match="channel name"):
+        Channel.create(name, local=True)
+
+
+def test_a_maxsize_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="maxsize is -1"):
+        Channel.create("c", maxsize=-1, local=True)

@@ -1,0 +1,454 @@
+"""The broker's queues, waits and leases, without sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dataplane.ledger.space import FreeSpace, granules_up
+from workers.channel import wire
+from workers.channel.state import Broker, Effects
+
+CAPACITY = 4096
+KEY = b"k"
+
+
+class Backed:
+    """Memory that is all there."""
+
+    def __init__(self, capacity_bytes: int = CAPACITY) -> None:
+        self._space = FreeSpace(capacity_bytes)
+        self._space.back(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.capacity_bytes - self._space.free_bytes
+
+    def take(self, nbytes: int) -> int | None:
+        return self._space.take(nbytes)
+
+    def give(self, room: int, nbytes: int) -> None:
+        self._space.give(room, nbytes)
+
+
+class Desk:
+    """A broker with one channel "c" and two clients; `say` returns what was answered."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self.memory = Backed()
+        self.broker = Broker(self.memory)
+        for client in (1, 2, 3):
+            self.broker.join(client)
+        self.broker.apply(3, wire.Create(1, "c", "c", maxsize))
+        self._number = 1
+
+    def say(self, client: int, kind: type, *fields: object, **named: object) -> tuple[int, Effects]:
+        self._number += 1
+        return self._number, self.broker.apply(client, kind(self._number, *fields, **named))
+
+    def put(
+        self, head: object, *, client: int = 1, weight: float = 0, nowait: bool = False, key: bytes = KEY
+    ) -> Effects:
+        return self.say(client, wire.Put, "c", key, wire.Item(head), weight, nowait)[1]
+
+    def get(self, *, client: int = 2, target: float | None = None, nowait: bool = False, key: bytes = KEY) -> Effects:
+        return self.say(client, wire.Get, "c", key, target, nowait)[1]
+
+    def close(self) -> Effects:
+        return [each for each in self.say(3, wire.Close, "c")[1] if each[0] != 3]
+
+
+def heads(effects: Effects) -> list[list[object]]:
+    return [[item.head for item in answer.items] for _, answer in effects if isinstance(answer, wire.Items)]
+
+
+def kinds(effects: Effects) -> list[type]:
+    return [type(answer) for _, answer in effects]
+
+
+def test_items_leave_in_the_order_they_came() -> None:
+    desk = Desk()
+    for number in range(3):
+        assert kinds(desk.put(number)) == [wire.Done]
+    assert [heads(desk.get()) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_keys_are_independent() -> None:
+    desk = Desk(maxsize=1)
+    desk.put("a", key=b"a")
+    assert desk.get(key=b"b") == []
+    assert kinds(desk.put("b", key=b"b")) == [wire.Done, wire.Items]
+    assert heads(desk.get(key=b"a")) == [["a"]]
+
+
+def test_a_full_queue_makes_puts_wait_in_line() -> None:
+    desk = Desk(maxsize=1)
+    desk.put(0)
+    assert desk.put(1) == []
+    assert desk.put(2, client=3) == []
+    assert kinds(desk.put(3, nowait=True)) == [wire.Full]
+    effects = desk.get()
+    assert heads(effects) == [[0]]
+    assert kinds(effects) == [wire.Items, wire.Done]
+    assert heads(desk.get()) == [[1]]
+    assert heads(desk.get()) == [[2]]
+
+
+def test_gets_are_served_in_the_order_they_asked() -> None:
+    desk = Desk()
+    assert desk.get(client=2) == []
+    assert desk.get(client=3) == []
+    assert [client for client, answer in desk.put("a") if isinstance(answer, wire.Items)] == [2]
+    assert [client for client, answer in desk.put("b") if isinstance(answer, wire.Items)] == [3]
+
+
+def test_nowait_of_an_empty_queue_is_answered_at_once() -> None:
+    assert kinds(Desk().get(nowait=True)) == [wire.Empty]
+
+
+@pytest.mark.parametrize(
+    ("weights", "target", "first", "left"),
+    [
+        ([1, 1, 1], 2, [0, 1], 1),
+        ([1, 5], 3, [0], 1),
+        ([5, 1], 3, [0], 1),
+        ([0, 0, 2, 9], 2, [0, 1, 2], 1),
+        ([0], 0, [0], 0),
+        ([1.5, 1.5], 3, [0, 1], 0),
+    ],
+)
+def test_a_batch_ends_at_its_weight_or_before_what_would_exceed_it(
+    weights: list[float], target: float, first: list[int], left: int
+) -> None:
+    desk = Desk()
+    for number, weight in enumerate(weights):
+        desk.put(number, weight=weight)
+    assert heads(desk.get(target=target)) == [first]
+    assert desk.say(3, wire.Count, "c", KEY)[1][0][1].size == left
+
+
+def test_a_batch_that_is_not_whole_waits_and_two_each_get_whole_ones() -> None:
+    desk = Desk()
+    assert desk.get(client=2, target=2) == []
+    assert desk.get(client=3, target=2) == []
+    seen = [effect for number in range(4) for effect in desk.put(number, weight=1)]
+    batches = [
+        (client, [item.head for item in answer.items])
+        for client, answer in seen
+        if kinds([(0, answer)]) == [wire.Items]
+    ]
+    assert batches == [(2, [0, 1]), (3, [2, 3])]
+
+
+def test_a_batch_heavier_than_its_queue_is_long_still_comes() -> None:
+    desk = Desk(maxsize=2)
+    assert desk.get(target=5) == []
+    seen = [effect for number in range(5) for effect in desk.put(number, weight=1)]
+    assert heads(seen) == [[0, 1, 2, 3, 4]]
+
+
+def test_nobody_takes_from_a_batch_that_is_being_collected() -> None:
+    desk = Desk()
+    desk.get(client=2, target=2)
+    desk.put(0, weight=1)
+    assert desk.get(client=3) == []
+    assert kinds(desk.get(client=3, nowait=True)) == [wire.Empty]
+    effects = [*desk.put(1, weight=1), *desk.put(2, weight=1)]
+    assert heads(effects) == [[0, 1], [2]]
+
+
+def test_what_a_client_that_left_had_goes_to_the_next_in_its_old_place() -> None:
+    desk = Desk()
+    for number in range(3):
+        desk.put(number)
+    desk.get(client=2)
+    desk.get(client=2)
+    assert desk.broker.leave(2) == []
+    assert [heads(desk.get(client=3)) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_a_collecting_batch_whose_client_left_gives_everything_back() -> None:
+    desk = Desk()
+    desk.get(client=2, target=3)
+    desk.put(0, weight=1)
+    desk.put(1, weight=1)
+    desk.get(client=3)
+    assert heads(desk.broker.leave(2)) == [[0]]
+
+
+def test_an_item_given_back_goes_to_who_waits() -> None:
+    desk = Desk()
+    desk.put("a")
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["a"]]
+    assert desk.get(client=3) == []
+    effects = desk.broker.apply(2, wire.Nack(number))
+    assert [client for client, _ in effects] == [3]
+
+
+def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
+    desk = Desk()
+    with pytest.raises(ValueError, match="nothing was handed out"):
+        desk.broker.apply(2, wire.Ack(77))
+
+
+def test_closing_refuses_puts_and_lets_gets_drain() -> None:
+    desk = Desk(maxsize=1)
+    desk.put("a")
+    assert desk.put("b") == []
+    assert desk.close() == [(1, wire.Closed(3))]
+    assert kinds(desk.put("c")) == [wire.Closed]
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["a"]]
+    desk.broker.apply(2, wire.Ack(number))
+    assert kinds(desk.get()) == [wire.Ended]
+    assert kinds(desk.get(nowait=True)) == [wire.Ended]
+    assert desk.broker.channels == 0
+
+
+def test_the_end_waits_for_items_that_may_come_back() -> None:
+    desk = Desk()
+    desk.put("a")
+    desk.get(client=2)
+    desk.close()
+    assert desk.get(client=3) == []
+    assert kinds(desk.get(client=3, nowait=True)) == [wire.Empty]
+    assert heads(desk.broker.leave(2)) == [["a"]]
+
+
+def test_closing_hands_out_the_batch_that_will_never_be_whole() -> None:
+    desk = Desk()
+    desk.get(target=3)
+    desk.put("a", weight=1)
+    assert heads(desk.close()) == [["a"]]
+
+
+def test_cancelling_a_wait_takes_it_out_of_its_line() -> None:
+    desk = Desk()
+    number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert desk.broker.apply(2, wire.Cancel(number)) == [(2, wire.Cancelled(number))]
+    assert kinds(desk.put("a")) == [wire.Done]
+
+
+def test_cancelling_what_was_answered_says_nothing() -> None:
+    desk = Desk()
+    desk.put("a")
+    number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert desk.broker.apply(2, wire.Cancel(number)) == []
+    assert heads(desk.broker.apply(2, wire.Nack(number))) == []
+    assert heads(desk.get(client=3)) == [["a"]]
+
+
+def test_room_is_waited_for_in_line_and_given_back() -> None:
+    desk = Desk()
+    _, effects = desk.say(1, wire.Reserve, CAPACITY, False)
+    room = effects[0][1].room
+    assert kinds(desk.say(2, wire.Reserve, 64, True)[1]) == [wire.Full]
+    assert desk.say(2, wire.Reserve, 64, False)[1] == []
+    assert kinds(desk.say(1, wire.Release, room)[1]) == [wire.Room]
+    assert kinds(desk.say(3, wire.Reserve, CAPACITY + 1, False)[1]) == [wire.TooLarge]
+
+
+def test_room_that_is_not_its_own_is_refused() -> None:
+    desk = Desk()
+    _, effects = desk.say(1, wire.Reserve, 64, False)
+    item = wire.Item("a", [64], b"", effects[0][1].room, 64)
+    with pytest.raises(ValueError, match="not reserved for this client"):
+        desk.say(2, wire.Put, "c", KEY, item, 0, False)
+    item.nbytes = 65
+    with pytest.raises(ValueError, match="not reserved for this client"):
+        desk.say(1, wire.Put, "c", KEY, item, 0, False)
+
+
+def test_a_put_brings_room_for_the_next_while_there_is_plenty() -> None:
+    desk = Desk()
+    _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, 128)
+    assert effects[0][1].room >= 0
+    assert desk.memory.used_bytes == 128
+    _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, CAPACITY // 2)
+    assert effects[0][1].room == wire.NOWHERE
+    desk.broker.leave(1)
+    assert desk.memory.used_bytes == 0
+
+
+def test_items_that_carry_their_bytes_are_bounded_too() -> None:
+    desk = Desk()
+    item = wire.Item("a", [], b"x" * CAPACITY)
+    assert kinds(desk.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.Done]
+    assert desk.say(1, wire.Put, "c", KEY, item, 0, False)[1] == []
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert kinds(effects) == [wire.Items]
+    assert kinds(desk.broker.apply(2, wire.Ack(number))) == [wire.Done]
+
+
+def test_a_key_stays_where_it_was_first_used() -> None:
+    desk = Desk()
+    assert desk.say(1, wire.Route, "c", b"x", 2)[1][0][1].replica == 2
+    assert desk.say(2, wire.Route, "c", b"x", 0)[1][0][1].replica == 2
+    assert desk.say(2, wire.Route, "c", b"y", 0)[1][0][1].replica == 0
+
+
+class Traffic(RuleBasedStateMachine):
+    """Clients put, get, acknowledge, give back, cancel and die; no item is lost, doubled or out of order."""
+
+    KEYS = (b"a", b"b")
+    MAXSIZE = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Backed()
+        self.broker = Broker(self.memory)
+        self.clients: set[int] = set()
+        self.next_client = 0
+        self.next_number = 1
+        self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
+        self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
+        self.rooms: dict[int, deque[int]] = {}
+        self.accepted: dict[bytes, set[int]] = {key: set() for key in self.KEYS}
+        self.acknowledged: set[int] = set()
+        self.closed = False
+        self.add_client()
+        self.tell(0, wire.Create(0, "c", "c", self.MAXSIZE))
+
+    def tell(self, client: int, request: object) -> None:
+        self.hear(self.broker.apply(client, request))
+
+    def hear(self, effects: Effects) -> None:
+        for client, answer in effects:
+            assert client in self.clients
+            kind, key, item = self.requests.pop((client, answer.number), ("other", b"", -1))
+            match answer:
+                case wire.Items():
+                    assert kind == "get"
+                    places = [int(each.head) for each in answer.items]
+                    assert places == sorted(places)
+                    self.leases[(client, answer.number)] = (key, places)
+                case wire.Done() if kind == "put":
+                    self.accepted[key].add(item)
+                case wire.Room():
+                    self.rooms.setdefault(client, deque()).append(answer.room)
+                case wire.Ended():
+                    assert self.closed
+                    assert self.left(key) == set()
+
+    def left(self, key: bytes) -> set[int]:
+        """Items of a key that were taken in and not acknowledged."""
+        return self.accepted[key] - self.acknowledged
+
+    def number(self) -> int:
+        self.next_number += 1
+        return self.next_number
+
+    @rule()
+    def add_client(self) -> None:
+        if len(self.clients) < 4:
+            self.clients.add(self.next_client)
+            self.broker.join(self.next_client)
+            self.next_client += 1
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), weight=st.integers(0, 3), nowait=st.booleans())
+    def put(self, data: st.DataObject, key: bytes, weight: int, nowait: bool) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        number = self.number()
+        item = wire.Item(number)
+        rooms = self.rooms.get(client)
+        if rooms:
+            item.room, item.nbytes, item.sizes = rooms.popleft(), 200, [200]
+        self.requests[(client, number)] = ("put", key, number)
+        self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), batch=st.none() | st.integers(0, 5), nowait=st.booleans())
+    def get(self, data: st.DataObject, key: bytes, batch: int | None, nowait: bool) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        number = self.number()
+        self.requests[(client, number)] = ("get", key, -1)
+        self.tell(client, wire.Get(number, "c", key, None if nowait else batch, nowait))
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        self.tell(client, wire.Reserve(self.number(), 200, data.draw(st.booleans())))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), back=st.booleans())
+    def settle(self, data: st.DataObject, back: bool) -> None:
+        client, number = data.draw(st.sampled_from(sorted(self.leases)))
+        _, places = self.leases.pop((client, number))
+        if not back:
+            self.acknowledged.update(places)
+        self.tell(client, wire.Nack(number) if back else wire.Ack(number))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        client, number = data.draw(st.sampled_from(sorted(self.requests)))
+        self.tell(client, wire.Cancel(number))
+        assert (client, number) not in self.requests
+
+    @precondition(lambda self: len(self.clients) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        self.clients.remove(client)
+        self.rooms.pop(client, None)
+        for owned in (self.requests, self.leases):
+            for key in [key for key in owned if key[0] == client]:
+                del owned[key]
+        self.hear(self.broker.leave(client))
+
+    @precondition(lambda self: self.next_number > 30)
+    @rule()
+    def close(self) -> None:
+        self.closed = True
+        self.tell(next(iter(self.clients)), wire.Close(self.number(), "c"))
+
+    @invariant()
+    def nothing_is_handed_out_twice(self) -> None:
+        out = [place for _, places in self.leases.values() for place in places]
+        assert len(out) == len(set(out))
+        assert not self.acknowledged & set(out)
+
+    @invariant()
+    def no_queue_is_too_long_but_by_what_came_back(self) -> None:
+        for key in self.KEYS:
+            ((_, counted),) = self.broker.apply(next(iter(self.clients)), wire.Count(0, "c", key))
+            assert counted.size + counted.leased <= len(self.left(key))
+            assert counted.gets == sum(request[:2] == ("get", key) for request in self.requests.values())
+            assert counted.puts == sum(request[:2] == ("put", key) for request in self.requests.values())
+
+    def teardown(self) -> None:
+        """All that was taken in comes out, in order, and no memory stays in use."""
+        last = self.next_client
+        self.clients.add(last)
+        self.broker.join(last)
+        for client in sorted(self.clients - {last}):
+            for owned in (self.requests, self.leases):
+                for key in [key for key in owned if key[0] == client]:
+                    del owned[key]
+            self.clients.discard(client)
+            self.hear(self.broker.leave(client))
+        for key in self.KEYS:
+            found: list[int] = []
+            while self.left(key):
+                number = self.number()
+                self.requests[(last, number)] = ("get", key, -1)
+                self.tell(last, wire.Get(number, "c", key, None, True))
+                found += self.leases.pop((last, number))[1]
+                self.acknowledged.update(found)
+                self.tell(last, wire.Ack(number))
+            assert found == sorted(found)
+        self.broker.leave(last)
+        assert self.memory.used_bytes == 0
+
+
+TestTraffic = Traffic.TestCase
+
+
+def test_sizes_are_whole_granules() -> None:
+    memory = Backed()
+    memory.take(1)
+    assert memory.used_bytes == granules_up(1)

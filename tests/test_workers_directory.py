@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from workers.address import WorkerAddress
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State
+from workers.directory.process import has_ended, this_process
+from workers.directory.state import Registry
+from workers.directory.wire import End, Failed, Found, Gone, Listing, Lookup, Register, Reply
+from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
+
+G0 = WorkerAddress("g", 0)
+
+
+# --- the registry, without a network ------------------------------------------------------------------------------
+
+
+def _register(registry: Registry, session: bytes, kind: Kind, name: str, *, owned: bool = True) -> list[Any]:
+    request = Register(number=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned)
+    return registry.register(session, request)
+
+
+def _lookup(registry: Registry, session: bytes, kind: Kind, name: str, wait_s: float = 0.0) -> list[Any]:
+    return registry.lookup(session, Lookup(number=7, kind=kind, name=name, wait_s=wait_s), now=100.0)
+
+
+def _only(effects: list[tuple[bytes, Reply]]) -> tuple[bytes, Reply]:
+    assert len(effects) == 1, effects
+    return effects[0]
+
+
+def test_a_name_in_use_is_refused_unless_it_ended() -> None:
+    registry = Registry()
+    first = _only(_register(registry, b"a", Kind.GROUP, "g"))[1]
+    refused = _only(_register(registry, b"b", Kind.GROUP, "g"))[1]
+    assert isinstance(first, Found)
+    assert isinstance(refused, Failed)
+    assert refused.error == "NameInUseError"
+    registry.end(b"a", End(number=2, kind=Kind.GROUP, name="g", incarnation=None, why="done"))
+    again = _only(_register(registry, b"b", Kind.GROUP, "g"))[1]
+    assert isinstance(again, Found)
+    assert again.entries[0].incarnation > first.entries[0].incarnation
+
+
+def test_kinds_have_names_of_their_own() -> None:
+    registry = Registry()
+    for kind in Kind:
+        assert isinstance(_only(_register(registry, b"a", kind, "n"))[1], Found)
+
+
+def test_a_lookup_waits_for_the_name_and_is_told_of_its_end() -> None:
+    registry = Registry()
+    assert _lookup(registry, b"b", Kind.WORKER, "g:0", wait_s=5.0) == []
+    assert registry.next_expiry() == 105.0
+    answered, waited = _register(registry, b"a", Kind.WORKER, "g:0")
+    assert answered[0] == b"a"
+    assert waited == (b"b", Found(7, answered[1].entries))
+    assert registry.next_expiry() is None
+    told = _only(registry.leave(b"a", State.LOST, "died"))
+    assert told[0] == b"b"
+    assert isinstance(told[1], Gone)
+    assert (told[1].entry.state, told[1].entry.why) == (State.LOST, "died")
+
+
+def test_a_lookup_that_waited_long_enough_fails() -> None:
+    registry = Registry()
+    _lookup(registry, b"b", Kind.CHANNEL, "c", wait_s=5.0)
+    assert registry.expire(104.9) == []
+    session, reply = _only(registry.expire(105.0))
+    assert session == b"b"
+    assert reply == Failed(7, "NameNotFoundError", {"kind": "channel", "name": "c", "waited_s": 5.0})
+    assert registry.expire(200.0) == []
+
+
+def test_what_was_lost_is_said_at_once_and_until_it_is_registered_again() -> None:
+    registry = Registry()
+    _register(registry, b"a", Kind.WORKER, "g:0")
+    registry.leave(b"a", State.LOST, "died")
+    reply = _only(_lookup(registry, b"b", Kind.WORKER, "g:0", wait_s=5.0))[1]
+    assert reply == Failed(7, "WorkerLostError", {"worker": "g:0", "why": "died"})
+    _register(registry, b"c", Kind.WORKER, "g:0")
+    assert isinstance(_only(_lookup(registry, b"b", Kind.WORKER, "g:0"))[1], Found)
+
+
+def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> None:
+    registry = Registry()
+    _register(registry, b"d", Kind.GROUP, "g", owned=False)
+    _register(registry, b"d", Kind.GROUP, "gg", owned=False)
+    for name in ("g:0", "g:0:1", "gg:0"):
+        _register(registry, name.encode(), Kind.WORKER, name)
+    _lookup(registry, b"x", Kind.WORKER, "g:0:1")
+    _lookup(registry, b"y", Kind.WORKER, "g:1", wait_s=60.0)
+    effects = registry.end(b"d", End(number=3, kind=Kind.GROUP, name="g", incarnation=None, why="shut down"))
+    by_session = dict(effects)
+    assert isinstance(by_session[b"x"], Gone)
+    assert by_session[b"x"].entry.name == "g:0:1"
+    assert isinstance(by_session[b"y"], Failed)
+    assert by_session[b"y"].error == "WorkerLostError"
+    left = _only(registry.listing(b"x", Listing(number=4, kind=Kind.WORKER)))[1]
+    assert [entry.name for entry in left.entries] == ["gg:0"]
+
+
+def test_a_group_registered_again_knows_nothing_of_the_one_before() -> None:
+    registry = Registry()
+    _register(registry, b"d", Kind.GROUP, "g", owned=False)
+    _register(registry, b"a", Kind.WORKER, "g:0")
+    registry.end(b"d", End(number=3, kind=Kind.GROUP, name="g", incarnation=None, why="shut down"))
+    _register(registry, b"d", Kind.GROUP, "g", owned=False)
+    assert _lookup(registry, b"x", Kind.WORKER, "g:0", wait_s=60.0) == []
+
+
+def test_the_end_of_another_incarnation_is_none() -> None:
+    registry = Registry()
+    entry = _only(_register(registry, b"a", Kind.CHANNEL, "c"))[1].entries[0]
+    other = End(number=3, kind=Kind.CHANNEL, name="c", incarnation=entry.incarnation + 1, why="")
+    assert _only(registry.end(b"a", other)) == (b"a", Found(3))
+    assert _only(_lookup(registry, b"b", Kind.CHANNEL, "c"))[1] == Found(7, (entry,))
+
+
+def test_who_leaves_waits_and_watches_no_more() -> None:
+    registry = Registry()
+    _register(registry, b"a", Kind.WORKER, "g:0")
+    _lookup(registry, b"b", Kind.WORKER, "g:0")
+    _lookup(registry, b"b", Kind.WORKER, "g:1", wait_s=60.0)
+    assert registry.leave(b"b", State.LOST, "died") == []
+    assert registry.next_expiry() is None
+    assert registry.leave(b"a", State.LOST, "died") == []
+
+
+# --- served --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory() -> Iterator[Directory]:
+    with Directory.serve() as served:
+        yield served
+
+
+@pytest.fixture
+def client(directory: Directory) -> Iterator[DirectoryClient]:
+    with DirectoryClient(directory.address) as made:
+        yield made
+
+
+@pytest.fixture
+def other(directory: Directory) -> Iterator[DirectoryClient]:
+    with DirectoryClient(directory.address) as made:
+        yield made
+
+
+def test_what_one_registers_another_finds(client: DirectoryClient, other: DirectoryClient) -> None:
+    group = client.register_group("g", {"class": "Actor", "world_size": 2})
+    worker = client.register_worker(G0, "tcp://127.0.0.1:1", {"node": 3})
+    channel = client.register_channel("c", ("ipc://x", "tcp://y:1"), {"maxsize": 4})
+    assert other.lookup_group("g") == group
+    assert other.lookup_worker(G0) == worker
+    assert other.lookup_channel("c") == channel
+    assert group.facts == {"class": "Actor", "world_size": 2}
+    assert channel.endpoints == ("ipc://x", "tcp://y:1")
+    assert other.listing(Kind.WORKER) == [worker]
+
+
+def test_names_in_use_and_names_unknown(client: DirectoryClient, other: DirectoryClient) -> None:
+    client.register_worker(G0, "e")
+    with pytest.raises(NameInUseError, match="g:0"):
+        other.register_worker(G0, "f")
+    with pytest.raises(NameNotFoundError, match="channel named 'c'"):
+        other.lookup_channel("c")
+    with pytest.raises(NameNotFoundError, match="g:1"):
+        other.lookup_worker(WorkerAddress("g", 1), wait_s=0.05)
+
+
+def test_a_lookup_waits_until_the_name_comes(client: DirectoryClient, other: DirectoryClient) -> None:
+    future = other.ask(Kind.CHANNEL, "late", 30.0)
+    assert client.listing(Kind.CHANNEL) == []
+    entry = client.register_channel("late", (), {})
+    assert future.result(10) == (entry,)
+
+
+def test_a_closed_client_takes_its_own_with_it(directory: Directory, client: DirectoryClient) -> None:
+    told: list[Entry] = []
+    heard = threading.Event()
+    client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
+    leaving = DirectoryClient(directory.address)
+    leaving.register_worker(G0, "e")
+    leaving.register_group("g", {})
+    client.lookup_worker(G0)
+    leaving.close()
+    leaving.close()
+    assert heard.wait(10)
+    assert [(entry.name, entry.state) for entry in told] == [("g:0", State.ENDED)]
+    assert client.lookup_group("g").live
+    with pytest.raises(WorkerLostError, match="g:0 is gone: it was closed"):
+        client.lookup_worker(G0)
+    with pytest.raises(DirectoryLostError, match="this client was closed"):
+        leaving.lookup_group("g")
+
+
+def _hold(address: str, pipe: Connection, environment: bool) -> None:
+    if environment:
+        os.environ[DIRECTORY_VARIABLE] = address
+        client = DirectoryClient.from_environment()
+    else:
+        client = DirectoryClient(address)
+    client.register_worker(G0, "e")
+    pipe.send(os.getpid())
+    pipe.poll(120)
+
+
+@pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_dies_is_noticed(directory: Directory, client: DirectoryClient, fatal: signal.Signals) -> None:
+    told: list[Entry] = []
+    heard = threading.Event()
+    client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_hold, args=(directory.address, theirs, fatal is signal.SIGKILL), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    pid = ours.recv()
+    client.lookup_worker(G0)
+    os.kill(pid, fatal)
+    assert heard.wait(20)
+    process.join()
+    assert told[0].state is State.LOST
+    assert f"process {pid} died" in told[0].why
+    with pytest.raises(WorkerLostError, match=f"g:0 is gone: its process {pid} died"):
+        client.lookup_worker(G0, wait_s=60)
+    client.register_worker(G0, "f")
+    process.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_directory_that_ends_is_noticed() -> None:
+    with Directory.serve() as directory, DirectoryClient(directory.address) as client:
+        future = client.ask(Kind.GROUP, "never", 300.0)
+        client.register_group("g", {})
+        directory.close()
+        with pytest.raises(DirectoryLostError, match="took no connection"):
+            future.result(60)
+        with pytest.raises(DirectoryLostError, match=directory.address):
+            client.lookup_group("g")
+
+
+def test_no_directory_at_the_address() -> None:
+    with Directory.serve() as directory:
+        address = directory.address
+    with DirectoryClient(address) as client, pytest.raises(DirectoryLostError, match=address):
+        client.lookup_group("g", wait_s=60)
+
+
+def test_outside_of_a_job_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    with pytest.raises(LookupError, match=DIRECTORY_VARIABLE):
+        DirectoryClient.from_environment()
+
+
+def test_nothing_is_left_open() -> None:
+    def once() -> None:
+        with Directory.serve() as directory, DirectoryClient(directory.address) as client:
+            client.register_group("g", {})
+
+    once()
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for _ in range(3):
+        once()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert threading.active_count() == threads
+
+
+def test_waiting_costs_no_processor_time(directory: Directory, client: DirectoryClient) -> None:
+    client.register_group("g", {})
+    future = client.ask(Kind.GROUP, "never", 60.0)
+    begun = time.process_time()
+    with pytest.raises(TimeoutError):
+        future.result(1.0)
+    assert time.process_time() - begun < 0.2
+
+
+def test_a_process_that_runs_has_not_ended() -> None:
+    assert not has_ended(this_process())

@@ -1,0 +1,196 @@
+# ruff: noqa: F401, F811
+"""Peers that die, close, or are started anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.messengers import Here, address, elsewhere, here, one_road, until_it_fails
+from workers.directory import Directory, Kind
+from workers.errors import (
+    MessengerClosedError,
+    NameInUseError,
+    WorkerLostError,
+)
+from workers.messages import Messenger
+
+A, B = address(0), address(1)
+BIG = 3 << 20
+"""float32 values that take several chunks."""
+
+
+def _wait(messenger: Messenger, pipe: Any) -> None:
+    pipe.poll(120)
+
+
+def _send_then_wait(messenger: Messenger, pipe: Any) -> None:
+    messenger.send("hello", A)
+    messenger.send(torch.ones(BIG), A)
+    assert messenger.recv(A) == "got"
+    pipe.send("said")
+    pipe.poll(120)
+
+
+def test_a_peer_that_dies_before_first_contact(here: Here) -> None:
+    (a,) = here.workers(1)
+    with elsewhere(here.directory, B, _wait) as peer:
+        here.client().lookup_worker(B)
+        peer.kill()
+        for operation in (lambda: a.recv(B), lambda: a.send(1, B)):
+            with pytest.raises(WorkerLostError, match=f"g:1 is gone: its process {peer.pid} died"):
+                until_it_fails(operation)
+
+
+def test_a_peer_that_dies_after_first_contact(here: Here) -> None:
+    (a,) = here.workers(1)
+    with elsewhere(here.directory, B, _send_then_wait) as peer:
+        assert a.recv(B) == "hello"
+        assert a.recv(B).sum() == BIG
+        a.send("got", B)
+        assert peer.hear() == "said"
+        waiting = here.start(a.recv, B)
+        in_place = a.recv_tensor(torch.zeros(3), B, async_op=True)
+        assert in_place is not None
+        peer.kill()
+        with pytest.raises(WorkerLostError, match=f"g:1 is gone: its process {peer.pid} died"):
+            waiting.result(60)
+        with pytest.raises(WorkerLostError, match="g:1"):
+            in_place.wait()
+        with pytest.raises(WorkerLostError, match="g:1"):
+            a.send(torch.ones(BIG), B)
+
+
+def test_what_a_peer_sent_before_it_died_is_received(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    with elsewhere(one_road.directory, B, _send_then_wait) as peer:
+        first = a.recv(B)
+        a.send("got", B)
+        assert peer.hear() == "said"
+        peer.kill()
+        with pytest.raises(WorkerLostError, match="g:1"):
+            until_it_fails(lambda: a.send("are you there", B))
+    assert first == "hello"
+    assert a.recv(B).sum() == BIG
+    with pytest.raises(WorkerLostError, match="g:1"):
+        a.recv(B)
+
+
+def test_children_of_a_worker_have_addresses(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    child = A.get_child_address(0)
+    with elsewhere(one_road.directory, child, _reply):
+        a.send(torch.ones(BIG), child)
+        assert a.recv(child) == ("g:0:0", BIG)
+
+
+def _reply(messenger: Messenger, pipe: Any) -> None:
+    got = messenger.recv(A)
+    messenger.send((messenger.address.get_name(), int(got.sum())), A)
+    pipe.poll(120)
+
+
+def test_a_worker_started_anew_gets_nothing_stale(here: Here) -> None:
+    a = here.worker(A)
+    b = here.worker(B)
+    for step in range(3):
+        a.send(("old", step), B)
+    b.send("also old", A)
+    assert b.recv(A) == ("old", 0)
+    b.close()
+    with pytest.raises(WorkerLostError, match="g:1 is gone: it was closed"):
+        until_it_fails(lambda: a.send("to nobody", B))
+    again = here.worker(B)
+    again.send("new", A)
+    a.send("fresh", B)
+    assert again.recv(A) == "fresh"
+    assert a.recv(B) == "new"
+
+
+def test_the_end_of_a_group_ends_waits_for_its_workers(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    client = one_road.client()
+    client.register_group("h", {})
+    waiting = a.recv(address(0, "h"), async_op=True)
+    never = a.send(1, address(1, "h"), async_op=True)
+    assert never is not None
+    one_road.worker(address(0, "h"))
+    client.end(Kind.GROUP, "h", why="it was shut down")
+    for each in (waiting, never):
+        with pytest.raises(WorkerLostError, match=r"h:\d is gone"):
+            each.wait()
+
+
+def test_closing_wakes_who_waits_and_refuses_the_rest(here: Here) -> None:
+    a, b = here.workers(2)
+    waiting = a.recv(B, async_op=True)
+    a.close()
+    a.close()
+    with pytest.raises(MessengerClosedError, match="g:0"):
+        waiting.wait()
+    with pytest.raises(MessengerClosedError, match="g:0"):
+        a.send(1, B)
+    with pytest.raises(WorkerLostError, match="g:0 is gone: it was closed"):
+        b.recv(A)
+
+
+@pytest.mark.parametrize("size", [10, BIG])
+def test_what_was_sent_outlives_its_sender(one_road: Here, size: int) -> None:
+    a, b = one_road.workers(2)
+    for _ in range(3):
+        a.send(torch.ones(size), B, async_op=True)
+    a.close()
+    for _ in range(3):
+        assert b.recv(A).sum() == size
+
+
+def test_closing_waits_until_values_were_pulled() -> None:
+    workers = Here(False)
+    a, b = workers.workers(2)
+    a.send(torch.ones(BIG), B)
+    closing = workers.start(a.close)
+    assert b.recv(A).sum() == BIG
+    closing.result(60)
+    workers.close()
+
+
+def test_a_name_is_one_workers(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    with pytest.raises(NameInUseError, match="g:0"):
+        one_road.worker(A)
+    a.close()
+    one_road.worker(A).close()
+
+
+def test_nothing_is_left_open() -> None:
+    def once(shared_memory: bool) -> None:
+        workers = Here(shared_memory)
+        a, b = workers.workers(2)
+        a.send(torch.ones(BIG), B, async_op=True)
+        b.recv(A)
+        workers.close()
+
+    for shared_memory in (True, False):
+        once(shared_memory)
+        before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for _ in range(3):
+            once(shared_memory)
+        assert len(os.listdir("/proc/self/fd")) <= before
+        assert threading.active_count() == threads
+
+
+def test_the_directory_has_no_entry_after_close() -> None:
+    with Directory.serve() as directory:
+        workers = Here(True)
+        workers.directory.close()
+        workers.directory = directory
+        (a,) = workers.workers(1)
+        client = workers.client()
+        assert [entry.name for entry in client.listing(Kind.WORKER)] == ["g:0"]
+        a.close()
+        assert client.listing(Kind.WORKER) == []
+        workers.close()

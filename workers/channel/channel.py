@@ -1,0 +1,470 @@
+"""Queues between workers: put in one process, got in another.
+
+A channel could have been a partition of the data plane: bounded, journalled, inspectable. It is not, because there an
+item costs its producer a reservation and a commit, and its consumer a claim, a location, a read and an acknowledgement,
+each through the controller: 300 items of 64 KB a second on a machine where Ray's queue passes as many, and a channel
+4,500; 200 of 4 MB to a channel's 900. The memory is the data plane's (`dataplane.arena`), and so are its ways: room is
+reserved, written by the producer, read by the consumer, and the bytes of a tensor are copied once into it and once out
+of it, never through a socket on one host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from workers.channel import wire
+from workers.channel.errors import (
+    ChannelClosedError,
+    ChannelLostError,
+    ChannelSettingsError,
+    EndOfChannelError,
+    ItemTooLargeError,
+    LocalChannelError,
+)
+from workers.channel.keys import key_bytes
+from workers.channel.line import Parcel
+from workers.channel.link import Link
+from workers.channel.local import LocalLink
+from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings, broker_name
+from workers.directory import DirectoryClient, Kind
+from workers.errors import DirectoryLostError, NameInUseError
+from workers.messages.work import AsyncWork
+
+DEFAULT_KEY = "default_queue"
+TIMEOUT_S = 1800.0
+"""How long a put or get waits at most, unless told otherwise."""
+ASK_S = 30.0
+"""How long what needs no waiting may take."""
+FIND_S = 60.0
+"""How long a name is waited for."""
+
+T = TypeVar("T")
+
+
+class Channel:
+    """A named set of queues, one for each key, first in first out. Thread-safe, and may be sent to other workers.
+
+    `maxsize` bounds each queue in items (0: it is bounded in bytes only, by the memory of its node's broker); a put
+    waits for a place. Every wait ends at its timeout (`timeout_s`, by default the handle's, which is `TIMEOUT_S`) with
+    `ChannelTimeoutError`, and says every 30 s in the log what it waits for. A wait takes no processor time.
+
+    An item is the getter's once it has arrived there; if its process dies before, the next getter has it. Any Python
+    object that can be pickled is an item. Tensors come back on the CPU, those that were on a CUDA device on the
+    getter's current one, if it has any; they are the getter's own, and not views of what was put.
+
+    With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
+    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes.
+
+    Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`.
+    """
+
+    def __init__(self, settings: Settings, *, node_rank: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """Use `create` or `connect`."""
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._node_rank = _node_rank(node_rank)
+        self._routes: dict[bytes, int] = {}
+        self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
+            LocalLink(settings.name)
+        ]
+
+    # --- made and found
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        maxsize: int = 0,
+        distributed: bool = False,
+        node_rank: int = 0,
+        local: bool = False,
+        directory: DirectoryClient | None = None,
+        here: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Channel:
+        """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others.
+
+        distributed: it has a part on every node that has a broker now, and a key is on the node where it was first
+        used; otherwise it is on node `node_rank` (waited for up to `FIND_S`). local: it is in this process only, any
+        number of the same name. directory: by default the one that the environment names; LookupError where it names
+        none. here: the rank of this process's node, by default what the environment says.
+        """
+        if maxsize < 0:
+            raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more")
+        if not name or name.startswith(BROKER_NAME[0]):
+            raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
+        ident = f"{name}/{secrets.token_hex(8)}"
+        if local:
+            made = Settings(
+                name=name, ident=ident, maxsize=maxsize, distributed=False, nodes=(_node_rank(here),), endpoints=()
+            )
+            channel = cls(made, node_rank=here, timeout_s=timeout_s)
+            channel._create()
+            return channel
+        with _opened(directory) as known:
+            brokers = _brokers(known, None if distributed else node_rank)
+            made = Settings(
+                name=name,
+                ident=ident,
+                maxsize=maxsize,
+                distributed=distributed,
+                nodes=tuple(brokers),
+                endpoints=tuple(brokers.values()),
+                directory=known.address,
+            )
+            return _enter(cls(made, node_rank=here, timeout_s=timeout_s), known)
+
+    @classmethod
+    def connect(
+        cls,
+        name: str,
+        *,
+        directory: DirectoryClient | None = None,
+        here: int | None = None,
+        wait_s: float = 0.0,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Channel:
+        """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
+        `WorkerLostError` if it was closed."""
+        with _opened(directory) as known:
+            settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
+        return cls(settings, node_rank=here, timeout_s=timeout_s)
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    @property
+    def maxsize(self) -> int:
+        return self._settings.maxsize
+
+    @property
+    def distributed(self) -> bool:
+        return self._settings.distributed
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is in this process only."""
+        return not self._settings.endpoints
+
+    # --- items
+
+    def put(
+        self,
+        item: Any,
+        weight: float = 0,
+        key: Any = DEFAULT_KEY,
+        async_op: bool = False,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncWork[None] | None:
+        """Put `item` at the end of its key's queue; returns when it is there. weight: what it counts in `get_batch`.
+
+        `NotSerializableError`, `ItemTooLargeError`, or `ChannelClosedError`: then nothing was put, and the channel is
+        as it was.
+        """
+        what = self._what("put", key)
+        ready, request, link = self._prepare(item, weight, key, False, what)
+        until = self._until(timeout_s)
+        if async_op:
+            _, future = link.begin_put(request, ready, what, until)
+            return AsyncWork(future, what, lambda answer: self._nothing(answer, key))
+        self._nothing(link.put(request, ready, what, until), key)
+        return None
+
+    def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
+        """The same without waiting for a place: `asyncio.QueueFull` where there is none, or no memory."""
+        what = self._what("put_nowait", key)
+        ready, request, link = self._prepare(item, weight, key, True, what)
+        self._nothing(link.put(request, ready, what, self._until(ASK_S)), key)
+
+    def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
+        """The first item of the key's queue; waits for one. `EndOfChannelError` once the channel is closed and the
+        queue has no more."""
+        return self._get("get", key, None, async_op, timeout_s, lambda answer: self._items(answer, key)[0])
+
+    def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
+        """The same without waiting: `asyncio.QueueEmpty` where there is none."""
+        what = self._what("get_nowait", key)
+        make = self._getting(key, None, nowait=True)
+        return self._items(self._link(key, what).ask(make, what, self._until(ASK_S)), key)[0]
+
+    def get_batch(
+        self,
+        target_weight: float = 0,
+        key: Any = DEFAULT_KEY,
+        async_op: bool = False,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """A list of items from the front: as soon as they weigh `target_weight` or more, or the next one would make
+        them weigh more. So an item that alone is heavier comes alone. Batches are collected one after another, each
+        whole; a closed channel gives what is left."""
+        if not _is_weight(target_weight):
+            raise ValueError(f"target_weight is {target_weight!r}; it is a number, 0 or more")
+        return self._get("get_batch", key, target_weight, async_op, timeout_s, lambda answer: self._items(answer, key))
+
+    def qsize(self, key: Any = DEFAULT_KEY) -> int:
+        """Items in the key's queue now, without those that were handed out."""
+        return self._count(key).size
+
+    def empty(self, key: Any = DEFAULT_KEY) -> bool:
+        """Whether the key's queue has no item now."""
+        return self.qsize(key) == 0
+
+    def full(self, key: Any = DEFAULT_KEY) -> bool:
+        """Whether the key's queue has as many items as it may have; never, where `maxsize` is 0."""
+        return 0 < self.maxsize <= self.qsize(key)
+
+    # --- the end
+
+    def close(self) -> None:
+        """End the channel, for everyone: it takes no more items, puts that wait raise `ChannelClosedError`, getters
+        have what is left and then `EndOfChannelError`. Its name is free. What this handle holds of connections and
+        threads goes as soon as nothing uses it. Idempotent."""
+        what = f"close of channel {self.name!r}"
+        for link in self._links:
+            with contextlib.suppress(ChannelLostError, ChannelClosedError):
+                link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
+        self._unregister()
+        self._retire()
+
+    def _retire(self) -> None:
+        """Keep no connection or thread that is not in use; calls still work."""
+        for link in self._links:
+            link.retire()
+
+    def disconnect(self) -> None:
+        """Let go of connections and threads; the channel itself goes on (but a local one, which ends). Calls under way
+        raise `ChannelClosedError`, as do later ones. Done when the handle is garbage, too. Idempotent."""
+        for link in self._links:
+            link.close()
+
+    def _unregister(self) -> None:
+        settings = self._settings
+        if settings.directory is None or settings.incarnation is None:
+            return
+        with contextlib.suppress(DirectoryLostError), DirectoryClient(settings.directory) as directory:
+            directory.end(Kind.CHANNEL, settings.name, settings.incarnation, "it was closed")
+
+    # --- inside
+
+    def _create(self) -> None:
+        settings = self._settings
+        for link in self._links:
+            link.ask(
+                lambda number: wire.Create(number, settings.ident, settings.name, settings.maxsize),
+                f"creation of channel {self.name!r}",
+                self._until(ASK_S),
+            )
+
+    def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
+        if not _is_weight(weight):
+            raise ValueError(f"{what}: weight is {weight!r}; it is a number, 0 or more")
+        link = self._link(key, what)
+        ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
+        return ready, wire.Put(0, self._settings.ident, self._key(key), _NOTHING, weight, nowait), link
+
+    def _get(
+        self,
+        verb: str,
+        key: Any,
+        target: float | None,
+        async_op: bool,
+        timeout_s: float | None,
+        finish: Callable[[Any], T],
+    ) -> T | AsyncWork[T]:
+        what = self._what(verb, key)
+        make = self._getting(key, target, nowait=False)
+        link = self._link(key, what)
+        if not async_op:
+            return finish(link.ask(make, what, self._until(timeout_s)))
+        future: Future[Any]
+        future, drop = link.begin(make, what, self._until(timeout_s))
+        work = AsyncWork(future, what, finish)
+        weakref.finalize(work, drop).atexit = False
+        return work
+
+    def _getting(self, key: Any, target: float | None, *, nowait: bool) -> Callable[[int], wire.Get]:
+        ident, raw = self._settings.ident, self._key(key)
+        return lambda number: wire.Get(number, ident, raw, target, nowait)
+
+    def _count(self, key: Any) -> wire.Counted:
+        what = self._what("qsize", key)
+        return self._counted(self._link(key, what), key, what)
+
+    def _counted(self, link: Link | LocalLink, key: Any, what: str) -> wire.Counted:
+        ident, raw = self._settings.ident, self._key(key)
+        answer = link.ask(lambda number: wire.Count(number, ident, raw), what, self._until(ASK_S))
+        assert isinstance(answer, wire.Counted), answer
+        return answer
+
+    def _nothing(self, answer: Any, key: Any) -> None:
+        if not isinstance(answer, wire.Done):
+            raise self._error(answer, key)
+
+    def _items(self, answer: Any, key: Any) -> list[Any]:
+        if not hasattr(answer, "take"):
+            raise self._error(answer, key)
+        items: list[Any] = answer.take()
+        return items
+
+    def _error(self, answer: Any, key: Any) -> Exception:
+        match answer:
+            case wire.Full():
+                return asyncio.QueueFull(f"channel {self.name!r} has no place under key {key!r}")
+            case wire.Empty():
+                return asyncio.QueueEmpty(f"channel {self.name!r} has no item under key {key!r}")
+            case wire.Ended():
+                self._retire()
+                return EndOfChannelError(channel=self.name, key=repr(key))
+            case wire.Closed():
+                return ChannelClosedError(channel=self.name)
+            case wire.TooLarge(limit_bytes=limit):
+                return ItemTooLargeError(channel=self.name, limit_bytes=limit)
+        return RuntimeError(f"channel {self.name!r}: its broker said {answer!r}")
+
+    def _key(self, key: Any) -> bytes:
+        return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
+
+    def _link(self, key: Any, what: str) -> Any:
+        """To the part that has the key."""
+        if len(self._links) == 1:
+            return self._links[0]
+        raw = self._key(key)
+        found = self._routes.get(raw)
+        if found is None:
+            found = self._routes[raw] = self._route(key, raw, what)
+        return self._links[found]
+
+    def _route(self, key: Any, raw: bytes, what: str) -> int:
+        nodes = self._settings.nodes
+        wish = nodes.index(self._node_rank) if self._node_rank in nodes else 0
+        answer = self._links[0].ask(
+            lambda number: wire.Route(number, self._settings.ident, raw, wish), what, self._until(ASK_S)
+        )
+        if isinstance(answer, wire.Routed):
+            return answer.replica
+        # The first part is over. Another may still have items of the key.
+        for place, link in enumerate(self._links):
+            counted = self._counted(link, key, what)
+            if counted.size or counted.leased:
+                return place
+        return 0
+
+    def _what(self, verb: str, key: Any) -> str:
+        what = f"{verb} of channel {self.name!r}"
+        return what if key is DEFAULT_KEY else f"{what}, key {key!r}"
+
+    def _until(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def __repr__(self) -> str:
+        where = "local" if self.is_local else str(self._settings)
+        return f"Channel({self.name!r}, {where})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_local:
+            raise LocalChannelError(channel=self.name)
+        return _reopen, (self._settings, self._timeout_s)
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_NOTHING = wire.Item(None)
+_DEFAULT = key_bytes(DEFAULT_KEY)
+
+
+def _reopen(settings: Settings, timeout_s: float) -> Channel:
+    return Channel(settings, timeout_s=timeout_s)
+
+
+def _enter(channel: Channel, directory: DirectoryClient) -> Channel:
+    """Have the brokers hold it, then take its name; where that is taken, the channel that has it."""
+    taken = channel
+    try:
+        channel._create()
+        taken = _named(channel, directory)
+        return taken
+    finally:
+        if taken is not channel or channel._settings.incarnation is None:
+            channel.close()
+            channel.disconnect()
+
+
+def _named(channel: Channel, directory: DirectoryClient) -> Channel:
+    settings = channel._settings
+    while True:
+        try:
+            entry = directory.register_channel(settings.name, settings.endpoints, settings.facts, owned=False)
+        except NameInUseError:
+            there = _there(channel, directory)
+            if there is not None:
+                return there
+        else:
+            channel._settings = Settings.of(entry, directory.address)
+            return channel
+
+
+def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
+    """The channel that has the name of this one, if it is alive and made alike; None if the name is free now."""
+    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name == channel.name]
+    if not entries:
+        return None
+    found = Settings.of(entries[0], directory.address)
+    there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
+    try:
+        there._counted(there._links[0], DEFAULT_KEY, f"creation of channel {channel.name!r}")
+    except ChannelLostError:
+        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its broker is gone")
+        return None
+    ours = channel._settings
+    if (found.maxsize, found.distributed, found.nodes) != (ours.maxsize, ours.distributed, ours.nodes):
+        there.disconnect()
+        raise ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))
+    return there
+
+
+def _brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
+    """Endpoints by node: of one node's broker, waited for, or of all that there are."""
+    if node_rank is not None:
+        return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
+    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name.startswith(BROKER_NAME)]
+    if not entries:
+        entries = [directory.lookup_channel(broker_name(0), FIND_S)]
+    found = {int(each.name.removeprefix(BROKER_NAME)): each.endpoints[0] for each in entries}
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def _opened(directory: DirectoryClient | None) -> Iterator[DirectoryClient]:
+    """`directory`, or for as long as it takes the one that the environment names."""
+    if directory is not None:
+        yield directory
+        return
+    with DirectoryClient.from_environment() as own:
+        yield own
+
+
+def _node_rank(given: int | None) -> int:
+    if given is not None:
+        return given
+    return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

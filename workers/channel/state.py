@@ -1,0 +1,482 @@
+"""The state of a broker: queues, who waits for what, what was handed out. No sockets, threads or clock.
+
+Of each key there is a queue, first in first out. Puts that find it full and gets that find it empty wait in two lines.
+What a get took is leased: acknowledged, it is forgotten; given back, or its client gone, it returns to its place at
+the front. The first batch in line collects items as they come, so that a batch may be heavier than the queue is long;
+nobody behind it gets one before it is whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from workers.channel import wire
+from workers.channel.wire import NOWHERE
+
+Client = int
+Effects = list[tuple[Client, wire.AnyAnswer]]
+"""What to answer to whom, in this order."""
+
+AHEAD_BYTES = 16 << 20
+"""Larger rooms are not given ahead."""
+AHEAD_SHARE = 0.25
+"""Nothing is given ahead when more than this share of the memory is in use."""
+
+
+class Memory(Protocol):
+    """Room for the bytes of items."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def take(self, nbytes: int) -> int | None: ...
+
+    def give(self, room: int, nbytes: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Stored:
+    """room_bytes: how much was reserved for it, at least what it has."""
+
+    item: wire.Item
+    weight: float
+    place: int
+    room_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    client: Client
+    number: int
+    queue: _Queue
+    stored: _Stored
+    want: int
+
+
+@dataclass(slots=True, eq=False)
+class _Get:
+    client: Client
+    number: int
+    queue: _Queue
+    target: float | None
+    taken: list[_Stored] = field(default_factory=list)
+    weight: float = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    client: Client
+    number: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    queue: _Queue
+    taken: list[_Stored]
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    channel: _Channel
+    key: bytes
+    items: deque[_Stored] = field(default_factory=deque)
+    puts: deque[_Put] = field(default_factory=deque)
+    gets: deque[_Get] = field(default_factory=deque)
+    leased: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    ident: str
+    maxsize: int
+    closed: bool = False
+    queues: dict[bytes, _Queue] = field(default_factory=dict)
+    routes: dict[bytes, int] = field(default_factory=dict)
+
+    def queue(self, key: bytes) -> _Queue:
+        found = self.queues.get(key)
+        if found is None:
+            found = self.queues[key] = _Queue(self, key)
+        return found
+
+    def forget(self, queue: _Queue) -> None:
+        """Keep nothing of a queue that nobody needs."""
+        if self.queues.get(queue.key) is queue and not (queue.items or queue.puts or queue.gets or queue.leased):
+            del self.queues[queue.key]
+
+
+@dataclass(slots=True)
+class _Client:
+    rooms: dict[int, int] = field(default_factory=dict)
+    open: dict[int, _Put | _Get | _Wait | _Lease] = field(default_factory=dict)
+
+
+class Broker:
+    """Every method returns what is to be answered; a request may be answered by a later one.
+
+    memory: where items' bytes are. As many bytes again may be in items that carry their own; beyond that, puts wait.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._carried_bytes = 0
+        self._puts = 0
+        self._channels: dict[str, _Channel] = {}
+        self._clients: dict[Client, _Client] = {}
+        self._waiting: deque[_Wait] = deque()
+        self._starved: dict[_Queue, None] = {}
+        self._out: Effects = []
+
+    @property
+    def channels(self) -> int:
+        """How many channels are not over."""
+        return len(self._channels)
+
+    # --- what comes in
+
+    def join(self, client: Client) -> None:
+        """A client has come."""
+        self._clients[client] = _Client()
+
+    def leave(self, client: Client) -> Effects:
+        """A client has gone: what it waited for is dropped, what it had not acknowledged returns."""
+        gone = self._clients.pop(client)
+        touched: dict[_Queue, None] = {}
+        for each in gone.open.values():
+            if isinstance(each, _Wait):
+                self._waiting.remove(each)
+                continue
+            touched[each.queue] = None
+            self._withdraw(each)
+        for room, nbytes in gone.rooms.items():
+            self._memory.give(room, nbytes)
+        self._settle(touched)
+        return self._answers()
+
+    def apply(self, client: Client, request: wire.AnyRequest) -> Effects:
+        """ValueError for a request that no honest client makes."""
+        match request:
+            case wire.Put():
+                self._put(client, request)
+            case wire.Get():
+                self._get(client, request)
+            case wire.Ack():
+                self._ack(client, request.number)
+            case wire.Nack():
+                self._nack(client, request.number)
+            case wire.Reserve():
+                self._reserve(client, request)
+            case wire.Release():
+                self._release(client, request.room)
+            case wire.Cancel():
+                self._cancel(client, request.number)
+            case wire.Count():
+                self._count(client, request)
+            case wire.Create():
+                if request.channel not in self._channels:
+                    self._channels[request.channel] = _Channel(request.channel, request.maxsize)
+                self._answer(client, wire.Done(request.number))
+            case wire.Route():
+                self._route(client, request)
+            case wire.Close():
+                self._close(request.channel)
+                self._answer(client, wire.Done(request.number))
+            case _:
+                raise ValueError(f"{type(request).__name__} is not for the state of a broker")
+        return self._answers()
+
+    def room_of(self, client: Client, item: wire.Item) -> int:
+        """Bytes that `client` may write for an item it is about to put. ValueError where that room is not its own."""
+        nbytes = self._clients[client].rooms.get(item.room)
+        if nbytes is None or not 0 < item.nbytes <= nbytes:
+            raise ValueError(f"{item.nbytes} bytes at {item.room} are not reserved for this client")
+        return nbytes
+
+    def _answers(self) -> Effects:
+        out, self._out = self._out, []
+        return out
+
+    def _answer(self, client: Client, answer: wire.AnyAnswer) -> None:
+        self._out.append((client, answer))
+
+    # --- puts
+
+    def _put(self, client: Client, request: wire.Put) -> None:
+        item, room_bytes = request.item, 0
+        if item.room != NOWHERE:
+            room_bytes = self.room_of(client, item)
+            del self._clients[client].rooms[item.room]
+        self._puts += 1
+        stored = _Stored(item, request.weight, self._puts, room_bytes)
+        channel = self._channels.get(request.channel)
+        if channel is None or channel.closed:
+            self._drop(stored)
+            self._answer(client, wire.Closed(request.number))
+            return
+        queue = channel.queue(request.key)
+        put = _Put(client, request.number, queue, stored, request.want)
+        if not queue.puts and self._fits(queue, item):
+            self._take_in(put)
+        elif request.nowait:
+            self._drop(stored)
+            self._answer(client, wire.Full(request.number))
+        else:
+            queue.puts.append(put)
+            self._clients[client].open[request.number] = put
+        self._serve(queue)
+
+    def _fits(self, queue: _Queue, item: wire.Item) -> bool:
+        if 0 < queue.channel.maxsize <= len(queue.items):
+            return False
+        carried = len(item.body)
+        if carried and 0 < self._carried_bytes > self._memory.capacity_bytes - carried:
+            self._starved[queue] = None
+            return False
+        return True
+
+    def _take_in(self, put: _Put) -> None:
+        put.queue.items.append(put.stored)
+        self._carried_bytes += len(put.stored.item.body)
+        self._answer(put.client, wire.Done(put.number, self._ahead(put.client, put.want)))
+
+    def _ahead(self, client: Client, want: int) -> int:
+        memory = self._memory
+        if not 0 < want <= AHEAD_BYTES or self._waiting:
+            return NOWHERE
+        if memory.used_bytes + want > memory.capacity_bytes * AHEAD_SHARE:
+            return NOWHERE
+        room = memory.take(want)
+        if room is None:
+            return NOWHERE
+        self._clients[client].rooms[room] = want
+        return room
+
+    # --- gets
+
+    def _get(self, client: Client, request: wire.Get) -> None:
+        channel = self._channels.get(request.channel)
+        if channel is None:
+            self._answer(client, wire.Ended(request.number))
+            return
+        queue = channel.queue(request.key)
+        get = _Get(client, request.number, queue, request.target)
+        if not request.nowait:
+            queue.gets.append(get)
+            self._clients[client].open[request.number] = get
+        elif queue.items:
+            self._hand_out(get, [queue.items.popleft()])
+        elif channel.closed and not queue.leased:
+            self._answer(client, wire.Ended(request.number))
+        else:
+            self._answer(client, wire.Empty(request.number))
+        self._serve(queue)
+
+    def _hand_out(self, get: _Get, taken: list[_Stored]) -> None:
+        queue = get.queue
+        if len(taken) > 1:
+            # One that came back meanwhile goes before those that were collected earlier.
+            taken.sort(key=_place)
+        queue.leased += len(taken)
+        self._clients[get.client].open[get.number] = _Lease(queue, taken)
+        self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
+
+    def _collect(self, get: _Get) -> bool:
+        """Take what the first get in line may have; whether it has all now."""
+        items = get.queue.items
+        if get.target is None:
+            if items:
+                get.taken.append(items.popleft())
+            return bool(get.taken)
+        while items:
+            if get.taken and get.weight + items[0].weight > get.target:
+                return True
+            get.taken.append(items.popleft())
+            get.weight += get.taken[-1].weight
+            if get.weight >= get.target:
+                return True
+        return False
+
+    # --- the lines
+
+    def _serve(self, queue: _Queue) -> None:
+        """Move both lines on as far as they go."""
+        moved = True
+        while moved:
+            moved = False
+            while queue.puts and self._fits(queue, queue.puts[0].stored.item):
+                put = queue.puts.popleft()
+                del self._clients[put.client].open[put.number]
+                self._take_in(put)
+                moved = True
+            if queue.gets:
+                get, before = queue.gets[0], len(queue.items)
+                if self._collect(get) or (get.taken and self._no_more(queue)):
+                    queue.gets.popleft()
+                    self._hand_out(get, get.taken)
+                    moved = True
+                moved = moved or len(queue.items) < before
+        if queue.channel.closed:
+            self._end(queue)
+        else:
+            queue.channel.forget(queue)
+
+    @staticmethod
+    def _no_more(queue: _Queue) -> bool:
+        return queue.channel.closed and not queue.items
+
+    def _end(self, queue: _Queue) -> None:
+        """Of a closed channel: who waits on a queue that will give nothing any more is told so."""
+        if not queue.items and not queue.leased:
+            while queue.gets:
+                get = queue.gets.popleft()
+                del self._clients[get.client].open[get.number]
+                self._answer(get.client, wire.Ended(get.number))
+        channel = queue.channel
+        channel.forget(queue)
+        if not channel.queues:
+            self._channels.pop(channel.ident, None)
+
+    def _settle(self, queues: Iterable[_Queue]) -> None:
+        """Serve these, and whoever waited for memory that may be free now."""
+        for queue in queues:
+            self._serve(queue)
+        while self._waiting:
+            wait = self._waiting[0]
+            room = self._memory.take(wait.nbytes)
+            if room is None:
+                break
+            self._waiting.popleft()
+            client = self._clients[wait.client]
+            del client.open[wait.number]
+            client.rooms[room] = wait.nbytes
+            self._answer(wait.client, wire.Room(wait.number, room))
+        while self._starved and self._carried_bytes < self._memory.capacity_bytes:
+            queue = next(iter(self._starved))
+            del self._starved[queue]
+            self._serve(queue)
+            if queue in self._starved:
+                break
+
+    # --- what was handed out, and giving up
+
+    def _ack(self, client: Client, number: int) -> None:
+        lease = self._clients[client].open.pop(number, None)
+        if not isinstance(lease, _Lease):
+            raise ValueError(f"nothing was handed out under number {number}")
+        lease.queue.leased -= len(lease.taken)
+        for stored in lease.taken:
+            self._carried_bytes -= len(stored.item.body)
+            self._drop(stored)
+        if lease.queue.channel.closed or self._waiting or self._starved:
+            self._settle((lease.queue,))
+        else:
+            lease.queue.channel.forget(lease.queue)
+
+    def _nack(self, client: Client, number: int) -> None:
+        lease = self._clients[client].open.pop(number, None)
+        if not isinstance(lease, _Lease):
+            raise ValueError(f"nothing was handed out under number {number}")
+        self._withdraw(lease)
+        self._settle((lease.queue,))
+
+    def _cancel(self, client: Client, number: int) -> None:
+        found = self._clients[client].open.get(number)
+        if found is None or isinstance(found, _Lease):
+            return
+        del self._clients[client].open[number]
+        self._answer(client, wire.Cancelled(number))
+        if isinstance(found, _Wait):
+            self._waiting.remove(found)
+            self._settle(())
+        else:
+            self._withdraw(found)
+            self._settle((found.queue,))
+
+    def _withdraw(self, found: _Put | _Get | _Lease) -> None:
+        """Undo what an open request did to its queue."""
+        queue = found.queue
+        if isinstance(found, _Put):
+            queue.puts.remove(found)
+            self._drop(found.stored)
+            return
+        if isinstance(found, _Lease):
+            queue.leased -= len(found.taken)
+        else:
+            queue.gets.remove(found)
+        if found.taken:
+            queue.items = deque(sorted([*found.taken, *queue.items], key=_place))
+
+    # --- memory
+
+    def _drop(self, stored: _Stored) -> None:
+        if stored.room_bytes:
+            self._memory.give(stored.item.room, stored.room_bytes)
+
+    def _reserve(self, client: Client, request: wire.Reserve) -> None:
+        memory = self._memory
+        if not 0 < request.nbytes <= memory.capacity_bytes:
+            self._answer(client, wire.TooLarge(request.number, memory.capacity_bytes))
+            return
+        room = None if self._waiting else memory.take(request.nbytes)
+        if room is not None:
+            self._clients[client].rooms[room] = request.nbytes
+            self._answer(client, wire.Room(request.number, room))
+        elif request.nowait:
+            self._answer(client, wire.Full(request.number))
+        else:
+            wait = _Wait(client, request.number, request.nbytes)
+            self._waiting.append(wait)
+            self._clients[client].open[request.number] = wait
+
+    def _release(self, client: Client, room: int) -> None:
+        nbytes = self._clients[client].rooms.pop(room, None)
+        if nbytes is None:
+            raise ValueError(f"room {room} is not reserved for this client")
+        self._memory.give(room, nbytes)
+        self._settle(())
+
+    # --- the rest
+
+    def _count(self, client: Client, request: wire.Count) -> None:
+        channel = self._channels.get(request.channel)
+        queue = channel.queues.get(request.key) if channel else None
+        maxsize = channel.maxsize if channel else 0
+        if queue is None:
+            self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0))
+        else:
+            counts = (len(queue.items), maxsize, len(queue.puts), len(queue.gets), queue.leased)
+            self._answer(client, wire.Counted(request.number, *counts))
+
+    def _route(self, client: Client, request: wire.Route) -> None:
+        channel = self._channels.get(request.channel)
+        if channel is None:
+            self._answer(client, wire.Ended(request.number))
+        else:
+            self._answer(client, wire.Routed(request.number, channel.routes.setdefault(request.key, request.wish)))
+
+    def _close(self, ident: str) -> None:
+        channel = self._channels.get(ident)
+        if channel is None:
+            return
+        channel.closed = True
+        for queue in list(channel.queues.values()):
+            while queue.puts:
+                put = queue.puts.popleft()
+                del self._clients[put.client].open[put.number]
+                self._drop(put.stored)
+                self._answer(put.client, wire.Closed(put.number))
+            self._serve(queue)
+        if not channel.queues:
+            self._channels.pop(ident, None)
+        self._settle(())
+
+
+def _place(stored: _Stored) -> int:
+    return stored.place

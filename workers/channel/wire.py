@@ -1,0 +1,249 @@
+"""What a channel's broker and its clients say to each other.
+
+A message is a header (`HEADER`: bytes of the body, bytes of the payload), a body (msgpack of a tagged struct) and a
+payload: the bytes of items, for those who cannot map the broker's arena. Clients number their requests; an answer
+carries the number of its request.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import msgspec
+
+VERSION = 1
+HEADER = struct.Struct("<IQ")
+MAX_BODY_BYTES = 64 << 20
+NOWHERE = -1
+ALIGN_BYTES = 64
+
+
+class Item(msgspec.Struct, array_like=True):
+    """An item as it is stored.
+
+    head: how to build it from its buffers; in a channel within a process the object itself. sizes: bytes of each
+    buffer; they lie one after another, each from a multiple of `ALIGN_BYTES` on, in `body`, or, where `room` is not
+    `NOWHERE`, in `nbytes` of the arena from there on.
+    """
+
+    head: Any
+    sizes: list[int] = []
+    body: bytes = b""
+    room: int = NOWHERE
+    nbytes: int = 0
+
+
+class Request(msgspec.Struct, array_like=True):
+    number: int
+
+
+class Hello(Request, tag=1):
+    """Said first. local: the client would map the arena."""
+
+    version: int
+    token: str
+    local: bool
+
+
+class Create(Request, tag=2):
+    """`channel` is unique for ever; the answer is Done, also when it is there."""
+
+    channel: str
+    name: str
+    maxsize: int
+
+
+class Route(Request, tag=3):
+    """Which replica has `key`: the one that was wished when it was first asked for."""
+
+    channel: str
+    key: bytes
+    wish: int
+
+
+class Reserve(Request, tag=4):
+    """Room for an item's bytes, waited for unless `nowait`."""
+
+    nbytes: int
+    nowait: bool
+
+
+class Release(Request, tag=5):
+    """Give room back that was reserved and not used. Not answered."""
+
+    room: int
+
+
+class Put(Request, tag=6):
+    """want: so much room would be of use for the next put, if there is plenty."""
+
+    channel: str
+    key: bytes
+    item: Item
+    weight: float
+    nowait: bool
+    want: int = 0
+
+
+class Get(Request, tag=7):
+    """target None: one item; else a batch of that weight. Waited for unless `nowait`."""
+
+    channel: str
+    key: bytes
+    target: float | None
+    nowait: bool
+
+
+class Ack(Request, tag=8):
+    """The items that `number` got have arrived. Not answered."""
+
+
+class Nack(Request, tag=9):
+    """The items that `number` got go back to where they were. Not answered."""
+
+
+class Cancel(Request, tag=10):
+    """Give `number` up if it still waits; then it is answered by Cancelled, else by what it was answered already."""
+
+
+class Count(Request, tag=11):
+    channel: str
+    key: bytes
+
+
+class Close(Request, tag=12):
+    channel: str
+
+
+class Answer(msgspec.Struct, array_like=True):
+    number: int
+
+
+class Welcome(Answer, tag=1):
+    """arena_bytes: how much of the descriptor that comes along to map, 0 where none does."""
+
+    capacity_bytes: int
+    arena_bytes: int
+    data_from: int
+
+
+class Done(Answer, tag=2):
+    """room: reserved for the next put, as wanted."""
+
+    room: int = NOWHERE
+
+
+class Room(Answer, tag=3):
+    room: int
+
+
+class Items(Answer, tag=4):
+    items: list[Item]
+
+
+class Full(Answer, tag=5):
+    """Refused under `nowait`: the queue, or the memory, is full."""
+
+
+class Empty(Answer, tag=6):
+    """Refused under `nowait`: there is no item."""
+
+
+class Ended(Answer, tag=7):
+    """The channel is closed and there will be no more items."""
+
+
+class Closed(Answer, tag=8):
+    """The channel takes no more items."""
+
+
+class Cancelled(Answer, tag=9):
+    pass
+
+
+class Counted(Answer, tag=10):
+    """puts, gets: how many wait; leased: how many items are with those who got them, not acknowledged."""
+
+    size: int
+    maxsize: int
+    puts: int
+    gets: int
+    leased: int
+
+
+class Routed(Answer, tag=11):
+    replica: int
+
+
+class TooLarge(Answer, tag=12):
+    """More bytes than there could ever be room for."""
+
+    limit_bytes: int
+
+
+class Refused(Answer, tag=13):
+    why: str
+
+
+AnyRequest = Hello | Create | Route | Reserve | Release | Put | Get | Ack | Nack | Cancel | Count | Close
+AnyAnswer = (
+    Welcome | Done | Room | Items | Full | Empty | Ended | Closed | Cancelled | Counted | Routed | TooLarge | Refused
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_answers: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)
+
+
+class Message(NamedTuple):
+    """A body as it came, and the bytes of payload that follow it."""
+
+    body: bytes
+    payload_bytes: int
+
+
+def encode(message: AnyRequest | AnyAnswer, payload_bytes: int = 0) -> bytes:
+    """Header and body."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body), payload_bytes) + body
+
+
+def decode_request(body: bytes) -> AnyRequest:
+    """msgspec.DecodeError for anything that is not one."""
+    return _requests.decode(body)
+
+
+def decode_answer(body: bytes) -> AnyAnswer:
+    """msgspec.DecodeError for anything that is not one."""
+    return _answers.decode(body)
+
+
+class Splitter:
+    """Cuts a stream of bytes into messages. `feed` what came, then take messages until there is none; the payload of
+    one must be taken from `rest` (and the stream) before the next."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+
+    def next(self) -> Message | None:
+        """ValueError where the stream is no stream of messages."""
+        buffer = self._buffer
+        if len(buffer) < HEADER.size:
+            return None
+        body_bytes, payload_bytes = HEADER.unpack_from(buffer)
+        if body_bytes > MAX_BODY_BYTES:
+            raise ValueError(f"a message of {body_bytes:,} bytes; at most {MAX_BODY_BYTES:,} are taken")
+        end = HEADER.size + body_bytes
+        if len(buffer) < end:
+            return None
+        self._buffer = buffer[end:]
+        return Message(buffer[HEADER.size : end], payload_bytes)
+
+    def rest(self, most: int) -> bytes:
+        """Up to `most` of the bytes that have come already."""
+        found, self._buffer = self._buffer[:most], self._buffer[most:]
+        return found

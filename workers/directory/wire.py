@@ -1,0 +1,166 @@
+"""What a directory and its clients say to each other: msgpack of tagged structs, one per ZMQ message."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from dataplane.errors import DataPlaneError
+from workers import errors
+
+Facts = dict[str, str | int | float | bool | list[str | int] | None]
+"""What else is known of a name: small and plain."""
+
+
+class Kind(enum.StrEnum):
+    """What a name stands for. Names are unique within their kind."""
+
+    GROUP = "group"
+    WORKER = "worker"
+    CHANNEL = "channel"
+
+
+class State(enum.StrEnum):
+    LIVE = "live"
+    ENDED = "ended"
+    """Closed by those who had it."""
+    LOST = "lost"
+    """The process that had it died."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A name and what the directory knows of it.
+
+    incarnation: greater than that of any entry made before it, so that two under one name differ; endpoints: where to
+    reach it; why: how it ended, empty while it lives.
+    """
+
+    kind: Kind
+    name: str
+    incarnation: int
+    state: State = State.LIVE
+    endpoints: tuple[str, ...] = ()
+    facts: Facts = {}
+    why: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state is State.LIVE
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A process and what tells it from others: `host` is its kernel's boot and its pid namespace."""
+
+    host: str
+    pid: int
+    started: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Said first, and again whenever the connection had to be made anew."""
+
+    process: Process
+
+
+class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """owned: the entry is lost when the process that registers it dies."""
+
+    number: int
+    kind: Kind
+    name: str
+    endpoints: tuple[str, ...]
+    facts: Facts
+    owned: bool
+
+
+class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Who looks a name up is told when what it found is gone."""
+
+    number: int
+    kind: Kind
+    name: str
+    wait_s: float
+
+
+class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """incarnation None: whichever lives. Ending what is not live changes nothing."""
+
+    number: int
+    kind: Kind
+    name: str
+    incarnation: int | None
+    why: str
+
+
+class Listing(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    number: int
+    kind: Kind
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    number: int
+
+
+Request = Hello | Register | Lookup | End | Listing | Bye
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer to everything that succeeded."""
+
+    number: int
+    entries: tuple[Entry, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """error: the name of one of this package's errors; facts: its keywords."""
+
+    number: int
+    error: str
+    facts: dict[str, Any]
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """Unasked: an entry that this client had found has ended or was lost."""
+
+    entry: Entry
+
+
+class Unknown(msgspec.Struct, frozen=True, tag=True):
+    """Unasked: the directory gave this process up; what it had registered is lost."""
+
+    why: str
+
+
+Reply = Found | Failed | Gone | Unknown
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Request | Reply) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """msgspec.DecodeError for anything that is not one."""
+    return _requests.decode(data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """msgspec.DecodeError for anything that is not one."""
+    return _replies.decode(data)
+
+
+def failed(number: int, error: DataPlaneError) -> Failed:
+    return Failed(number, type(error).__name__, error.facts)
+
+
+def error_of(reply: Failed) -> DataPlaneError:
+    """The error that `failed` was made of."""
+    kind = getattr(errors, reply.error)
+    error = kind(**reply.facts)
+    assert isinstance(error, DataPlaneError), reply.error
+    return error

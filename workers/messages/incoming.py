@@ -1,0 +1,362 @@
+"""Messages that came and receives that wait, brought together in order. For the engine's thread, but for `Delivery`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataplane.warm import WarmMemory
+from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.outgoing import Contact
+from workers.messages.slabs import Mappings
+from workers.messages.values import Unpacked, copy_into, copy_out
+from workers.messages.wire import (
+    Answer,
+    Data,
+    Done,
+    FaultForm,
+    Held,
+    ObjectForm,
+    Post,
+    Pull,
+    Settled,
+    TensorForm,
+    refused,
+)
+
+CHUNK_BYTES = 4 << 20
+EAGER_BYTES = 32 << 20
+"""So much the engine copies at once, which spares waking another thread first; of more, other messages would wait."""
+CHUNKS_AHEAD = 4
+"""Values in memory of another host are asked for in chunks, so many at a time."""
+
+Key = tuple[str, bytes]
+"""Where messages queue: by source and stream."""
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A message that came. route: of its answers; memory: its bytes, uint8, None where they have to be pulled."""
+
+    route: bytes
+    post: Post
+    skeleton: bytes
+    memory: Tensor | None
+
+
+@dataclass(eq=False)
+class Posting:
+    """A receive that waits. target: for recv_tensor; ready: what is to be over on the GPU before target is written;
+    eager: nobody waits yet, so the engine copies whatever its size."""
+
+    source: str
+    stream: bytes
+    options: CollectiveGroupOptions | None
+    target: Tensor | None
+    form: ObjectForm | TensorForm
+    device: torch.device | None
+    ready: torch.cuda.Event | None
+    eager: bool
+    what: str
+    begun: float
+    deadline: float
+    future: Future[Delivery] = field(default_factory=Future)
+
+    @property
+    def key(self) -> Key:
+        return self.source, self.stream
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Delivery:
+    """A message that met its receive. `take` copies its values out, once, in whichever thread comes first.
+
+    Refers to neither of them afterwards: what was received is given back when its owner drops it, not by a collector.
+    """
+
+    def __init__(
+        self, posting: Posting, arrival: Arrival, memory: Tensor, warm: WarmMemory, done: Callable[[], None]
+    ) -> None:
+        self.form = arrival.post.form
+        self._pending: tuple[Posting, Arrival, Tensor, Callable[[], None]] | None = (posting, arrival, memory, done)
+        self._warm = warm
+        self._guard = threading.Lock()
+        self._values: Unpacked | None = None
+
+    def take(self) -> Unpacked | None:
+        """What `recv` is to load; None for `recv_tensor`, whose target then has the values. The sender is told."""
+        with self._guard:
+            if self._pending is None:
+                return self._values
+            posting, arrival, memory, done = self._pending
+            self._pending = None
+            try:
+                if posting.ready is not None:
+                    posting.ready.synchronize()
+                if posting.target is not None:
+                    copy_into(posting.target, arrival.post.segments, memory)
+                else:
+                    self._values = copy_out(arrival.skeleton, arrival.post.segments, memory, posting.device, self._warm)
+            finally:
+                arrival.memory = None
+                done()
+            return self._values
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A message whose bytes are being pulled."""
+
+    posting: Posting
+    arrival: Arrival
+    staging: Tensor
+    asked: int = 0
+    got: int = 0
+
+
+Reply = Callable[[bytes, Answer], None]
+
+
+class Incoming:
+    """worker: this end's name. reply: sends an answer along a route, in the engine's thread; call: has something done
+    by that thread; contact: of a source within a stream; busy: whether this worker waits for anything."""
+
+    def __init__(
+        self,
+        worker: str,
+        mappings: Mappings,
+        warm: WarmMemory,
+        *,
+        reply: Reply,
+        call: Callable[[Callable[[], None]], None],
+        contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
+        forget: Callable[[str, bytes], None],
+        busy: Callable[[], bool],
+    ) -> None:
+        self._worker = worker
+        self._mappings = mappings
+        self._warm = warm
+        self._reply = reply
+        self._call = call
+        self._contact = contact
+        self._forget = forget
+        self._busy = busy
+        self._arrivals: dict[Key, deque[Arrival]] = {}
+        self._postings: dict[Key, deque[Posting]] = {}
+        self._fetches: dict[tuple[str, bytes, int], _Fetch] = {}
+        self._unsettled: list[Arrival] = []
+
+    # --- receives -------------------------------------------------------------------------------------------------
+
+    def post(self, posting: Posting) -> bool:
+        """Meet the oldest message of the source, or wait for one. Whether it waits."""
+        self._contact(posting.source, posting.stream, posting.options)
+        queued = self._arrivals.get(posting.key)
+        if queued:
+            arrival = queued.popleft()
+            if not queued:
+                del self._arrivals[posting.key]
+            self._meet(posting, arrival)
+            return False
+        self._postings.setdefault(posting.key, deque()).append(posting)
+        return True
+
+    def settle(self) -> None:
+        """This worker began to wait: senders that hope for an answer soon are told."""
+        for arrival in self._unsettled:
+            if arrival in self._arrivals.get((arrival.post.source, arrival.post.stream), ()):
+                self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
+        self._unsettled.clear()
+
+    def expire(self, now: float) -> float:
+        """Those whose time is over fail; a message that comes later is for the next receive. When the next one's time
+        is over."""
+        for posting in [posting for posting in self._all() if posting.deadline <= now]:
+            self.withdraw(posting)
+            posting.fail(MessageTimeoutError(what=posting.what, waited_s=now - posting.begun))
+        return min((posting.deadline for posting in self._all()), default=math.inf)
+
+    def withdraw(self, posting: Posting) -> None:
+        """Nobody waits for it any more."""
+        queued = self._postings.get(posting.key)
+        if queued and posting in queued:
+            queued.remove(posting)
+            if not queued:
+                del self._postings[posting.key]
+        for key, fetch in list(self._fetches.items()):
+            if fetch.posting is posting:
+                del self._fetches[key]
+                self._done(fetch.arrival)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any receive waits."""
+        return bool(self._postings)
+
+    def waits_for(self, source: str) -> bool:
+        """Whether a receive from that source waits."""
+        return any(posting.source == source for posting in self._all())
+
+    def _all(self) -> Iterator[Posting]:
+        yield from itertools.chain(*self._postings.values())
+        yield from (fetch.posting for fetch in self._fetches.values())
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def arrive(self, route: bytes, post: Post, skeleton: bytes, inline: Any) -> None:
+        """A message came: it meets the receive that waits longest for it, or queues."""
+        memory: Tensor | None
+        if post.slab is not None:
+            memory = self._mappings.open(post.slab)
+        elif post.nbytes:
+            memory = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+        else:
+            memory = torch.empty(0, dtype=torch.uint8)
+        arrival = Arrival(route, post, skeleton, memory)
+        key = (post.source, post.stream)
+        waiting = self._postings.get(key)
+        if waiting:
+            posting = waiting.popleft()
+            if not waiting:
+                del self._postings[key]
+            self._meet(posting, arrival)
+            return
+        self._arrivals.setdefault(key, deque()).append(arrival)
+        busy = self._busy()
+        self._reply(route, Held(stream=post.stream, number=post.number, kept=memory is not None, busy=busy))
+        if post.settling and not busy:
+            self._unsettled.append(arrival)
+
+    def data(self, data: Data, body: Any) -> None:
+        """A part of a message that is being pulled."""
+        key = (data.source, data.stream, data.number)
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            return
+        part = np.frombuffer(body, dtype=np.uint8)
+        fetch.staging.numpy()[data.start : data.start + part.size] = part
+        fetch.got += part.size
+        if fetch.got < fetch.staging.numel():
+            self._ask(fetch)
+            return
+        del self._fetches[key]
+        self._deliver(fetch.posting, fetch.arrival, fetch.staging)
+
+    def lose(self, source: str, error: Exception) -> None:
+        """The source's life is over: what waits for it fails. What came whole is still there to be received."""
+        for key in [key for key in self._postings if key[0] == source]:
+            for posting in self._postings.pop(key):
+                posting.fail(error)
+        for number in [number for number in self._fetches if number[0] == source]:
+            self._fetches.pop(number).posting.fail(error)
+        self._keep(source, lambda arrival: arrival.memory is not None)
+
+    def outdate(self, source: str, incarnation: int) -> None:
+        """A new life of the source began: nothing of those before is received any more."""
+        self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
+
+    def fail_all(self, error: Exception) -> None:
+        for posting in itertools.chain(*self._postings.values()):
+            posting.fail(error)
+        for fetch in self._fetches.values():
+            fetch.posting.fail(error)
+        self._postings.clear()
+        self._fetches.clear()
+        self._arrivals.clear()
+        self._unsettled.clear()
+
+    def _keep(self, source: str, wanted: Callable[[Arrival], bool]) -> None:
+        for key in [key for key in self._arrivals if key[0] == source]:
+            left = deque(arrival for arrival in self._arrivals[key] if wanted(arrival))
+            if left:
+                self._arrivals[key] = left
+            else:
+                del self._arrivals[key]
+
+    # --- a receive and its message ----------------------------------------------------------------------------------
+
+    def _meet(self, posting: Posting, arrival: Arrival) -> None:
+        post = arrival.post
+        contact = self._contact(posting.source, posting.stream, posting.options)
+        if contact.options != post.options:
+            if not contact.proven:
+                self._forget(posting.source, posting.stream)
+            theirs, ours = str(post.options), str(contact.options)
+            posting.fail(GroupOptionsError(worker=self._worker, peer=post.source, ours=ours, theirs=theirs))
+            error = GroupOptionsError(worker=post.source, peer=self._worker, ours=theirs, theirs=ours)
+            self._reply(arrival.route, refused(post, error))
+            return
+        if isinstance(post.form, FaultForm):
+            posting.fail(SourceFailedError(source=post.source, why=post.form.why))
+            self._done(arrival)
+            return
+        if not _fits(post, posting.form):
+            self._mismatch(posting, arrival)
+            return
+        contact.proven = True
+        if arrival.memory is None:
+            self._fetch(posting, arrival)
+        else:
+            self._deliver(posting, arrival, arrival.memory)
+
+    def _mismatch(self, posting: Posting, arrival: Arrival) -> None:
+        post = arrival.post
+        error = MessageMismatchError(
+            sender=post.source, receiver=self._worker, sent=str(post.form), expected=str(posting.form)
+        )
+        posting.fail(error)
+        self._reply(arrival.route, refused(post, error))
+
+    def _fetch(self, posting: Posting, arrival: Arrival) -> None:
+        post = arrival.post
+        try:
+            staging = torch.empty(post.nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            posting.fail(error)
+            self._done(arrival)
+            return
+        fetch = self._fetches[post.source, post.stream, post.number] = _Fetch(posting, arrival, staging)
+        for _ in range(CHUNKS_AHEAD):
+            self._ask(fetch)
+
+    def _ask(self, fetch: _Fetch) -> None:
+        post = fetch.arrival.post
+        nbytes = min(CHUNK_BYTES, post.nbytes - fetch.asked)
+        if nbytes > 0:
+            pull = Pull(stream=post.stream, number=post.number, start=fetch.asked, nbytes=nbytes)
+            self._reply(fetch.arrival.route, pull)
+            fetch.asked += nbytes
+
+    def _deliver(self, posting: Posting, arrival: Arrival, memory: Tensor) -> None:
+        delivery = Delivery(posting, arrival, memory, self._warm, lambda: self._call(lambda: self._done(arrival)))
+        if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
+            try:
+                delivery.take()
+            except Exception as error:
+                posting.fail(error)
+                return
+        if posting.future.done():
+            self._done(arrival)
+        else:
+            posting.future.set_result(delivery)
+
+    def _done(self, arrival: Arrival) -> None:
+        self._reply(arrival.route, Done(stream=arrival.post.stream, number=arrival.post.number))
+
+
+def _fits(post: Post, form: ObjectForm | TensorForm) -> bool:
+    return post.form == form if isinstance(form, TensorForm) else isinstance(post.form, ObjectForm)

@@ -1,0 +1,418 @@
+"""Messages between workers: point to point, and broadcasts among any of them.
+
+Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages from the sender's DEALER to the receiver's
+ROUTER. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy them out
+(so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over ZMQ in
+chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
+
+Pair groups of torch.distributed would do less: with Gloo and NCCL a send waits for its receive, so two workers that
+both send first stand still; a receive of another shape gets wrong bytes, or aborts the group; a dead peer is noticed
+by a timeout; and NCCL does not connect workers that share a GPU. Here a send hands its values over and returns, the
+two ends compare what they mean before a byte is written, and the job's directory says who died. A broadcast on one
+host takes a fraction of Gloo's time, see `benchmarks/probes/messages.py`.
+
+What `send` waits for: that the receiver's process knows of the message. So both may send first. A message that is met
+by a receive of another form, shape, dtype or options is dropped, and both ends get an error: the sender in `send` or
+the `wait` of its work if it is refused by then, else in its next operation with that worker (and in its log). At first
+contact, and after a refusal, `send` waits up to a second longer for the receive, unless the receiver is known to wait
+for something else; so a pair that does not fit is found by the send itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.address import WorkerAddress
+from workers.directory import DirectoryClient, Facts, Kind
+from workers.directory.process import this_host
+from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError
+from workers.messages import groups, values
+from workers.messages.engine import Engine
+from workers.messages.incoming import Delivery, Posting
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.outgoing import Sending, Snapshot
+from workers.messages.slabs import Mappings, Slabs
+from workers.messages.values import Packed
+from workers.messages.wire import ObjectForm
+from workers.messages.work import AsyncWork, all_of
+
+TIMEOUT_S = 1800.0
+"""How long an operation may take, unless told otherwise."""
+LINGER_S = 5.0
+"""How long `close` waits for what was sent to be where it outlives this worker."""
+INLINE_BYTES = 64 << 10
+_PAIR = b""
+
+
+class _NoPayload:
+    def __repr__(self) -> str:
+        return "None"
+
+
+NO_PAYLOAD: Final = _NoPayload()
+"""The default of `piggyback_payload`: nothing comes along. None is a payload like any other."""
+
+
+class WithPayload(NamedTuple):
+    """What `recv` returns where the sender sent a payload along: a pair of its own type, so that it differs from a
+    tuple that was sent."""
+
+    object: Any
+    payload: Any
+
+
+class Messenger:
+    """The messages of one worker. Thread-safe; operations of one worker on one peer are matched in the order of calls.
+
+    address: of this worker, which it registers in the directory and takes out in `close`; host: the address of this
+    host that the job's others reach; facts: for the directory; timeout_s: of operations that name none; backlog_bytes:
+    what may be sent and not received yet, half of the host's memory if None; shared_memory: whether receivers of this
+    host may read this worker's memory. `NameInUseError` if another process is that worker.
+
+    Operations raise, from the call or from the `wait` of their work: `MessageTimeoutError` or `NameNotFoundError` when
+    their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
+    first contact; `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
+    `MessageBacklogError`; `MessengerClosedError`. After any of them the pair is as it was.
+    """
+
+    def __init__(
+        self,
+        address: WorkerAddress,
+        directory: DirectoryClient,
+        *,
+        host: str = "127.0.0.1",
+        facts: Facts | None = None,
+        timeout_s: float = TIMEOUT_S,
+        backlog_bytes: int | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._directory = directory
+        self._name = address.get_name()
+        self._closed = False
+        self._guard = threading.Lock()
+        self._backlog = _Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
+        here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}"
+        self._slabs = Slabs(here)
+        self._engine = Engine(
+            address,
+            directory,
+            self._slabs,
+            Mappings(here),
+            host=host,
+            facts=facts or {},
+            lookup_s=timeout_s,
+        )
+
+    # --- point to point -------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        object: Any,
+        dst: WorkerAddress,
+        *,
+        async_op: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        piggyback_payload: Any = NO_PAYLOAD,
+        timeout_s: float | None = None,
+    ) -> AsyncWork[None] | None:
+        """Send any Python object to `dst`, which takes it with `recv`. Its values are those of the call, whatever is
+        written afterwards. Tensors arrive without their history, those of a GPU on the receiver's current one.
+
+        Blocks for the copy, and without `async_op` until the receiver's process knows of it (see the module's top).
+        """
+        self._check(dst)
+        if piggyback_payload is NO_PAYLOAD:
+            packed = values.pack(object)
+        else:
+            packed = values.pack_with_payload(object, piggyback_payload)
+        return self._out(packed, dst, options, timeout_s, async_op)
+
+    def recv(
+        self,
+        src: WorkerAddress,
+        *,
+        async_op: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """The next object that `src` sends with `send`; a `WithPayload` if a payload came along. Blocks for it, unless
+        `async_op`: then the work's result is the object."""
+        self._check(src)
+        what = f"{self._name}: recv from {src}"
+        return self._in(src, _PAIR, None, options, timeout_s, async_op, what, _load)
+
+    def send_tensor(
+        self,
+        tensor: Tensor,
+        dst: WorkerAddress,
+        *,
+        async_op: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncWork[None] | None:
+        """Send one tensor, of any strides, for the `recv_tensor` of `dst`. As `send` otherwise."""
+        self._check(dst)
+        return self._out(values.pack_tensor(tensor), dst, options, timeout_s, async_op)
+
+    def recv_tensor(
+        self,
+        tensor: Tensor,
+        src: WorkerAddress,
+        *,
+        async_op: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncWork[None] | None:
+        """Write the next tensor that `src` sends with `send_tensor` into `tensor`, of the same shape and dtype, on any
+        device, of any strides. Blocks for it, unless `async_op`: then `tensor` is not to be used until the work is
+        done."""
+        self._check(src)
+        values.pack_tensor(tensor)
+        what = f"{self._name}: recv_tensor from {src}"
+        work: AsyncWork[None] | None = self._in(src, _PAIR, tensor, options, timeout_s, async_op, what, _nothing)
+        return work
+
+    # --- broadcast ------------------------------------------------------------------------------------------------
+
+    def broadcast(
+        self,
+        object: Any,
+        workers: Sequence[WorkerAddress],
+        src: WorkerAddress | None = None,
+        *,
+        async_op: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """The `object` of `src` (the first of `workers`, if None) on every one of them; what the others pass is
+        ignored. All of them have to call this, with the same `workers` and `src`, in the same order of calls.
+
+        The source gets its own object back once all receivers know of it, and is told of one that died; the others
+        block for it. If the source cannot send, or dies, all raise: the source its error, the others
+        `SourceFailedError` or `WorkerLostError`.
+        """
+        groups.check(workers)
+        source = workers[0] if src is None else src
+        for needed in (source, self.address):
+            if needed not in workers:
+                names = [worker.get_name() for worker in workers]
+                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}")
+        others = [worker for worker in workers if worker != source]
+        for peer in others if source == self.address else [source]:
+            self._check(peer)
+        stream = groups.stream_of(workers)
+        if source != self.address:
+            what = f"{self._name}: broadcast from {source}"
+            return self._in(source, stream, None, options, timeout_s, async_op, what, _load)
+        return self._spread(object, others, stream, options, timeout_s, async_op)
+
+    def _spread(
+        self,
+        object: Any,
+        others: list[WorkerAddress],
+        stream: bytes,
+        options: CollectiveGroupOptions | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Any:
+        try:
+            packed = values.pack(object)
+            snapshot = self._snapshot(packed, len(others), f"{self._name}: broadcast")
+        except Exception as error:
+            fault = values.fault(f"{type(error).__name__}: {error}")
+            self._submit(self._snapshot(fault, len(others), "a fault"), others, stream, options, timeout_s)
+            raise
+        works = self._submit(snapshot, others, stream, options, timeout_s)
+        work = all_of(works, f"{self._name}: broadcast to {len(others)} workers", object)
+        return work if async_op else work.wait()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take this worker out of the directory and end its messages. What was sent is waited for, `LINGER_S` at most,
+        until it is where its receivers find it; receives that wait raise `MessengerClosedError`. Idempotent."""
+        with self._guard:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        with contextlib.suppress(FutureTimeout):
+            self._engine.settled().result(LINGER_S)
+        with contextlib.suppress(DirectoryLostError):
+            self._directory.end(Kind.WORKER, self._name, self._engine.incarnation, why="it was closed")
+        self._engine.close()
+        self._slabs.close()
+
+    def __enter__(self) -> Messenger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- how ------------------------------------------------------------------------------------------------------
+
+    def _check(self, peer: WorkerAddress) -> None:
+        if self._closed:
+            raise MessengerClosedError(worker=self._name)
+        late = self._engine.outgoing.late_error(peer.get_name())
+        if late is not None:
+            raise late
+
+    def _out(
+        self,
+        packed: Packed,
+        dst: WorkerAddress,
+        options: CollectiveGroupOptions | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> AsyncWork[None] | None:
+        snapshot = self._snapshot(packed, 1, f"{self._name}: send to {dst}")
+        (work,) = self._submit(snapshot, [dst], _PAIR, options, timeout_s)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _submit(
+        self,
+        snapshot: Snapshot,
+        to: Sequence[WorkerAddress],
+        stream: bytes,
+        options: CollectiveGroupOptions | None,
+        timeout_s: float | None,
+    ) -> list[AsyncWork[None]]:
+        now = time.monotonic()
+        deadline = now + (self.timeout_s if timeout_s is None else timeout_s)
+        verb = "broadcast" if stream else "send"
+        sendings = [
+            Sending(
+                to=peer.get_name(),
+                stream=stream,
+                snapshot=snapshot,
+                options=options,
+                what=f"{self._name}: {verb} to {peer}",
+                begun=now,
+                deadline=deadline,
+            )
+            for peer in to
+        ]
+        self._engine.submit_send(sendings)
+        return [AsyncWork(sending.future, sending.what) for sending in sendings]
+
+    def _snapshot(self, packed: Packed, receivers: int, what: str) -> Snapshot:
+        """The values as they are now."""
+        size = packed.nbytes + len(packed.skeleton)
+        self._backlog.admit(size, what)
+        try:
+            slab, inline = None, bytearray()
+            if packed.nbytes > INLINE_BYTES:
+                slab = self._slabs.take(packed.nbytes)
+                packed.write(slab.memory)
+            elif packed.nbytes:
+                inline = bytearray(packed.nbytes)
+                packed.write(torch.frombuffer(inline, dtype=torch.uint8))
+        except BaseException:
+            self._backlog.free(size)
+            if slab is not None:
+                self._slabs.give_back(slab)
+            raise
+
+        def free(slab: Any) -> None:
+            self._backlog.free(size)
+            if slab is not None:
+                self._slabs.give_back(slab)
+
+        return Snapshot(packed, slab, bytes(inline), receivers, free)
+
+    def _in(
+        self,
+        src: WorkerAddress,
+        stream: bytes,
+        target: Tensor | None,
+        options: CollectiveGroupOptions | None,
+        timeout_s: float | None,
+        async_op: bool,
+        what: str,
+        finish: Callable[[Delivery], Any],
+    ) -> Any:
+        now = time.monotonic()
+        posting = Posting(
+            source=src.get_name(),
+            stream=stream,
+            options=options,
+            target=target,
+            form=ObjectForm() if target is None else values.tensor_form(target),
+            device=_current_device(),
+            ready=_now_on(target),
+            eager=async_op,
+            what=what,
+            begun=now,
+            deadline=now + (self.timeout_s if timeout_s is None else timeout_s),
+        )
+        self._engine.submit_recv(posting)
+        work: AsyncWork[Any] = AsyncWork(posting.future, what, finish)
+        if async_op:
+            return work
+        try:
+            return work.wait()
+        except BaseException:
+            self._engine.call(lambda: self._engine.incoming.withdraw(posting))
+            raise
+
+
+class _Backlog:
+    """What was sent and is not received yet. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._waiting = 0
+        self._guard = threading.Lock()
+
+    def admit(self, nbytes: int, what: str) -> None:
+        with self._guard:
+            if self._waiting + nbytes > self._limit:
+                raise MessageBacklogError(
+                    what=what, nbytes=nbytes, waiting_bytes=self._waiting, limit_bytes=self._limit
+                )
+            self._waiting += nbytes
+
+    def free(self, nbytes: int) -> None:
+        with self._guard:
+            self._waiting -= nbytes
+
+
+def _load(delivery: Delivery) -> Any:
+    unpacked = delivery.take()
+    assert unpacked is not None, delivery.form
+    loaded = unpacked.load()
+    return WithPayload(*loaded) if isinstance(delivery.form, ObjectForm) and delivery.form.piggyback else loaded
+
+
+def _nothing(delivery: Delivery) -> None:
+    delivery.take()
+
+
+def _current_device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _now_on(target: Tensor | None) -> torch.cuda.Event | None:
+    if target is None or not target.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(target.device))
+    return event
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

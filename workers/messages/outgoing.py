@@ -1,0 +1,238 @@
+"""Messages on their way out: each is kept until its receiver took or refused it. For the engine's thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from dataplane.errors import DataPlaneError
+from workers.errors import GroupOptionsError, MessageTimeoutError
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.slabs import OwnSlab
+from workers.messages.values import Packed
+from workers.messages.wire import Done, Held, Post, Pull, Refused, Settled, error_of
+
+SETTLE_S = 1.0
+"""At first contact a sender waits so long for the receiver to take, or refuse, what it has been told of."""
+
+_log = logging.getLogger(__name__)
+_DEFAULT = CollectiveGroupOptions()
+
+
+class Snapshot:
+    """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        slab: OwnSlab | None,
+        inline: bytes,
+        receivers: int,
+        free: Callable[[OwnSlab | None], None],
+    ) -> None:
+        self.packed = packed
+        self.slab = slab
+        self.inline = inline
+        self._left = receivers
+        self._free = free
+        self._guard = threading.Lock()
+        if not receivers:
+            free(slab)
+
+    def release(self) -> None:
+        """One of the receivers needs it no more."""
+        with self._guard:
+            self._left -= 1
+            if self._left:
+                return
+            slab, self.slab = self.slab, None
+        self._free(slab)
+
+
+@dataclass(eq=False)
+class Sending:
+    """A message to one receiver. deadline: a moment of the engine's clock."""
+
+    to: str
+    stream: bytes
+    snapshot: Snapshot
+    options: CollectiveGroupOptions | None
+    what: str
+    begun: float
+    deadline: float
+    future: Future[None] = field(default_factory=Future)
+    number: int = -1
+    kept: bool = False
+    settling: bool = False
+
+    def complete(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def fail(self, error: Exception) -> bool:
+        """Whether somebody still waited for it."""
+        waited = not self.future.done()
+        if waited:
+            self.future.set_exception(error)
+        return waited
+
+
+@dataclass
+class Contact:
+    """What two workers agreed on: for the pair, or within one broadcast group. proven: the other end agreed, too;
+    waits: a message to it waits for its receive for `SETTLE_S`, as the last one was refused, or there was none."""
+
+    options: CollectiveGroupOptions
+    proven: bool = False
+    waits: bool = True
+
+
+Transmit = Callable[[str, Post, Snapshot], None]
+"""Sends a post to a receiver that is connected."""
+Later = Callable[[float, Callable[[], None]], None]
+
+
+class Outgoing:
+    """worker, incarnation: of this end. transmit, later: the engine's."""
+
+    def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
+        self.incarnation = 0
+        self._worker = worker
+        self._transmit = transmit
+        self._later = later
+        self.contacts: dict[tuple[str, bytes], Contact] = {}
+        self._queued: dict[str, list[Sending]] = {}
+        self._sent: dict[tuple[str, bytes, int], Sending] = {}
+        self._numbers: dict[tuple[str, bytes], int] = {}
+        self._late: dict[str, DataPlaneError] = {}
+
+    def contact(self, peer: str, stream: bytes, options: CollectiveGroupOptions | None) -> Contact:
+        """Of this pair or group; `options` count if it is the first."""
+        return self.contacts.setdefault((peer, stream), Contact(options or _DEFAULT))
+
+    def forget(self, peer: str, stream: bytes) -> None:
+        """Nothing was agreed on: the next contact is the first."""
+        self.contacts.pop((peer, stream), None)
+
+    def queue(self, sending: Sending) -> None:
+        """To be sent by `flush`, once its receiver is connected."""
+        self._queued.setdefault(sending.to, []).append(sending)
+
+    def flush(self, peer: str) -> None:
+        """Send what is queued for `peer`."""
+        for sending in self._queued.pop(peer, ()):
+            contact = self.contact(peer, sending.stream, sending.options)
+            sending.settling = contact.waits
+            sending.number = self._numbers.get((peer, sending.stream), 0)
+            self._numbers[peer, sending.stream] = sending.number + 1
+            self._sent[peer, sending.stream, sending.number] = sending
+            packed, slab = sending.snapshot.packed, sending.snapshot.slab
+            post = Post(
+                stream=sending.stream,
+                number=sending.number,
+                source=self._worker,
+                incarnation=self.incarnation,
+                form=packed.form,
+                options=contact.options,
+                segments=packed.segments,
+                nbytes=packed.nbytes,
+                slab=None if slab is None else slab.name,
+                settling=sending.settling,
+            )
+            self._transmit(peer, post, sending.snapshot)
+
+    def answered(self, peer: str, answer: Held | Settled | Done | Refused) -> None:
+        """Of a message whose time is over, or that another life of this worker sent, nothing is to be done."""
+        sending = self._sent.get((peer, answer.stream, answer.number))
+        if sending is None:
+            return
+        match answer:
+            case Held():
+                sending.kept = answer.kept
+                if answer.busy or not sending.settling:
+                    self._settle(sending)
+                else:
+                    self._later(SETTLE_S, lambda: self._settle(sending))
+            case Settled():
+                self._settle(sending)
+            case Done():
+                contact = self.contact(peer, answer.stream, sending.options)
+                contact.proven = True
+                self._drop(sending)
+                self._settle(sending)
+            case Refused():
+                self._drop(sending)
+                self._refused(sending, error_of(answer))
+
+    def _settle(self, sending: Sending) -> None:
+        contact = self.contacts.get((sending.to, sending.stream))
+        if contact is not None and not sending.future.done():
+            contact.waits = False
+        sending.complete()
+
+    def _refused(self, sending: Sending, error: DataPlaneError) -> None:
+        contact = self.contacts.get((sending.to, sending.stream))
+        if contact is not None:
+            contact.waits = True
+        if isinstance(error, GroupOptionsError) and contact is not None and not contact.proven:
+            del self.contacts[sending.to, sending.stream]
+        if not sending.fail(error):
+            _log.error("%s was refused after it had been delivered: %s", sending.what, error)
+            self._late[sending.to] = error
+
+    def asked(self, peer: str, pull: Pull) -> Sending | None:
+        """The message that a receiver wants a part of."""
+        return self._sent.get((peer, pull.stream, pull.number))
+
+    def late_error(self, peer: str) -> DataPlaneError | None:
+        """What became known of a message after its `send` had returned; once."""
+        return self._late.pop(peer, None)
+
+    def expire(self, now: float) -> float:
+        """Nobody waits any more for those whose time is over; what is on its way may still arrive. When the next one's
+        time is over."""
+        late = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
+        for sending in late:
+            self._queued[sending.to].remove(sending)
+            sending.snapshot.release()
+        late += [sending for sending in self._sent.values() if sending.deadline <= now]
+        for sending in late:
+            sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
+        waiting = itertools.chain(self._sent.values(), *self._queued.values())
+        return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
+
+    def lose(self, peer: str, error: Exception) -> None:
+        """That life of the peer is over: fail all that was to go to it, and forget what was agreed with it."""
+        for sending in self._queued.pop(peer, []):
+            sending.fail(error)
+            sending.snapshot.release()
+        for sending in [sending for sending in self._sent.values() if sending.to == peer]:
+            self._drop(sending)
+            sending.fail(error)
+        for key in [key for key in self.contacts if key[0] == peer]:
+            del self.contacts[key]
+        for key in [key for key in self._numbers if key[0] == peer]:
+            del self._numbers[key]
+
+    def fail_all(self, error: Exception) -> None:
+        for peer in {*self._queued, *(sending.to for sending in self._sent.values())}:
+            self.lose(peer, error)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for one to be sent."""
+        return any(self._queued.values()) or any(not sending.future.done() for sending in self._sent.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether this end could go away without harm to what it sent."""
+        return not any(self._queued.values()) and all(sending.kept for sending in self._sent.values())
+
+    def _drop(self, sending: Sending) -> None:
+        del self._sent[sending.to, sending.stream, sending.number]
+        sending.snapshot.release()

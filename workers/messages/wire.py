@@ -1,0 +1,178 @@
+"""What two workers say to each other: a msgpack header frame per message, then frames of bytes.
+
+A sender's messages go over its connection to the receiver's port; the answers come back over the same.
+
+    sender                                          receiver
+    Post + skeleton + inline bytes  ------------->  queued, or met by a receive that waits
+    <-------------  Held                            queued; Settled follows where the sender waits for more
+    <-------------  Pull                            a part of the values, where they are not in memory both can see
+    Data + bytes    ------------->
+    <-------------  Done or Refused                 taken, or met by a receive that expected something else
+
+The skeleton is a pickle; tensors' bytes are not in it. Workers trust each other as those of one Ray job do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dataplane.errors import DataPlaneError
+from workers import errors
+from workers.messages.options import CollectiveGroupOptions
+
+
+class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
+    """What `send` sends and `recv` takes. piggyback: a payload came along."""
+
+    piggyback: bool = False
+
+    def __str__(self) -> str:
+        return "an object (with send, for recv)"
+
+
+class TensorForm(msgspec.Struct, frozen=True, tag="tensor"):
+    """What `send_tensor` sends and `recv_tensor` takes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a tensor of {self.dtype} {list(self.shape)} (with send_tensor, for recv_tensor)"
+
+
+class FaultForm(msgspec.Struct, frozen=True, tag="fault"):
+    """The source of a broadcast failed before it could send."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return "a failure"
+
+
+Form = ObjectForm | TensorForm | FaultForm
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A run of a message's bytes: a tensor's values, C-contiguous, or (dtype empty) a buffer of some other object."""
+
+    start: int
+    nbytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    cuda: bool = False
+
+
+class Slab(msgspec.Struct, frozen=True, array_like=True):
+    """Anonymous shared memory of a process of this host, or another's: `inode` tells it from any other."""
+
+    host: str
+    pid: int
+    fd: int
+    inode: int
+    nbytes: int
+
+
+class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A message. slab None: its bytes are in the last frame.
+
+    stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
+    stream to this receiver; settling: the sender waits for more than Held.
+    """
+
+    stream: bytes
+    number: int
+    source: str
+    incarnation: int
+    form: Form
+    options: CollectiveGroupOptions
+    segments: tuple[Segment, ...]
+    nbytes: int
+    slab: Slab | None
+    settling: bool
+
+
+class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """It is queued. kept: its bytes will outlive the sender; busy: the receiver waits for something else."""
+
+    stream: bytes
+    number: int
+    kept: bool
+    busy: bool
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The receiver began to wait for something else; no answer may come soon."""
+
+    stream: bytes
+    number: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    stream: bytes
+    number: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The message was dropped. error, facts: the name of one of this package's errors and its keywords."""
+
+    stream: bytes
+    number: int
+    error: str
+    facts: dict[str, Any]
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    stream: bytes
+    number: int
+    start: int
+    nbytes: int
+
+
+class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The bytes of a Pull follow in a frame."""
+
+    stream: bytes
+    number: int
+    source: str
+    start: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """These slabs are used no more: give their mappings back."""
+
+    inodes: tuple[int, ...]
+
+
+Request = Post | Data | Forget
+Answer = Held | Settled | Done | Refused | Pull
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(data: Any) -> Request:
+    """msgspec.DecodeError for anything that is not one."""
+    return _requests.decode(data)
+
+
+def decode_answer(data: Any) -> Answer:
+    """msgspec.DecodeError for anything that is not one."""
+    return _answers.decode(data)
+
+
+def refused(post: Post, error: DataPlaneError) -> Refused:
+    return Refused(stream=post.stream, number=post.number, error=type(error).__name__, facts=error.facts)
+
+
+def error_of(answer: Refused) -> DataPlaneError:
+    """The error that `refused` was made of."""
+    error = getattr(errors, answer.error)(**answer.facts)
+    assert isinstance(error, DataPlaneError), answer.error
+    return error

@@ -1,0 +1,164 @@
+"""An operation under way, to be waited for from threads or from async code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from workers.errors import MessageTimeoutError
+
+LOG_EVERY_S = 30.0
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_here = threading.local()
+
+
+def forbid_waiting() -> None:
+    """From now on this thread may not wait for work: others' work is done by it."""
+    _here.serves = True
+
+
+class AsyncWork(Generic[T]):
+    """The outcome of an operation, as often as it is asked for. Thread-safe.
+
+    future: done when the operation is; what: names it, for messages; finish: makes the result of the future's value,
+    called once, by whoever first asks for the result. While a wait lasts, a line every `LOG_EVERY_S` names what is
+    awaited. The operation has its own bound, so a wait without a timeout ends too.
+    """
+
+    def __init__(self, future: Future[Any], what: str, finish: Callable[[Any], T] | None = None) -> None:
+        self._future = future
+        self._what = what
+        self._finish = finish
+        self._guard = threading.Lock()
+        self._kept: list[T] = []
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, or the operation's error. Blocks until it is done; `MessageTimeoutError` after `timeout` seconds,
+        which leaves the operation under way."""
+        if getattr(_here, "serves", False) and not self._future.done():
+            raise RuntimeError(f"{self._what}: a function given to `then` must not wait for other work")
+        begun = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - begun
+            left_s = LOG_EVERY_S if timeout is None else min(LOG_EVERY_S, timeout - waited_s)
+            try:
+                return self._result(self._future.result(max(left_s, 0)))
+            except FutureTimeout:
+                if self._future.done():
+                    raise
+            waited_s = time.monotonic() - begun
+            if timeout is not None and waited_s >= timeout:
+                raise MessageTimeoutError(what=self._what, waited_s=waited_s)
+            _log.info("%s: waiting for %.0f s so far", self._what, waited_s)
+
+    async def async_wait(self, timeout: float | None = None) -> T:
+        """The same without blocking the event loop: it is woken by the operation's end. Cancelling it cancels the wait,
+        not the operation."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def done(_: Future[Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        begun = time.monotonic()
+        self._future.add_done_callback(done)
+        while not self._future.done():
+            waited_s = time.monotonic() - begun
+            left_s = LOG_EVERY_S if timeout is None else min(LOG_EVERY_S, timeout - waited_s)
+            await asyncio.wait([woken], timeout=max(left_s, 0))
+            waited_s = time.monotonic() - begun
+            if self._future.done():
+                break
+            if timeout is not None and waited_s >= timeout:
+                raise MessageTimeoutError(what=self._what, waited_s=waited_s)
+            _log.info("%s: waiting for %.0f s so far", self._what, waited_s)
+        return self._result(self._future.result())
+
+    def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
+        """Have `func(*args, **kwargs)` called once this is done; the work it returns has its result.
+
+        An error here is that work's error, and `func` is not called. If `func` returns work, the result is that work's.
+        It is called by the thread that ends the operation (now, if it is done): it must not block.
+        """
+        future: Future[Any] = Future()
+
+        def call(_: Future[Any]) -> None:
+            try:
+                self._future.result()
+                made = func(*args, **kwargs)
+            except Exception as error:
+                future.set_exception(error)
+                return
+            if isinstance(made, AsyncWork):
+                made._pass_on(future)
+            else:
+                future.set_result(made)
+
+        self._future.add_done_callback(call)
+        return AsyncWork(future, f"{self._what}, and what follows")
+
+    def _pass_on(self, to: Future[Any]) -> None:
+        def settle(future: Future[Any]) -> None:
+            try:
+                to.set_result(self._result(future.result()))
+            except Exception as error:
+                to.set_exception(error)
+
+        self._future.add_done_callback(settle)
+
+    def _result(self, value: Any) -> T:
+        if self._finish is None:
+            result: T = value
+            return result
+        with self._guard:
+            if self._error is not None:
+                raise self._error
+            if not self._kept:
+                try:
+                    self._kept.append(self._finish(value))
+                except Exception as error:
+                    self._error = error
+                    raise
+            return self._kept[0]
+
+
+def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
+    """Work that is done when all of `works` are: with `result`, or the first error of them in their order."""
+    future: Future[T] = Future()
+    left = [len(works)]
+    guard = threading.Lock()
+
+    def one_less(_: Future[Any]) -> None:
+        with guard:
+            left[0] -= 1
+            if left[0]:
+                return
+        errors = [error for work in works if (error := work._future.exception()) is not None]
+        if errors:
+            future.set_exception(errors[0])
+        else:
+            future.set_result(result)
+
+    if not works:
+        future.set_result(result)
+    for work in works:
+        work._future.add_done_callback(one_less)
+    return AsyncWork(future, what)
