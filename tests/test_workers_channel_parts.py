@@ -55,6 +55,7 @@ def there_and_back(value: Any) -> tuple[Any, list[memoryview]]:
     return items.decode(head, [np.frombuffer(bytearray(each), np.uint8) for each in buffers]), buffers
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @given(st.sampled_from(sorted(items._DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.randoms())
 def test_tensors_of_every_type_and_shape(name: str, shape: list[int], random: Any) -> None:
     dtype = items._DTYPES[name]

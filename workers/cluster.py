@@ -47,7 +47,8 @@ class RayVirtualCluster:
     use_gpus: a GPU in each bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that
     many CPUs. num_gpus_per_node: the most bundles with GPUs a node can have. name: shown in Ray's listings; need not be
     unique. placement_group_strategy: Ray's name of how bundles spread over nodes where one placement group holds them
-    all; placement groups of one node are always packed, each on another of Ray's nodes while there are enough.
+    all; placement groups of one node are always packed, each on another of Ray's nodes while enough have room just then
+    (what a group before gave back is free a moment later).
 
     ready_timeout_s (an attribute, settable): how long to wait for the bundles.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -105,6 +106,15 @@ SCENES: list[Callable[[], dict[str, Any]]] = [
 ]
 
 
+def wait_until_free(**wanted: float) -> None:
+    """What the scene before gave back is free a moment later; until then Ray may put a node's bundles elsewhere."""
+    end = time.monotonic() + 30
+    while any(ray.available_resources().get(name, 0) < amount for name, amount in wanted.items()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{wanted} was to be free, {ray.available_resources()} is")
+        time.sleep(0.05)
+
+
 def main(directory: str) -> None:
     nodes = Cluster(
         initialize_head=True,
@@ -114,7 +124,10 @@ def main(directory: str) -> None:
         nodes.add_node(num_cpus=2, num_gpus=1)
         nodes.wait_for_nodes()
         ray.init(address=nodes.address, namespace="nodes", log_to_driver=False)
-        found = {scene.__name__: scene() for scene in SCENES}
+        found = {}
+        for scene in SCENES:
+            wait_until_free(CPU=4, GPU=2)
+            found[scene.__name__] = scene()
         left = RayVirtualCluster([1], use_gpus=False)
         endpoint = left.get_master_address_and_port()
         workers = RayWorkerGroup(left, STARTER)

@@ -1,15 +1,12 @@
-"""Several logical nodes: placement and storage units. In a process of its own, as a driver is in one cluster only."""
+"""Several logical nodes: placement and storage units."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
 import pytest
+
+from tests.ray.jobs import found_by
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -17,16 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What each scene of nodes_job.py found."""
-    directory = tempfile.mkdtemp(prefix="tqn", dir="/tmp")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.ray.nodes_job", directory], capture_output=True, text=True, timeout=150
-        )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    scenes: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return scenes
+    return found_by("tests.ray.nodes_job")
 
 
 def test_a_placement_group_on_each_node(found: dict[str, Any]) -> None:
