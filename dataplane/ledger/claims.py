@@ -148,7 +148,7 @@ class Claims:
             state = self.state
             end = state.now + lease_s
             task.lease(rows, owner, end)
-            heapq.heappush(state.leases, (end, state.serial(), Lease(partition, task, rows.copy(), owner)))
+            heapq.heappush(state.leases, (end, state.serial(), Lease(partition, task, rows.copy(), owner, lease_s)))
 
     def _check(self, partition: Partition, command: c.Claim) -> None:
         least, batch, group = command.min_batch_size, command.batch_size, command.group_size
@@ -254,6 +254,20 @@ class Claims:
                 continue
             over = (task.owners[lease.rows] == lease.owner) & (task.ends[lease.rows] <= state.now)
             state.return_rows(lease.partition, task, lease.rows[over])
+
+    def renew_leases(self) -> None:
+        """Every lease begins again now, in full."""
+        state = self.state
+        old, state.leases = state.leases, []
+        for end, serial, lease in sorted(old, key=lambda entry: entry[:2]):
+            task, rows = lease.task, lease.rows
+            if lease.partition.dropped or task.owners is None or task.ends is None:
+                continue
+            lease.rows = rows[(task.owners[rows] == lease.owner) & (task.ends[rows] == end)]
+            if len(lease.rows):
+                task.ends[lease.rows] = state.now + lease.lease_s
+                state.leases.append((state.now + lease.lease_s, serial, lease))
+        heapq.heapify(state.leases)
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         interest, command = parked.interest, parked.command

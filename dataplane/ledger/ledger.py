@@ -152,6 +152,7 @@ class Ledger:
             c.UnitLost: self._units.lost,
             c.DropUnit: self._units.drop,
             c.Grown: self._units.grown,
+            c.Restarted: self._restart,
             c.Tick: self._tick,
         }
 
@@ -271,6 +272,18 @@ class Ledger:
             session.answers[target] = cancelled
 
     # --- time
+
+    def _restart(self, item: c.Restarted) -> None:
+        """The service lives again with this state: whoever knew it has to be heard again, and has all its time for
+        it."""
+        state = self._state
+        if item.epoch <= state.epoch:
+            raise ValueError(f"epoch {item.epoch} is not after {state.epoch}")
+        state.epoch = item.epoch
+        for number in list(state.units):
+            self._units.lost(c.UnitLost(unit=number))
+        self._liveness.restarted()
+        self._claims.renew_leases()
 
     def _tick(self, item: c.Tick) -> None:
         """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, and then

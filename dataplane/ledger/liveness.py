@@ -174,6 +174,13 @@ class Liveness:
         del self.state.sessions[session.number]
         self.nonces.pop(session.nonce, None)
 
+    def restarted(self) -> None:
+        """In a new life of the service nobody was heard yet, and nobody is overdue."""
+        for session in self.state.sessions.values():
+            session.hear(self.state.now)
+            session.probed = None
+        self._look_at(self.state.now + self.state.heartbeat_s)
+
     # --- units
 
     def unit_back(self, unit: int, *, new_epoch: bool) -> None:

@@ -13,32 +13,39 @@ from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Sessi
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
 
+BIRTHS_APART_NS = 1000
+"""Epochs are times in nanoseconds: a state has a million births per second before it comes to a later one's."""
+
 
 class Lease:
     """Wakes the ledger when leases end. Rows whose lease was prolonged, ended or given to another are passed over."""
 
-    def __init__(self, partition: Partition, task: Task, rows: Int64s, owner: int) -> None:
+    def __init__(self, partition: Partition, task: Task, rows: Int64s, owner: int, lease_s: float) -> None:
         self.partition = partition
         self.task = task
         self.rows = rows
         self.owner = owner
+        self.lease_s = lease_s
 
 
 class State:
-    """`touched` are the partitions whose parked claims must be judged again. `births` and `serials` count up for ever.
+    """`born` is the epoch in which this state began, `epoch` the one it is in. `births` and `serials` only grow; births
+    begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
+    of this. `touched` are the partitions whose parked claims must be judged again.
     `alarms`, `leases` and `wakes` are heaps by time; entries that no longer matter are passed over when they come
     up."""
 
     def __init__(
         self, epoch: int, limits: Limits, reserve_fraction: float, heartbeat_s: float, session_timeout_s: float
     ) -> None:
+        self.born = epoch
         self.epoch = epoch
         self.limits = limits
         self.reserve_fraction = reserve_fraction
         self.heartbeat_s = heartbeat_s
         self.session_timeout_s = session_timeout_s
         self.now = 0.0
-        self.births = 0
+        self.births = epoch // BIRTHS_APART_NS
         self.serials = 0
         self.out: list[Output] = []
         self.units: dict[int, Unit] = {}

@@ -2,8 +2,8 @@
 
 Inputs are either a `Call` (a numbered command of a client's session) or one of the unnumbered reports of the shell
 and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Tick`). Outputs are answers (`Answer`, `Opened`, `UnitAdded`) and orders to
-units (`FenceSession`, `GrowArena`).
+`SessionGone`, `SessionAlive`, `Grown`, `Restarted`, `Tick`). Outputs are answers (`Answer`, `Opened`, `UnitAdded`) and
+orders to units (`FenceSession`, `GrowArena`).
 
 Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
 with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
@@ -18,6 +18,7 @@ from dataplane.ledger.commands.inputs import (
     Heartbeat,
     Input,
     OpenSession,
+    Restarted,
     SessionAlive,
     SessionAttached,
     SessionGone,
@@ -151,6 +152,7 @@ __all__ = [
     "Predicate",
     "Register",
     "Release",
+    "Restarted",
     "Result",
     "Samples",
     "Seal",

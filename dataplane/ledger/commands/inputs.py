@@ -100,6 +100,13 @@ class Grown(Input, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class Restarted(Input, frozen=True, kw_only=True):
+    """The ledger was made again from its log, in a new life of the service: `epoch` is greater than any before. Units
+    have to offer themselves again, every session has its full time to be heard, and leases begin again in full."""
+
+    epoch: int
+
+
 class Tick(Input, frozen=True, kw_only=True):
     """The clock: seconds, monotonic, never going back."""
 
