@@ -140,6 +140,16 @@ class Talker(Worker):
         self.send(value, self._group_name, other)
         return self.recv(self._group_name, other)
 
+    def expect_tensor(self, other: int) -> None:
+        """Tells another of the group once it waits for its tensor."""
+        receiving = self.recv_tensor(torch.zeros(2), self._group_name, other, async_op=True)
+        self.send("ready", self._group_name, other)
+        receiving.wait()
+
+    def send_object_once_expected(self, other: int) -> None:
+        self.recv(self._group_name, other)
+        self.send("an object", self._group_name, other)
+
     def with_child(self) -> tuple[str, str]:
         """What a child process of this worker answers, and its address."""
         context = multiprocessing.get_context("spawn")

@@ -48,9 +48,9 @@ def test_methods_of_every_worker_are_called_too(group: WorkerGroup[Talker]) -> N
 
 
 def test_a_pair_that_does_not_fit_is_an_error_of_both(group: WorkerGroup[Talker]) -> None:
-    receiving = group.execute_on(1).recv_tensor(torch.zeros(2), "talk", 0)
+    receiving = group.execute_on(1).expect_tensor(0)
     with pytest.raises(MessageMismatchError, match="talk:0 sent"):
-        group.execute_on(0).send("an object", "talk", 1).wait()
+        group.execute_on(0).send_object_once_expected(1).wait()
     with pytest.raises(MessageMismatchError, match="but talk:1 expected"):
         receiving.wait()
 
