@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dataplane.errors import CallCancelledError as CallCancelledError
     from dataplane.errors import CallTimeoutError as CallTimeoutError
     from dataplane.errors import CapacityTimeoutError as CapacityTimeoutError
+    from dataplane.errors import CheckpointError as CheckpointError
+    from dataplane.errors import CheckpointWriteError as CheckpointWriteError
     from dataplane.errors import ClaimTimeoutError as ClaimTimeoutError
     from dataplane.errors import ClientClosedError as ClientClosedError
     from dataplane.errors import DataPlaneError as DataPlaneError
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from dataplane.errors import InvalidRequestError as InvalidRequestError
     from dataplane.errors import NotThereError as NotThereError
     from dataplane.errors import PartitionDroppedError as PartitionDroppedError
+    from dataplane.errors import PartitionExistsError as PartitionExistsError
     from dataplane.errors import PartitionNotFoundError as PartitionNotFoundError
     from dataplane.errors import PartitionSealedError as PartitionSealedError
     from dataplane.errors import ProtocolVersionError as ProtocolVersionError
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from dataplane.errors import ShareTakenError as ShareTakenError
     from dataplane.errors import StaleCallError as StaleCallError
     from dataplane.errors import StaleSampleError as StaleSampleError
+    from dataplane.errors import StateDirError as StateDirError
     from dataplane.errors import StorageUnitError as StorageUnitError
     from dataplane.errors import TaskNotFoundError as TaskNotFoundError
     from dataplane.errors import UnsupportedValueError as UnsupportedValueError
@@ -104,6 +108,8 @@ _HOME = {
     "CallCancelledError": "dataplane.errors",
     "CallTimeoutError": "dataplane.errors",
     "CapacityTimeoutError": "dataplane.errors",
+    "CheckpointError": "dataplane.errors",
+    "CheckpointWriteError": "dataplane.errors",
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",
     "DataPlaneClient": "dataplane.client",
@@ -133,6 +139,7 @@ _HOME = {
     "PAD_TO_MULTIPLE": "dataplane.schema",
     "PREV_LOGPROBS": "dataplane.schema",
     "PartitionDroppedError": "dataplane.errors",
+    "PartitionExistsError": "dataplane.errors",
     "PartitionNotFoundError": "dataplane.errors",
     "PartitionSealedError": "dataplane.errors",
     "ProtocolVersionError": "dataplane.errors",
@@ -151,6 +158,7 @@ _HOME = {
     "Server": "dataplane.server",
     "ServiceError": "dataplane.errors",
     "ServiceRestartedError": "dataplane.errors",
+    "StateDirError": "dataplane.errors",
     "ServiceUnavailableError": "dataplane.errors",
     "SessionExpiredError": "dataplane.errors",
     "ShareTakenError": "dataplane.errors",

@@ -10,6 +10,8 @@
     │   └── StaleSampleError            the id may live again, but the sample meant was cleared
     ├── RefusedError (ValueError)
     │   ├── SampleExistsError           mode="create" met ids that live
+    │   ├── PartitionExistsError        a restore met a partition that lives
+    │   ├── CheckpointError             a checkpoint is damaged, unfinished or of another version; names the file
     │   ├── SchemaError                 kind, dtype or inner shape differs from the field's
     │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
     │   ├── RowsChangedError            another writer changed rows that were to be appended to
@@ -34,6 +36,8 @@
     │   ├── StorageUnitError            a storage unit refused or is gone
     │   └── CallCancelledError          the call was withdrawn before it took effect
     ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
+    ├── StateDirError (OSError)         the service's state directory cannot be used, read or written
+    ├── CheckpointWriteError (OSError)  the file system did not take a checkpoint; names file and cause
     └── InternalError (RuntimeError)    a defect of the service; its log has the command
 
 Facts are attributes, named as the constructor's keywords. `to_wire` and `from_wire` carry any of these between
@@ -193,6 +197,23 @@ class SampleExistsError(RefusedError):
             samples=list(samples)[:SHOWN],
             total=count,
         )
+
+
+class PartitionExistsError(RefusedError):
+    def __init__(self, *, partition: str) -> None:
+        super().__init__(
+            f"partition {partition!r} exists already; clear it, restore others only (partitions=), or restore over it "
+            "(replace=True)",
+            partition=partition,
+        )
+
+
+class CheckpointError(RefusedError):
+    """A checkpoint that cannot be used: `file` is the path that is wrong, `why` says how. Nothing was restored, or
+    written."""
+
+    def __init__(self, *, file: str, why: str) -> None:
+        super().__init__(f"checkpoint file {file}: {why}", file=file, why=why)
 
 
 class SchemaError(RefusedError):
@@ -408,12 +429,16 @@ class SessionExpiredError(ServiceError):
 
 
 class ServiceRestartedError(ServiceError):
-    def __init__(self, *, expected_epoch: int, got_epoch: int, what: str) -> None:
+    """`lost` says what went with the life (epoch) that was expected; empty where it is not known to be lost."""
+
+    def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
+        since = f"it began anew, without what it held: {lost}" if lost else "that process was restarted since"
         super().__init__(
-            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: that process was restarted since",
+            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: {since}",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
             what=what,
+            lost=lost,
         )
 
 
@@ -442,6 +467,19 @@ class ArenaSpaceError(DataPlaneError, OSError):
             wanted_bytes=wanted_bytes,
             limit=limit,
         )
+
+
+class StateDirError(DataPlaneError, OSError):
+    def __init__(self, *, directory: str, why: str, hint: str = "") -> None:
+        text = f"the state directory {directory}: {why}"
+        super().__init__(f"{text}. {hint}" if hint else text, directory=directory, why=why, hint=hint)
+
+
+class CheckpointWriteError(DataPlaneError, OSError):
+    """The file system did not take a checkpoint; an older one at its path is whole."""
+
+    def __init__(self, *, file: str, why: str) -> None:
+        super().__init__(f"cannot write the checkpoint: {file}: {why}. Nothing of it was left.", file=file, why=why)
 
 
 class InternalError(DataPlaneError, RuntimeError):

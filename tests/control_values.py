@@ -61,6 +61,7 @@ def of_hint(hint: Any) -> st.SearchStrategy[Any]:
         int: INT64,
         float: st.floats(allow_nan=False),
         bool: st.booleans(),
+        bytes: st.binary(max_size=5),
         FieldSpec: SPECS,
         c.Samples: samples(),
         c.TagColumn: tag_columns(),

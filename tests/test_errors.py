@@ -17,6 +17,8 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.FieldNotProducedError(field="f", partition="p", samples=["a"]),
     e.StaleSampleError(partition="p", samples=["row 3"], positions=[1]),
     e.SampleExistsError(partition="p", samples=["a"]),
+    e.PartitionExistsError(partition="p"),
+    e.CheckpointError(file="/c/manifest.json", why="truncated"),
     e.SchemaError(partition="p", field="f", got="dense", expected="jagged"),
     e.InvalidRequestError("no"),
     e.RowsChangedError(partition="p", field="f", samples=["a"], total=2),
@@ -50,6 +52,7 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"),
     e.CallCancelledError(session=1, number=2),
     e.ArenaSpaceError(directory="/dev/shm", found_bytes=1, wanted_bytes=2),
+    e.CheckpointWriteError(file="/c/a", why="No space left on device"),
     e.InternalError(what="a defect"),
 ]
 

@@ -38,6 +38,10 @@ RESULTS: dict[type[c.Command], type[c.Result]] = {
     c.List: c.Listed,
     c.Stats: c.StatsReport,
     c.WhyBlocked: c.Blocked,
+    c.Save: c.Saved,
+    c.ReadSaved: c.SavedRows,
+    c.Stage: c.Done,
+    c.Publish: c.Done,
 }
 """What answers each command."""
 
@@ -54,7 +58,7 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.Grown,
     c.Tick,
 )
-"""The unnumbered inputs; every `Input` but `Call`."""
+"""The unnumbered inputs with a message: every `Input` but `Call`, and `Restarted`, which never leaves its process."""
 
 OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, c.FenceSession, c.GrowArena)
 """Outputs with a message; an `Answer` travels as its result, and errors as errors."""

@@ -17,6 +17,7 @@ from dataplane.ledger.commands import (
     Commit,
     Locate,
     Release,
+    Save,
     Unclaim,
 )
 
@@ -134,7 +135,7 @@ def undo_of(number: int, command: Command) -> Command | None:
         case Commit(reservation=int(reservation), offset=None):
             # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.
             return Abort(reservation=reservation)
-        case Locate():
+        case Locate() | Save():
             return Release(located=number)
         case Claim():
             return Unclaim(claimed=number)

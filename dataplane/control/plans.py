@@ -75,7 +75,7 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
     if isinstance(hint, type) and issubclass(hint, c.Value):
         plan = plan_of(hint)
         return plan.keywords, plan.from_pb
-    assert hint in (str, int, float, bool), hint
+    assert hint in (str, int, float, bool, bytes), hint
     return _same, _same
 
 

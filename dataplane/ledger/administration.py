@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionDroppedError, SchemaError
+from dataplane.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    SchemaError,
+    ServiceRestartedError,
+)
 from dataplane.ledger import commands as c
 from dataplane.ledger.commits import check_tags
+from dataplane.ledger.drops import drop
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.rooms import Rooms
@@ -26,7 +32,7 @@ class Partitions:
 
     def register(self, session: Session, number: int, command: c.Register) -> c.Done:
         state = self.state
-        self._check(command)
+        self.check(command)
         partition = state.partitions.get(command.partition)
         if partition is None:
             if len(state.partitions) >= state.limits.partitions:
@@ -40,7 +46,8 @@ class Partitions:
         state.touch(partition)
         return c.Done()
 
-    def _check(self, command: c.Register) -> None:
+    def check(self, command: c.Register) -> None:
+        """InvalidRequestError for a name, count or size that no partition can have."""
         state = self.state
         state.check_name("partition", command.partition)
         for name in command.fields:
@@ -74,16 +81,7 @@ class Partitions:
             return c.Cleared(count=len(rows))
         if partition is None:
             return c.Cleared(count=0)
-        count = partition.rows.live
-        del state.partitions[partition.name]
-        partition.drop()
-        for claim in list(partition.waiters.values()):
-            waiting = f"a claim of task {claim.command.task!r}"
-            state.unpark(claim, PartitionDroppedError(partition=partition.name, waiting=waiting))
-        for waiters in state.room_waiters.values():
-            for put in [parked for parked in waiters.values() if parked.partition is partition]:
-                state.unpark(put, PartitionDroppedError(partition=partition.name, waiting="a put"))
-        return c.Cleared(count=count)
+        return c.Cleared(count=drop(state, partition))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
         state = self.state
@@ -116,6 +114,15 @@ class UnitReports:
         if known is not None:
             self._add_again(known, item)
             return
+        if item.unit:
+            error = ServiceRestartedError(
+                expected_epoch=item.epoch,
+                got_epoch=self.state.epoch,
+                what="the service",
+                lost=f"storage unit {item.unit} ({item.name}) and its rows",
+            )
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
         self.added += 1
         unit = Unit(self.added, item, self.state.reserve_fraction)
         self.state.units[unit.number] = unit
@@ -125,7 +132,8 @@ class UnitReports:
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
         """The unit comes back, with the arena it had."""
         refused = None
-        if item.epoch < unit.epoch or (unit.connected and item.epoch == unit.epoch):
+        back = not unit.connected or item.unit == unit.number
+        if item.epoch < unit.epoch or (item.epoch == unit.epoch and not back):
             refused = f"storage unit {unit.number} offered this arena already, in epoch {unit.epoch}"
         elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
             refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"

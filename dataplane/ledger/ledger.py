@@ -28,6 +28,7 @@ from dataplane.ledger.limits import Limits
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.reads import Reads
 from dataplane.ledger.rooms import Rooms
+from dataplane.ledger.saves import Saves
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
 from dataplane.ledger.state import State
 
@@ -64,6 +65,7 @@ class Ledger:
         self._commits = Commits(self._state)
         self._reads = Reads(self._state)
         self._partitions = Partitions(self._state, self._claims.task_gone)
+        self._saves = Saves(self._state, self._partitions)
         self._units = UnitReports(self._state, self._rooms, self._liveness)
         self._handlers = self._command_table()
         self._reports = self._report_table()
@@ -71,6 +73,15 @@ class Ledger:
     @property
     def epoch(self) -> int:
         return self._state.epoch
+
+    @property
+    def now(self) -> float:
+        """Its clock: that of the last `Tick`."""
+        return self._state.now
+
+    def units_on(self, host: str) -> list[int]:
+        """The numbers of a host's storage units, present or lost."""
+        return [unit.number for unit in self._state.units.values() if unit.host == host]
 
     def apply(self, item: c.Input) -> list[c.Output]:
         """Everything that follows from one input, in the order in which it must leave. What an input that failed (a
@@ -181,6 +192,10 @@ class Ledger:
             c.List: self._reads.list_samples,
             c.Stats: self._reads.stats,
             c.WhyBlocked: self._claims.why_blocked,
+            c.Save: self._saves.save,
+            c.ReadSaved: self._saves.read_saved,
+            c.Stage: self._saves.stage,
+            c.Publish: self._saves.publish,
         }
 
     def _settle(self) -> None:
@@ -245,7 +260,8 @@ class Ledger:
         return c.Done()
 
     def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
-        self._withdraw(session, number, command.located, c.Located)
+        self._withdraw(session, number, command.located, c.Located | c.Saved)
+        session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)
         if pinned is not None:
             self._state.extents.unpin(pinned)
@@ -280,8 +296,11 @@ class Ledger:
         if item.epoch <= state.epoch:
             raise ValueError(f"epoch {item.epoch} is not after {state.epoch}")
         state.epoch = item.epoch
-        for number in list(state.units):
-            self._units.lost(c.UnitLost(unit=number))
+        state.reserve_fraction = item.reserve_fraction
+        state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
+        for unit in state.units.values():
+            unit.reserve_fraction = item.reserve_fraction
+            self._units.lost(c.UnitLost(unit=unit.number))
         self._liveness.restarted()
         self._claims.renew_leases()
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataplane.errors import DataPlaneError, InvalidRequestError, ProtocolVersionError, SessionExpiredError
+from dataplane.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    ProtocolVersionError,
+    ServiceRestartedError,
+    SessionExpiredError,
+)
 from dataplane.ledger.commands import (
     Bye,
     Done,
@@ -15,19 +21,26 @@ from dataplane.ledger.commands import (
     SessionGone,
     SessionSilent,
 )
+from dataplane.ledger.drops import drop_staged
 from dataplane.ledger.sessions import Session, SessionState
 from dataplane.ledger.state import State
 from dataplane.types import PROTOCOL_VERSION
 
+SESSIONS_APART_NS = 100_000
+"""Epochs are times in nanoseconds: a state opens ten thousand sessions per second before it comes to a later one's."""
+
 
 class Liveness:
-    """A session attached to a connected unit lives as long as its lock is held, however silent it is. One attached
+    """`opened` is the last session's number. Numbers begin where no state that began earlier can have come to, so that
+    a call of a lost state's session is never taken for one of this.
+
+    A session attached to a connected unit lives as long as its lock is held, however silent it is. One attached
     nowhere is given up after `session_timeout_s` of silence. `next_look` is when sessions must be looked through."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.nonces: dict[str, int] = {}
-        self.opened = 0
+        self.opened = state.epoch // SESSIONS_APART_NS
         self.next_look = float("inf")
 
     # --- inputs
@@ -46,6 +59,8 @@ class Liveness:
 
     def _open(self, item: OpenSession) -> Session:
         state = self.state
+        if item.epoch > state.epoch:
+            raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service")
         known = state.sessions.get(self.nonces.get(item.nonce, 0))
         if known is not None and known.live:
             known.hear(state.now)
@@ -54,6 +69,8 @@ class Liveness:
             raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
         if known is not None:
             raise SessionExpiredError(session=known.number, why=known.why)
+        if item.session:
+            raise self._forgotten(item)
         if len(state.sessions) >= state.limits.sessions:
             raise InvalidRequestError(f"{len(state.sessions)} sessions are open, the most this service holds")
         self.opened += 1
@@ -62,6 +79,14 @@ class Liveness:
         self.nonces[item.nonce] = session.number
         self._look_at(state.now + 2 * state.heartbeat_s)
         return session
+
+    def _forgotten(self, item: OpenSession) -> DataPlaneError:
+        """Why a session that would go on is not there."""
+        state = self.state
+        if item.epoch >= state.born:
+            return SessionExpiredError(session=item.session, why="it ended while nothing was heard of its client")
+        lost = f"session {item.session}, and every partition, sample and claim of that time"
+        return ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
 
     def heartbeat(self, item: Heartbeat) -> None:
         session = self.state.sessions.get(item.session)
@@ -118,6 +143,8 @@ class Liveness:
         for parked in list(session.parked.values()):
             state.unpark(parked, SessionExpiredError(session=session.number, why=why))
         session.answers.clear()
+        session.saves.clear()
+        drop_staged(state, session.number)
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
         for partition in state.partitions.values():
@@ -175,7 +202,9 @@ class Liveness:
         self.nonces.pop(session.nonce, None)
 
     def restarted(self) -> None:
-        """In a new life of the service nobody was heard yet, and nobody is overdue."""
+        """In a new life of the service nobody was heard yet, and nobody is overdue. Should the log have lost its end,
+        the sessions opened there are not opened again."""
+        self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():
             session.hear(self.state.now)
             session.probed = None

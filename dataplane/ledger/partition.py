@@ -27,7 +27,8 @@ class Partition:
     """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
     (session, number), oldest first. `dropped` is set when it was cleared whole. `version` is the trainer's;
     `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
-    again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last."""
+    again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
+    `owner` is the session that staged it and has not published it."""
 
     def __init__(self, name: str, extents: Extents) -> None:
         self.name = name
@@ -50,6 +51,7 @@ class Partition:
         self.dropped_partial = 0
         self.writers: dict[int, tuple[str, float]] = {}
         self.wakes_at = float("inf")
+        self.owner: int | None = None
 
     # --- schema and tasks
 

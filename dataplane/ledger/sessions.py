@@ -12,6 +12,7 @@ from dataplane.ledger.commands import Allocate, Claim, Int32s, Int64s, Result
 
 if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
+    from dataplane.ledger.saves import Snapshot
     from dataplane.ledger.tasks import Interest, Task
 
 
@@ -95,9 +96,9 @@ class Claimed:
 
 
 class Session:
-    """`answers` keeps results from the watermark on, `parked` the calls that wait; `reservations`, `pins` and
-    `unconfirmed` claims are by the number of the call that made them. `waiting` are numbers below the watermark that
-    count as if they were above it.
+    """`answers` keeps results from the watermark on, `parked` the calls that wait; `reservations`, `pins`,
+    `saves` (what a Save took, by partition) and `unconfirmed` claims are by the number of the call that made them.
+    `waiting` are numbers below the watermark that count as if they were above it.
 
     `attached` (in order of attachment; values unused) are the units that proved it local; `fencing` those whose proof
     is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
@@ -116,6 +117,7 @@ class Session:
         self.parked: dict[int, Parked] = {}
         self.reservations: dict[int, Room] = {}
         self.pins: dict[int, Int32s] = {}
+        self.saves: dict[int, dict[str, Snapshot]] = {}
         self.unconfirmed: dict[int, Claimed] = {}
         self.attached: dict[int, None] = {}
         self.fencing: dict[int, None] = {}

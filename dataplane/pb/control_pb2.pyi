@@ -262,19 +262,23 @@ class NamedCount(_message.Message):
     def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("nonce", "host", "name", "protocol_version")
+    __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     nonce: str
     host: str
     name: str
     protocol_version: int
-    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    session: int
+    epoch: int
+    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s")
+    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +286,7 @@ class Opened(_message.Message):
     DOORS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     nonce: str
     session: int
     epoch: int
@@ -289,7 +294,8 @@ class Opened(_message.Message):
     doors: _containers.RepeatedScalarFieldContainer[str]
     host: str
     heartbeat_s: float
-    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+    durable: bool
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session",)
@@ -334,7 +340,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +349,7 @@ class AddUnit(_message.Message):
     BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -351,7 +358,8 @@ class AddUnit(_message.Message):
     backed_bytes: int
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ...) -> None: ...
+    unit: int
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit")
@@ -986,3 +994,107 @@ class Blocked(_message.Message):
     version: int
     writers: _containers.RepeatedCompositeFieldContainer[Writer]
     def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ...) -> None: ...
+
+class SavedField(_message.Message):
+    __slots__ = ("name", "declared")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    declared: FieldSpec
+    def __init__(self, name: _Optional[str] = ..., declared: _Optional[_Union[FieldSpec, _Mapping]] = ...) -> None: ...
+
+class SavedTask(_message.Message):
+    __slots__ = ("name", "claimed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    claimed: bytes
+    def __init__(self, name: _Optional[str] = ..., claimed: _Optional[bytes] = ...) -> None: ...
+
+class SavedPartition(_message.Message):
+    __slots__ = ("partition", "live", "born", "fields", "tasks", "num_samples", "group_size", "enums", "strict", "sealed", "version")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENUMS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    born: int
+    fields: _containers.RepeatedCompositeFieldContainer[SavedField]
+    tasks: _containers.RepeatedCompositeFieldContainer[SavedTask]
+    num_samples: int
+    group_size: int
+    enums: Enums
+    strict: bool
+    sealed: bool
+    version: int
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., fields: _Optional[_Iterable[_Union[SavedField, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[SavedTask, _Mapping]]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., sealed: bool = ..., version: _Optional[int] = ...) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("header", "partitions")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partitions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Saved(_message.Message):
+    __slots__ = ("partitions",)
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
+    def __init__(self, partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ...) -> None: ...
+
+class ReadSavedRequest(_message.Message):
+    __slots__ = ("header", "saved", "partition", "first", "last", "fields", "names")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    saved: int
+    partition: str
+    first: int
+    last: int
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    names: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., saved: _Optional[int] = ..., partition: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., names: bool = ...) -> None: ...
+
+class SavedRows(_message.Message):
+    __slots__ = ("ids", "tags", "fields")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    fields: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
+
+class StageRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class PublishRequest(_message.Message):
+    __slots__ = ("header", "staged", "partitions", "replace")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    staged: _containers.RepeatedScalarFieldContainer[str]
+    partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
+    replace: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., staged: _Optional[_Iterable[str]] = ..., partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ..., replace: bool = ...) -> None: ...

@@ -175,6 +175,26 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Blocked.FromString,
                 _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/tq.v1.Control/Save',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.SaveRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Saved.FromString,
+                _registered_method=True)
+        self.ReadSaved = channel.unary_unary(
+                '/tq.v1.Control/ReadSaved',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.ReadSavedRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.SavedRows.FromString,
+                _registered_method=True)
+        self.Stage = channel.unary_unary(
+                '/tq.v1.Control/Stage',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.StageRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/tq.v1.Control/Publish',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.PublishRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -182,7 +202,8 @@ class ControlServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """Opens a session; a repeated nonce finds the session it opened before.
+        """Opens a session; a repeated nonce finds the session it opened before, also in a later life of a service that kept
+        its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -379,6 +400,34 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Save(self, request, context):
+        """Takes what partitions are at this instant, and pins all of its bytes until a Release.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSaved(self, request, context):
+        """A part of what a Save took.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stage(self, request, context):
+        """Makes an empty partition that goes with its session until it is published.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Publish(self, request, context):
+        """Makes staged partitions known under other names, with schema, tasks and all, at once or not at all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -521,6 +570,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.WhyBlocked,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Blocked.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.SaveRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Saved.SerializeToString,
+            ),
+            'ReadSaved': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadSaved,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.ReadSavedRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.SavedRows.SerializeToString,
+            ),
+            'Stage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stage,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.StageRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+            ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.PublishRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1280,6 +1349,114 @@ class Control(object):
             '/tq.v1.Control/WhyBlocked',
             dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
             dataplane_dot_pb_dot_control__pb2.Blocked.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Save',
+            dataplane_dot_pb_dot_control__pb2.SaveRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Saved.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSaved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/ReadSaved',
+            dataplane_dot_pb_dot_control__pb2.ReadSavedRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.SavedRows.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Stage',
+            dataplane_dot_pb_dot_control__pb2.StageRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Publish',
+            dataplane_dot_pb_dot_control__pb2.PublishRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,

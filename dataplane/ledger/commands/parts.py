@@ -117,6 +117,37 @@ class FieldLocations(Value, frozen=True, kw_only=True):
     lengths: Int64s
 
 
+class SavedField(Value, frozen=True, kw_only=True):
+    """A field of a partition, and what the schema declares of it (None: it is in live rows only)."""
+
+    name: str
+    declared: FieldSpec | None = None
+
+
+class SavedTask(Value, frozen=True, kw_only=True):
+    """A task, and a bit for each sample, oldest first (the first in the highest bit of the first byte): whether the
+    task has claimed it for good."""
+
+    name: str
+    claimed: bytes
+
+
+class SavedPartition(Value, frozen=True, kw_only=True):
+    """A partition but for its samples, of which `live` live and `born` were born in this count."""
+
+    partition: str
+    live: int
+    born: int
+    fields: tuple[SavedField, ...]
+    tasks: tuple[SavedTask, ...]
+    num_samples: int | None = None
+    group_size: int | None = None
+    enums: dict[str, tuple[str, ...]] | None = None
+    strict: bool = False
+    sealed: bool = False
+    version: int = 0
+
+
 class UnitInfo(Value, frozen=True, kw_only=True):
     """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp."""
 

@@ -12,6 +12,7 @@ from dataplane.ledger.commands.parts import (
     Partial,
     Predicate,
     Samples,
+    SavedPartition,
     TagColumn,
     Value,
 )
@@ -263,3 +264,46 @@ class WhyBlocked(Command, frozen=True, kw_only=True):
     group_size: int | None = None
     max_lag: int | None = None
     version_tag: str = "weight_version"
+
+
+class Save(Command, frozen=True, kw_only=True):
+    """Takes what these partitions (none named: all that are not staged) are at this instant, and pins every byte of it,
+    until `Release` of this call's number. Answered `Saved`; `ReadSaved` asks for the rest, part by part.
+
+    A sample counts as claimed by a task if it is so for good: one on lease, held for a rank, or in an answer that its
+    session has not confirmed counts as unclaimed, because whoever has it is not saved.
+    """
+
+    partitions: tuple[str, ...] = ()
+
+
+class ReadSaved(Command, frozen=True, kw_only=True):
+    """Samples [first, last), oldest first, of a partition as call `saved` took it: with `names` their ids and tags, and
+    where their cells of `fields` are. Answered `SavedRows`."""
+
+    saved: int
+    partition: str
+    first: int
+    last: int
+    fields: tuple[str, ...] = ()
+    names: bool = False
+
+
+class Stage(Command, frozen=True, kw_only=True):
+    """Makes a partition without schema or tasks that is this session's and goes with it, until a `Publish`. It is like
+    any other, but for `Save`. Answered `Done`; `PartitionExistsError` if there is one of that name."""
+
+    partition: str
+
+
+class Publish(Command, frozen=True, kw_only=True):
+    """Partitions that this session staged become those of `partitions` (same order): name, schema, tasks with what each
+    has claimed, size, seal and version, all at once or none. Answered `Done`.
+
+    Partitions of those names that exist are dropped first under `replace`, else it is `PartitionExistsError`. What is
+    declared must hold for the staged rows (`SchemaError`), whose number must be `live`.
+    """
+
+    staged: tuple[str, ...]
+    partitions: tuple[SavedPartition, ...]
+    replace: bool = False

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataplane.ledger.commands.parts import FieldLocations, Int64s, Placement, TagColumn, UnitInfo, Value
+from dataplane.ledger.commands.parts import (
+    FieldLocations,
+    Int64s,
+    Placement,
+    SavedPartition,
+    TagColumn,
+    UnitInfo,
+    Value,
+)
 from dataplane.types import FieldSpec
 
 
@@ -183,3 +191,18 @@ class Blocked(Result, frozen=True, kw_only=True):
     version: int
     writers: tuple[Writer, ...]
     why: str
+
+
+class Saved(Result, frozen=True, kw_only=True):
+    """What was taken, in the order in which it was named (or registered)."""
+
+    partitions: tuple[SavedPartition, ...]
+
+
+class SavedRows(Result, frozen=True, kw_only=True):
+    """`ids` and `tags` are empty unless asked for. Cells of length above 0 at the same place are the same bytes; length
+    -1: not produced."""
+
+    ids: tuple[str, ...]
+    tags: tuple[TagColumn, ...]
+    fields: tuple[FieldLocations, ...]
