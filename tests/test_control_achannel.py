@@ -37,7 +37,7 @@ def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
 
 @pytest.fixture
 def real() -> Iterator[Controller]:
-    with Controller(QUICK) as controller:
+    with Controller(QUICK, epoch=1) as controller:
         yield controller
 
 

@@ -63,7 +63,7 @@ def open_channel() -> Iterator[Callable[..., Channel]]:
 
 @pytest.fixture
 def real() -> Iterator[Controller]:
-    with Controller(QUICK) as controller:
+    with Controller(QUICK, epoch=1) as controller:
         yield controller
 
 

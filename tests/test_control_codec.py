@@ -27,7 +27,7 @@ def leaves(base: type[c.Value]) -> set[type[c.Value]]:
 def test_the_tables_are_whole() -> None:
     assert set(codec.RESULTS) == leaves(c.Command)
     assert set(codec.RESULTS.values()) == leaves(c.Result)
-    assert {*codec.REPORTS, c.Call} == leaves(c.Input)
+    assert {*codec.REPORTS, c.Call, c.Restarted} == leaves(c.Input)
     assert {*codec.OUTPUTS, c.Answer} == leaves(c.Output)
 
 

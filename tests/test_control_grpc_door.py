@@ -45,7 +45,7 @@ def scripted(ledger: ScriptedLedger) -> Iterator[grpc.Channel]:
 
 @pytest.fixture
 def real() -> Iterator[grpc.Channel]:
-    with Controller(CONFIG) as controller, grpc.insecure_channel(controller.address) as channel:
+    with Controller(CONFIG, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
         yield channel
 
 
@@ -111,7 +111,7 @@ def test_parked_commands_hold_no_thread_and_may_be_left(scripted: grpc.Channel, 
 
 def test_the_token_is_checked_on_everything_but_health() -> None:
     with (
-        Controller(replace(CONFIG, token="secret")) as controller,
+        Controller(replace(CONFIG, token="secret"), epoch=1) as controller,
         grpc.insecure_channel(controller.address) as channel,
     ):
         control = stub(channel)

@@ -24,13 +24,15 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in."""
+    """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in.
+    `durable`: it keeps its state over a restart."""
 
     address: str
     epoch: int
     host: str
     doors: tuple[str, ...]
     heartbeat_s: float
+    durable: bool = False
 
 
 def parse(method: str, body: bytes) -> c.Input:
@@ -81,7 +83,7 @@ def message_of(output: c.Output, facts: Facts) -> Message:
             wire = codec.to_pb(output)
             if isinstance(wire, pb.Opened):
                 wire.doors.extend(facts.doors)
-                wire.host, wire.heartbeat_s = facts.host, facts.heartbeat_s
+                wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
             return wire
     raise InternalError(what=f"{type(output).__name__} is no answer")
 

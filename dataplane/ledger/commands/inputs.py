@@ -23,12 +23,16 @@ class Call(Input, frozen=True, kw_only=True):
 
 
 class OpenSession(Input, frozen=True, kw_only=True):
-    """`nonce` makes a retry find the same session. `host` is the client's boot id. Output: `Opened`."""
+    """`nonce` makes a retry find the same session. `host` is the client's boot id. A session that goes on, maybe in
+    another life of the service, says its number (`session`) and the `epoch` it knows: it is never given another number.
+    Output: `Opened`."""
 
     nonce: str
     host: str
     name: str
     protocol_version: int
+    session: int = 0
+    epoch: int = 0
 
 
 class Heartbeat(Input, frozen=True, kw_only=True):
@@ -44,8 +48,9 @@ class SessionSilent(Input, frozen=True, kw_only=True):
 
 
 class AddUnit(Input, frozen=True, kw_only=True):
-    """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, is the same unit
-    coming back; a live cookie twice is refused. Output: `UnitAdded`."""
+    """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, or with the
+    number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
+    unit that has a number from a service that lost its state. Output: `UnitAdded`."""
 
     name: str
     host: str
@@ -55,6 +60,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     backed_bytes: int
     endpoints: tuple[str, ...]
     arena_path: str
+    unit: int = 0
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
