@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import re
 import secrets
 import stat
+import weakref
 from pathlib import Path
 
 LOCAL_FILE_SYSTEMS = frozenset(
@@ -150,3 +152,43 @@ def file_system(path: str | Path) -> str:
 def is_local(path: str | Path) -> bool:
     """Whether `path` is on a file system of this host, where `flock` and shared mappings mean what they say."""
     return file_system(path) in LOCAL_FILE_SYSTEMS
+
+
+class HeldFile:
+    """An open file, locked for as long as this process lives or until `close`. Children of a fork let go of it at
+    once, so that it stands for this process alone."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        _held_files().add(self)
+
+    @classmethod
+    def take(cls, path: Path) -> HeldFile | None:
+        """Lock the file at `path`, made (mode 0600) if it is not there; None while another process holds it. OSError
+        if it cannot be opened."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return cls(fd)
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@functools.cache
+def _held_files() -> weakref.WeakSet[HeldFile]:
+    held: weakref.WeakSet[HeldFile] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for file in held:
+            file.close()
+        held.clear()
+
+    os.register_at_fork(after_in_child=in_child)
+    return held

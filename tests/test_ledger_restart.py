@@ -14,7 +14,8 @@ from tests.ledger_driver import Driver, by_ids, handles
 def restarted(driver: Driver, epoch: int = 8) -> None:
     """The driver goes on with a ledger made from the image of the one it had."""
     driver.ledger = Ledger.restored(driver.ledger.image())
-    driver.apply(c.Restarted(epoch=epoch))
+    settings = {"reserve_fraction": 0.15, "heartbeat_s": 2.0, "session_timeout_s": 20.0}
+    driver.apply(c.Restarted(epoch=epoch, **settings))
     driver.take_orders()
 
 
@@ -120,7 +121,7 @@ def test_a_dead_local_session_is_found_out_once_its_unit_is_back() -> None:
 
 def test_epochs_only_grow() -> None:
     with pytest.raises(ValueError, match="epoch 7 is not after 7"):
-        Driver().apply(c.Restarted(epoch=7))
+        restarted(Driver(), epoch=7)
 
 
 def test_births_of_a_later_state_come_after_those_of_an_earlier_one() -> None:

@@ -12,6 +12,7 @@ from dataplane.control.handlers import Facts
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
+from dataplane.durable import DurableLedger, LedgerSettings
 from dataplane.host import (
     boot_id,
     join_address,
@@ -35,18 +36,15 @@ STOP_S = 5.0
 class Controller:
     """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above.
 
-    `epoch` must grow from one life of the service to the next (default: the time). A context manager.
+    `epoch` must grow from one life of the service to the next (default: the time). With `config.state_dir` the ledger
+    is the one kept there, and port 0 stands for the port of the life before, if it is free. A context manager.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
         self._config = config
         self._epoch = time.time_ns() if epoch is None else epoch
-        self._ledger = ledger or Ledger(
-            self._epoch,
-            reserve_fraction=config.reserve_fraction,
-            heartbeat_s=config.heartbeat_s,
-            session_timeout_s=config.session_timeout_s,
-        )
+        self._given = ledger
+        self._durable: DurableLedger | None = None
         self._shell: LedgerShell | None = None
         self._grpc: GrpcDoor | None = None
         self._address = ""
@@ -56,9 +54,14 @@ class Controller:
         """ "host:port" as others reach it; "" before `start`."""
         return self._address
 
+    @property
+    def recovered(self) -> bool:
+        """Whether it went on with the state of an earlier life."""
+        return self._durable is not None and self._durable.recovered
+
     def start(self) -> Self:
         """Returns when both doors answer. Raises ValueError for a host beyond loopback without a token, OSError where
-        a port is taken; nothing is left running then."""
+        a port is taken, `StateDirError` for a state that cannot be gone on from; nothing is left running then."""
         token = self._config.secret()
         require_token_beyond_loopback(self._config.host, token)
         try:
@@ -70,6 +73,7 @@ class Controller:
 
     def _start(self, secret: Secret) -> None:
         config = self._config
+        ledger = self._open_ledger()
         self._grpc = import_grpc_door()(secret)
         port, door = self._bind(self._grpc, secret)
         self._address = join_address(reachable_host(config.host), port)
@@ -81,15 +85,38 @@ class Controller:
             heartbeat_s=config.heartbeat_s,
         )
         door.introduce(facts)
-        self._shell = LedgerShell(self._ledger, door, facts)
+        if self._durable is not None:
+            self._durable.remember(port=port)
+        self._shell = LedgerShell(ledger, door, facts)
         self._shell.start()
         self._grpc.serve(self._shell, facts)
+
+    def _open_ledger(self) -> LedgerLike:
+        config = self._config
+        settings = LedgerSettings(
+            reserve_fraction=config.reserve_fraction,
+            heartbeat_s=config.heartbeat_s,
+            session_timeout_s=config.session_timeout_s,
+        )
+        if self._given is not None:
+            return self._given
+        if config.state_dir is None:
+            return Ledger(self._epoch, **vars(settings))
+        self._durable = DurableLedger.open(config.state_dir, settings)
+        self._epoch = self._durable.epoch
+        return self._durable
 
     def _bind(self, grpc: GrpcDoor, secret: Secret) -> tuple[int, ZmqDoor]:
         """Both doors on neighboring ports."""
         host = self._config.host
         if self._config.port:
             return self._bind_pair(grpc, secret, ZmqDoor(host, self._config.port + 1, secret))
+        before = None if self._durable is None else self._durable.recall("port")
+        if before is not None:
+            try:
+                return self._bind_pair(grpc, secret, ZmqDoor(host, int(before) + 1, secret))
+            except OSError as error:
+                log.warning("the port of the life before cannot be had, clients will not find this one: %s", error)
         for _ in range(PORT_TRIES):
             door = ZmqDoor(host, 0, secret)
             try:
@@ -116,6 +143,9 @@ class Controller:
             shell.stop(STOP_S)
         if grpc is not None:
             grpc.stop(STOP_S)
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            durable.close()
 
     def __enter__(self) -> Self:
         return self.start()

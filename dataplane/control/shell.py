@@ -16,7 +16,7 @@ import zmq
 from dataplane.control.handlers import Facts, Key, Reply, key_of, refused
 from dataplane.control.waker import Waker
 from dataplane.control.zmq_door import ZmqDoor
-from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError
+from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ TICK_S = 0.005
 """The ledger's clock is at most this old when it handles something."""
 FORGET_S = 300.0
 """A caller of the ZMQ door repeats its unanswered calls far more often than this; older ones have nobody waiting."""
+COMPLAIN_S = 10.0
+"""How often the log says that the journal cannot be written."""
 
 Orders = Callable[[c.Output], None]
 
@@ -51,7 +53,7 @@ class LedgerShell:
 
     Every wake handles what `submit` brought and one message of the door, each in order of arrival, after a `Tick` if
     the last is older than `TICK_S`; outputs leave in the ledger's order. An exception in the ledger is logged with its
-    input and answered with `InternalError`.
+    input and answered with `InternalError`; an input that its journal cannot take is refused and changes nothing.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LedgerShell:
         self._facts = facts
         self._clock = clock
         self._ticked = -math.inf
+        self._complained = -math.inf
         self._swept = clock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waker = Waker()
@@ -170,12 +173,22 @@ class LedgerShell:
     def _apply(self, item: c.Input) -> None:
         try:
             outputs = self._ledger.apply(item)
+        except StateDirError as error:
+            self._complain(error)
+            answer = refused(item, error)
+            outputs = [] if answer is None else [answer]
         except Exception as error:
             log.exception("the ledger failed on %r", item)
             answer = refused(item, InternalError(what=f"{_name(item)}: {error!r}"))
             outputs = [] if answer is None else [answer]
         for output in outputs:
             self._deliver(output)
+
+    def _complain(self, error: StateDirError) -> None:
+        """Say, now and then, that the service stands still."""
+        if self._clock() - self._complained >= COMPLAIN_S:
+            self._complained = self._clock()
+            log.error("%s; until it can be written, nothing is done", error)
 
     def _deliver(self, output: c.Output) -> None:
         key = key_of(output)

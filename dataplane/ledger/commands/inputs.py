@@ -108,9 +108,13 @@ class Grown(Input, frozen=True, kw_only=True):
 
 class Restarted(Input, frozen=True, kw_only=True):
     """The ledger was made again from its log, in a new life of the service: `epoch` is greater than any before. Units
-    have to offer themselves again, every session has its full time to be heard, and leases begin again in full."""
+    have to offer themselves again, every session has its full time to be heard, and leases begin again in full. The
+    settings are those of the new life."""
 
     epoch: int
+    reserve_fraction: float
+    heartbeat_s: float
+    session_timeout_s: float
 
 
 class Tick(Input, frozen=True, kw_only=True):

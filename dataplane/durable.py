@@ -1,0 +1,247 @@
+"""A ledger that outlives its process: every input is in the journal before it is applied.
+
+The ledger is deterministic, so its inputs are also its answers: a life that begins anew applies them again and has
+every sample, session, reservation, pin, waiting call and unconfirmed answer as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.errors import StateDirError
+from dataplane.host import boot_id
+from dataplane.journal import Journal, Log
+from dataplane.ledger import Ledger, records
+from dataplane.ledger import commands as c
+from dataplane.ledger.image import ImageError
+
+log = logging.getLogger(__name__)
+
+IMAGE_AFTER_RECORDS = 20_000
+IMAGE_AFTER_BYTES = 64 << 20
+REST = 9
+"""Between two images the service is left alone for so many times what the last one took."""
+NICE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerSettings:
+    """What a life of the service says of its ledger; see `Ledger`."""
+
+    reserve_fraction: float
+    heartbeat_s: float
+    session_timeout_s: float
+
+
+class DurableLedger:
+    """The ledger of the state in a directory, as the shell wants one. Its clock goes on where the last life's stopped.
+
+    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from. Images are made by a
+    process of their own, from the journal, so that nobody waits for them.
+    """
+
+    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool) -> None:
+        """Use `open`."""
+        self.epoch = epoch
+        self.recovered = recovered
+        self._journal = journal
+        self._ledger = ledger
+        self._ahead: float | None = None
+        self._images = _Images(journal, Path(journal.directory))
+
+    @classmethod
+    def open(cls, directory: str | Path, settings: LedgerSettings) -> DurableLedger:
+        """Take the state in `directory` over, or begin one there. Blocks while it is read: about a second for 20,000
+        commands.
+
+        StateDirError if another process uses it, or it cannot be read, is damaged, or of another version. A state that
+        the machine's end may have damaged (no orderly stop, and another boot since) is set aside, and a new one begun.
+        """
+        journal = Journal.open(directory)
+        try:
+            if _may_lack_its_end(journal):
+                journal = _set_aside(journal)
+            return cls._of(journal, settings)
+        except BaseException:
+            journal.close()
+            raise
+
+    @classmethod
+    def _of(cls, journal: Journal, settings: LedgerSettings) -> DurableLedger:
+        epoch = max(time.time_ns(), int(journal.fact("epoch") or 0) + 1)
+        recovered = journal.fact("image") is not None
+        booted_before = journal.fact("boot")
+        if recovered:
+            ledger = rebuild(journal)
+        else:
+            ledger = Ledger(epoch, **vars(settings))
+            journal.write_image(0, ledger.image())
+            journal.begin_from(0)
+        journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
+        durable = cls(journal, ledger, epoch, recovered=recovered)
+        if recovered:
+            durable._put_in(c.Restarted(epoch=epoch, **vars(settings)))
+            if booted_before != boot_id():
+                durable._drop_units_of(str(booted_before))
+        return durable
+
+    def _drop_units_of(self, host: str) -> None:
+        """Memory of a machine that was started anew since is gone, and with it the rows that were there."""
+        for unit in self._ledger.units_on(host):
+            log.warning("storage unit %d was in the memory of a machine that was started anew: its rows are lost", unit)
+            self._put_in(c.DropUnit(unit=unit, force=True))
+
+    def _put_in(self, item: c.Input) -> list[c.Output]:
+        record = records.encode(item)
+        self._journal.append(record)
+        self._images.note(len(record))
+        return self._ledger.apply(item)
+
+    def apply(self, item: c.Input) -> list[c.Output]:
+        """As `Ledger.apply`. StateDirError, and nothing is applied, while the journal cannot be written."""
+        if type(item) is c.Tick:
+            if self._ahead is None:
+                self._ahead = self._ledger.now - item.now if self.recovered else 0.0
+            item = c.Tick(now=item.now + self._ahead)
+        return self._put_in(item)
+
+    def next_deadline(self) -> float | None:
+        """As `Ledger.next_deadline`, by the clock that ticks are given by."""
+        deadline = self._ledger.next_deadline()
+        return None if deadline is None else deadline - (self._ahead or 0.0)
+
+    def remember(self, **facts: int | str) -> None:
+        """Keep these facts for later lives."""
+        self._journal.set_facts(**facts)
+
+    def recall(self, name: str) -> int | str | None:
+        """What this or an earlier life remembered."""
+        return self._journal.fact(name)
+
+    def close(self) -> None:
+        """Let go of the directory, all of it on disk. Idempotent."""
+        self._images.stop()
+        self._journal.close()
+
+
+def rebuild(journal: Log, upto: int | None = None) -> Ledger:
+    """The ledger as it was after record `upto` (None: the last). StateDirError if what is there makes none."""
+    found = journal.image()
+    if found is None:
+        raise journal.error("it has no image of a ledger")
+    last, image = found
+    try:
+        ledger = Ledger.restored(image)
+        for number, record in journal.records(last, upto):
+            last = number
+            item = records.decode(record)
+            try:
+                ledger.apply(item)
+            except Exception:
+                # It failed then as it does now, with the same effects.
+                log.exception("record %d: the ledger failed on %s", number, type(item).__name__)
+    except (ImageError, records.RecordError) as error:
+        raise journal.error(f"after record {last}: {error}", "Use the version that wrote it") from error
+    return ledger
+
+
+class _Images:
+    """Has an image made when the log has grown long, and lets the log begin there once it is."""
+
+    def __init__(self, journal: Journal, directory: Path) -> None:
+        self._journal = journal
+        self._directory = directory
+        self._records = journal.last - int(journal.fact("image") or 0)
+        self._bytes = 0
+        self._maker: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._began = 0.0
+        self._not_before = 0.0
+
+    def note(self, nbytes: int) -> None:
+        """Another record was appended."""
+        self._records += 1
+        self._bytes += nbytes
+        if self._records < IMAGE_AFTER_RECORDS and self._bytes < IMAGE_AFTER_BYTES:
+            return
+        if self._maker is not None:
+            self._look()
+        elif time.monotonic() >= self._not_before:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._number, self._began = self._journal.last, time.monotonic()
+        command = [sys.executable, "-m", "dataplane.durable", str(self._directory), str(self._number)]
+        try:
+            self._maker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            self._rest(f"cannot start {sys.executable}: {error}")
+
+    def _look(self) -> None:
+        assert self._maker is not None
+        code = self._maker.poll()
+        if code is None:
+            return
+        self._maker = None
+        if code:
+            self._rest(f"the process that makes it ended with code {code}")
+            return
+        self._journal.begin_from(self._number)
+        self._records, self._bytes = self._journal.last - self._number, 0
+        self._rest()
+
+    def _rest(self, failed: str = "") -> None:
+        took = time.monotonic() - self._began
+        self._not_before = time.monotonic() + REST * max(took, 1.0)
+        if failed:
+            log.error("no image of the ledger could be made, its journal grows on: %s", failed)
+
+    def stop(self) -> None:
+        if self._maker is not None:
+            self._maker.kill()
+            self._maker.wait()
+            self._maker = None
+
+
+def _may_lack_its_end(journal: Journal) -> bool:
+    booted = journal.fact("boot")
+    return booted is not None and booted != boot_id() and not journal.fact("clean")
+
+
+def _set_aside(journal: Journal) -> Journal:
+    """A fresh journal in the same directory; what was there is kept in a folder in it."""
+    folder = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+    fresh = journal.set_aside(folder)
+    log.warning(
+        "the machine was started anew and the service before was not stopped in order: what it held may be incomplete "
+        "and is set aside in %s; beginning anew",
+        folder,
+    )
+    return fresh
+
+
+def make_image(directory: Path, number: int) -> None:
+    """Write the image of the ledger as it was after record `number`, from the journal that a service is writing."""
+    with Log(directory) as journal:
+        journal.write_image(number, rebuild(journal, number).image())
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m dataplane.durable DIRECTORY NUMBER`: what a service runs beside itself."""
+    os.nice(NICE)
+    try:
+        make_image(Path(arguments[0]), int(arguments[1]))
+    except StateDirError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,289 @@
+"""The journal of a ledger: a directory from which another life of the service goes on.
+
+    lock             held by the one process whose state this is
+    journal.sqlite   `log`: a record for every input, in order; `facts`: what is known of the state as a whole
+    image-N          the ledger as it was after record N; the log goes on from there
+
+What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. It is
+not forced to the disk, so the death of the machine may take the last of it, or all; `clean` tells whether it did not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import sqlite3
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from dataplane.errors import StateDirError
+from dataplane.lockfile import HeldFile, file_system, is_local
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+LOG_NAME = "journal.sqlite"
+DROPPED_AT_ONCE = 256
+"""Records that an image covers go in so small steps that nobody waits for it."""
+PAGE = 1024
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
+"""
+_DAMAGED = "It cannot be gone on from; begin anew with another directory, or restore a checkpoint"
+
+
+class _Database(sqlite3.Connection):
+    """A child of a fork must not even close it: SQLite would take its parent's locks for its own. So there it lives for
+    ever."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        _databases().add(self)
+
+
+@functools.cache
+def _databases() -> weakref.WeakSet[_Database]:
+    opened: weakref.WeakSet[_Database] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for database in opened:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
+
+    os.register_at_fork(after_in_child=in_child)
+    return opened
+
+
+class Log:
+    """A journal to read, also while its owner writes to it."""
+
+    def __init__(self, directory: Path) -> None:
+        """StateDirError if there is none, or one of another version."""
+        self.directory = directory
+        with self._named("cannot be opened"):
+            self._db = sqlite3.connect(
+                directory / LOG_NAME, factory=_Database, isolation_level=None, check_same_thread=False, timeout=10.0
+            )
+            self._prepare()
+        found = self.fact("format")
+        if found != FORMAT:
+            self._db.close()
+            raise self.error(f"its journal has format {found}, this version reads {FORMAT}", "Use the version it is of")
+
+    def _prepare(self) -> None:
+        """Before the journal is looked at."""
+
+    def fact(self, name: str) -> int | str | None:
+        """What was set under `name` last; None if nothing was."""
+        with self._named("cannot be read"):
+            row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def image(self) -> tuple[int, bytes] | None:
+        """The last image and the number of the last record in it; None if there is none yet."""
+        number = self.fact("image")
+        if number is None:
+            return None
+        path = self.image_path(int(number))
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise self.error(f"{path.name} cannot be read ({error.strerror})", _DAMAGED) from error
+        if len(content) < 4 or zlib.crc32(content[4:]) != int.from_bytes(content[:4], "little"):
+            raise self.error(f"{path.name} is damaged (its checksum differs)", _DAMAGED)
+        return int(number), content[4:]
+
+    def image_path(self, number: int) -> Path:
+        return self.directory / f"image-{number}"
+
+    def records(self, after: int, upto: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """(number, record) of everything appended after record `after`, and up to `upto`."""
+        expected = after + 1
+        while upto is None or expected <= upto:
+            with self._named("cannot be read"):
+                rows = self._db.execute(
+                    "SELECT number, record, crc FROM log WHERE number >= ? ORDER BY number LIMIT ?", (expected, PAGE)
+                ).fetchall()
+            for number, record, crc in rows[: None if upto is None else upto - expected + 1]:
+                if number != expected or zlib.crc32(record) != crc:
+                    raise self.error(f"record {expected} of {LOG_NAME} is damaged or missing", _DAMAGED)
+                yield number, record
+                expected += 1
+            if len(rows) < PAGE:
+                return
+
+    def write_image(self, number: int, image: bytes) -> None:
+        """Put an image beside the journal, whole or not at all, and on disk when this returns."""
+        path = self.image_path(number)
+        aside = path.with_name(f"{path.name}.aside")
+        with self._named(f"{path.name} cannot be written"):
+            with open(aside, "wb") as file:
+                file.write(zlib.crc32(image).to_bytes(4, "little"))
+                file.write(image)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            _sync_directory(self.directory)
+
+    def error(self, why: str, hint: str = "") -> StateDirError:
+        return StateDirError(directory=str(self.directory), why=why, hint=hint)
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise self.error(f"{LOG_NAME if isinstance(error, sqlite3.Error) else 'it'} {what}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Journal(Log):
+    """The journal of this process's service. One thread at a time."""
+
+    def __init__(self, directory: Path, lock: HeldFile) -> None:
+        """Use `open`."""
+        self._lock = lock
+        self._last = 0
+        self._covered = 0
+        super().__init__(directory)
+        self._tidy()
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Journal:
+        """The journal in `directory`, which is made (mode 0700) if it is not there.
+
+        StateDirError if another process uses it, if it is on a file system of the network (where locks and what a
+        dying process wrote cannot be relied on), or if it cannot be read and written.
+        """
+        folder = Path(directory).absolute()
+        lock = None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_local(folder):
+                raise StateDirError(
+                    directory=str(folder),
+                    why=f"it is on a file system of type {file_system(folder) or 'unknown'}, which may be shared",
+                    hint="Name a directory on a local disk",
+                )
+            lock = HeldFile.take(folder / "lock")
+            if lock is None:
+                raise StateDirError(directory=str(folder), why="another process uses it", hint="Stop that one first")
+            return cls(folder, lock)
+        except OSError as error:
+            if lock is not None:
+                lock.close()
+            if isinstance(error, StateDirError):
+                raise
+            raise StateDirError(directory=str(folder), why=f"it cannot be used: {error.strerror or error}") from error
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.executescript(_SCHEMA)
+        self._db.execute("PRAGMA synchronous = OFF")
+        if self.fact("format") is None:
+            self.set_facts(format=FORMAT)
+
+    def _tidy(self) -> None:
+        """Find where the log ends; remove what an interrupted life left aside."""
+        with self._named("cannot be read"):
+            first, last = self._db.execute("SELECT min(number), max(number) FROM log").fetchone()
+        covered = int(self.fact("image") or 0)
+        self._last = max(last or 0, covered)
+        self._covered = covered if first is not None and first <= covered else 0
+        for path in self.directory.glob("image-*"):
+            if path != self.image_path(covered):
+                path.unlink(missing_ok=True)
+
+    @property
+    def last(self) -> int:
+        """The number of the last record; 0 before the first."""
+        return self._last
+
+    def append(self, record: bytes) -> None:
+        """The next record. StateDirError, and nothing is appended, where it cannot be written (a full disk)."""
+        with self._named("cannot be written"):
+            self._db.execute("INSERT INTO log VALUES (?, ?, ?)", (self._last + 1, record, zlib.crc32(record)))
+        self._last += 1
+        if self._covered:
+            self._drop_some()
+
+    def _drop_some(self) -> None:
+        with self._named("cannot be written"):
+            (first,) = self._db.execute("SELECT min(number) FROM log").fetchone()
+            if first > self._covered:
+                self._covered = 0
+                return
+            upto = min(first + DROPPED_AT_ONCE - 1, self._covered)
+            self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
+
+    def begin_from(self, number: int) -> None:
+        """From now on the image of record `number`, which is there, is where the next life begins."""
+        before = self.fact("image")
+        self.set_facts(image=number)
+        self._covered = number
+        if before is not None and before != number:
+            self.image_path(int(before)).unlink(missing_ok=True)
+
+    def set_facts(self, **facts: int | str) -> None:
+        """Set these, all or none, and on disk when this returns."""
+        with self._named("cannot be written"):
+            self._db.execute("PRAGMA synchronous = FULL")
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+            finally:
+                self._db.execute("PRAGMA synchronous = OFF")
+
+    def set_aside(self, folder: Path) -> Journal:
+        """A new journal in this one's place, which is closed and moved to `folder`. The lock stays held."""
+        super().close()
+        with self._named("cannot be set aside"):
+            folder.mkdir(mode=0o700)
+            for path in list(self.directory.iterdir()):
+                if path.name.startswith((LOG_NAME, "image-")):
+                    path.rename(folder / path.name)
+        return Journal(self.directory, self._lock)
+
+    def close(self) -> None:
+        """Force everything to the disk and let go of it. Idempotent; a forked child only lets go."""
+        if self._lock.fd < 0:
+            return
+        try:
+            with self._named("cannot be closed"):
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self.set_facts(clean=1)
+        except StateDirError as error:
+            log.warning("%s; the next life takes it for that of a process that was killed", error)
+        super().close()
+        self._lock.close()
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,201 @@
+"""The journal of a state directory: what was appended is there for the next life, or an error says what is not."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataplane import journal as module
+from dataplane.errors import StateDirError
+from dataplane.journal import LOG_NAME, Journal, Log
+
+
+def fill(journal: Journal) -> None:
+    for _ in range(100):
+        journal.append(bytes(4096))
+
+
+def everything(log: Log, after: int = 0) -> list[bytes]:
+    return [record for _, record in log.records(after)]
+
+
+def test_records_come_back_in_order(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "state") as journal:
+        for number in range(3000):
+            journal.append(b"%d" % number)
+    with Journal.open(tmp_path / "state") as journal:
+        assert journal.last == 3000
+        assert everything(journal) == [b"%d" % number for number in range(3000)]
+        assert everything(journal, 2998) == [b"2998", b"2999"]
+        assert [number for number, _ in journal.records(1020, 1030)] == list(range(1021, 1031))
+
+
+def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "a" / "state") as journal:
+        assert journal.directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from dataplane.journal import Journal\n"
+        "journal = Journal.open(sys.argv[1])\n"
+        "for number in range(500): journal.append(b'%d' % number)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    assert done.returncode == -9
+    with Journal.open(tmp_path) as journal:
+        assert everything(journal) == [b"%d" % number for number in range(500)]
+        assert not journal.fact("clean")
+
+
+def test_an_orderly_end_is_told(tmp_path: Path) -> None:
+    Journal.open(tmp_path).close()
+    with Log(tmp_path) as log:
+        assert log.fact("clean") == 1
+
+
+def test_one_owner_at_a_time(tmp_path: Path) -> None:
+    with Journal.open(tmp_path), pytest.raises(StateDirError, match=r"another process uses it. Stop that one first"):
+        Journal.open(tmp_path)
+    Journal.open(tmp_path).close()
+
+
+def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal.append(b"one")
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    journal.close()
+    with Journal.open(tmp_path) as again:
+        assert everything(again) == [b"one"]
+    os.write(go[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_local", lambda path: False)
+    monkeypatch.setattr(module, "file_system", lambda path: "nfs4")
+    with pytest.raises(StateDirError, match=r"file system of type nfs4, which may be shared"):
+        Journal.open(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateDirError, match=r"it cannot be used: Not a directory"):
+        Journal.open(tmp_path / "file" / "state")
+
+
+def test_an_image_replaces_what_came_before_it(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        for number in range(1000):
+            journal.append(b"%d" % number)
+        journal.write_image(900, b"the first 900")
+        journal.begin_from(900)
+        assert journal.image() == (900, b"the first 900")
+        for _ in range(10):
+            journal.append(b"more")
+        (first,) = journal._db.execute("SELECT min(number) FROM log").fetchone()
+        assert first == 901
+        journal.write_image(1005, b"a later one")
+        journal.begin_from(1005)
+    assert sorted(path.name for path in tmp_path.glob("image-*")) == ["image-1005"]
+    with Journal.open(tmp_path) as journal:
+        assert journal.image() == (1005, b"a later one")
+        assert everything(journal, 1005) == [b"more"] * 5
+        journal.append(b"and on")
+        assert journal.last == 1011
+
+
+def test_images_that_were_never_begun_from_are_removed(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.write_image(0, b"first")
+        journal.begin_from(0)
+        journal.write_image(7, b"never told")
+        (tmp_path / "image-9.aside").write_bytes(b"half")
+    with Journal.open(tmp_path) as journal:
+        assert sorted(path.name for path in tmp_path.glob("image-*")) == ["image-0"]
+        assert journal.image() == (0, b"first")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.write_image(0, b"an image of a ledger")
+        journal.begin_from(0)
+    path = tmp_path / "image-0"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flip" else content[:9])
+    with Journal.open(tmp_path) as journal, pytest.raises(StateDirError, match=r"image-0 (is damaged|cannot be read)"):
+        journal.image()
+
+
+@pytest.mark.parametrize("damage", ["UPDATE log SET record = x'00'", "DELETE FROM log"])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
+    with Journal.open(tmp_path) as journal:
+        for number in range(5):
+            journal.append(b"%d" % number)
+    database = sqlite3.connect(tmp_path / LOG_NAME)
+    database.execute(f"{damage} WHERE number = 3")
+    database.commit()
+    database.close()
+    with (
+        Journal.open(tmp_path) as journal,
+        pytest.raises(StateDirError, match=r"record 3 of .* is damaged"),
+    ):
+        everything(journal)
+
+
+def test_garbage_is_no_journal(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).write_bytes(b"not a database at all" * 100)
+    with pytest.raises(StateDirError, match=r"journal.sqlite cannot be opened: file is not a database"):
+        Journal.open(tmp_path)
+    (tmp_path / LOG_NAME).unlink()
+    Journal.open(tmp_path).close()
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.set_facts(format=99)
+    with pytest.raises(StateDirError, match=r"format 99, this version reads 1"):
+        Journal.open(tmp_path)
+
+
+def test_a_full_disk_appends_nothing(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.append(b"fits")
+        (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+        journal._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+        with pytest.raises(StateDirError, match=r"cannot be written: database or disk is full"):
+            fill(journal)
+        last = journal.last
+        journal._db.execute("PRAGMA max_page_count = 1000000")
+        journal.append(b"fits again")
+    with Journal.open(tmp_path) as journal:
+        assert journal.last == last + 1
+        assert everything(journal)[-1] == b"fits again"
+
+
+def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.append(b"one")
+        with Log(tmp_path) as reader:
+            found = reader.records(0, 2)
+            assert next(found) == (1, b"one")
+            journal.append(b"two")
+            assert [record for _, record in reader.records(0, 2)] == [b"one", b"two"]
