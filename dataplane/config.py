@@ -30,6 +30,8 @@ class DataPlaneConfig:
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
     put_timeout_s: how long a put waits for room.
+    reconnect_s: how long clients of a service with a state_dir, and storage units of any, wait for its return when it
+        is gone: calls meanwhile wait, each up to its own deadline; then they are `ServiceUnavailableError`.
     result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
     copy_threads: how many threads of a client copy large columns to and from shared memory, the calling one included
         (1: it alone); None takes one for each core it may use, up to four.
@@ -51,6 +53,7 @@ class DataPlaneConfig:
     call_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     put_timeout_s: float = 60.0
+    reconnect_s: float = 60.0
     result_memory_bytes: int = 512 * MIB
     copy_threads: int | None = None
     state_dir: str | None = None
@@ -68,6 +71,8 @@ class DataPlaneConfig:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:
             raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
+        if self.reconnect_s < 0:
+            raise ValueError(f"reconnect_s={self.reconnect_s}: cannot be negative")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
