@@ -83,6 +83,7 @@ class Controller:
             host=boot_id(),
             doors=door.endpoints,
             heartbeat_s=config.heartbeat_s,
+            durable=self._durable is not None,
         )
         door.introduce(facts)
         if self._durable is not None:
