@@ -35,7 +35,7 @@ class DataPlaneConfig:
     result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
     copy_threads: how many threads of a client copy large columns to and from shared memory, the calling one included
         (1: it alone); None takes one for each core it may use, up to four.
-    state_dir: a local directory from which the service goes on after its end, whatever way it ended (None: it does not).
+    state_dir: a local directory from which the service goes on after its end, whatever way it ended; None: it does not.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 

@@ -31,22 +31,31 @@ def test_a_lock_is_held_until_closed(lock):
     peer.drop()
 
 
-def test_unlinking_keeps_the_lock(lock):
+def test_the_name_stays_while_a_forked_child_holds_the_lock(lock):
+    """A storage unit that is restarted meanwhile finds by the name that somebody may still have views."""
+    end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(end[0], 1)
+        os._exit(0)
+    lock.close()
     peer = PeerLock.open(str(lock.path), directories=[SHM])
     assert isinstance(peer, PeerLock)
-    lock.unlink()
-    lock.unlink()
-    assert not lock.path.exists()
     assert peer.held()
-    peer.drop()
+    os.write(end[1], b"x")
+    os.waitpid(child, 0)
+    assert not peer.held()
+    peer.bury()
+    assert not lock.path.exists()
+    for fd in end:
+        os.close(fd)
 
 
-def test_a_forked_child_cannot_drop_or_unlink_the_parents(lock):
+def test_a_forked_child_cannot_drop_the_parents(lock):
     peer = PeerLock.open(str(lock.path), directories=[SHM])
     assert isinstance(peer, PeerLock)
     child = os.fork()
     if child == 0:
-        lock.unlink()
         lock.close()
         os._exit(0)
     os.waitpid(child, 0)

@@ -214,7 +214,7 @@ def test_a_session_with_proof_is_attached_and_then_alive_until_its_lock_is_free(
     lock = SessionLock.create()
     assert prove(unit, peer, lock)[0].WhichOneof("outcome") == "attached"
     attached = unit.expect(SessionAttached)
-    assert (attached.unit, attached.session) == (UNIT, 1)
+    assert (attached.unit, attached.session, attached.lock_path) == (UNIT, 1, str(lock.path))
     unit.server.order(FenceSession(unit=UNIT, session=1))
     assert unit.expect(SessionAlive).session == 1
     assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1, "alive, so not fenced"
@@ -222,6 +222,20 @@ def test_a_session_with_proof_is_attached_and_then_alive_until_its_lock_is_free(
     unit.server.order(FenceSession(unit=UNIT, session=1))
     assert unit.expect(SessionGone).session == 1
     assert "SessionExpired" in type(refused(peer.ask(b"x", write=write((0, 1))))).__name__
+
+
+def test_a_unit_that_was_restarted_finds_the_locks_of_those_attached_before(unit, peer):
+    """It has not seen them attach: the ledger tells it where their locks are."""
+    lock = SessionLock.create()
+    for _ in range(2):
+        unit.server.order(FenceSession(unit=UNIT, session=1, lock_path=str(lock.path)))
+        assert unit.expect(SessionAlive).session == 1
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1, "alive, so not fenced"
+    lock.close()
+    unit.server.order(FenceSession(unit=UNIT, session=1, lock_path=str(lock.path)))
+    assert unit.expect(SessionGone).session == 1
+    unit.server.order(FenceSession(unit=UNIT, session=2, lock_path=str(lock.path)))
+    assert unit.expect(SessionGone).session == 2, "its lock is not there any more"
 
 
 def test_attaching_twice_with_one_lock_is_fine_and_with_two_is_not(unit, peer):

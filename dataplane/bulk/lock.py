@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.lockfile import SESSION_LOCK_NAME, create_locked, is_held, is_local, new_session_lock_name, open_own
+from dataplane.lockfile import (
+    SESSION_LOCK_NAME,
+    create_locked,
+    is_held,
+    is_local,
+    new_session_lock_name,
+    open_own,
+    unlink_unheld,
+)
 
 DEFAULT_LOCK_DIRECTORY = "/dev/shm"
 
@@ -39,21 +47,17 @@ class SessionLock:
         """Whether this process still holds it."""
         return self._fd >= 0
 
-    def unlink(self) -> None:
-        """Remove the name, keep the lock: for a session that will attach to no further unit but still has views of
-        shared memory. Units that are attached keep their descriptors. Idempotent; does nothing in a forked child."""
-        if os.getpid() == self._owner:
-            self.path.unlink(missing_ok=True)
-
     def close(self) -> None:
-        """Say that nothing of this session touches shared memory any more: remove the name and drop the lock (a
-        forked child drops its own share of it only). Call it when no copy is under way and no view is left. Idempotent.
+        """Say that nothing of this process touches shared memory through this session any more: drop the lock, and
+        remove the name unless a forked child, which may have views, still holds it. Call it when no copy is under way
+        and no view is left. Idempotent.
         """
         if self._fd < 0:
             return
-        self.unlink()
         os.close(self._fd)
         self._fd = -1
+        if os.getpid() == self._owner:
+            unlink_unheld(self.path)
 
     def __enter__(self) -> SessionLock:
         return self

@@ -204,8 +204,8 @@ class BulkServer:
                 self._answer(peer, request)
         while self._orders:
             match self._orders.popleft():
-                case FenceSession(unit=unit, session=session):
-                    gone = self._sessions.fence(session)
+                case FenceSession(unit=unit, session=session, lock_path=path):
+                    gone = self._sessions.fence(session, path)
                     self._report((SessionGone if gone else SessionAlive)(unit=unit, session=session))
                 case GrowArena() as order:
                     self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
@@ -296,8 +296,8 @@ class BulkServer:
                 self._bury_dead()
                 return pb.BulkReply(challenge=self._sessions.attach(request.session, request.attach)), None
             case "proof":
-                self._sessions.prove(request.session, request.proof.seen)
-                self._report(SessionAttached(unit=self._unit, session=request.session))
+                path = self._sessions.prove(request.session, request.proof.seen)
+                self._report(SessionAttached(unit=self._unit, session=request.session, lock_path=path))
                 return pb.BulkReply(attached=pb.Attached()), None
             case "write":
                 self._refuse_stopped(request.session, request.write.reservation)

@@ -85,8 +85,9 @@ class Sessions:
             lock.drop()
             raise InvalidRequestError(f"session {session} is attached to this unit with another lock file")
 
-    def prove(self, session: int, seen: bytes) -> None:
-        """The session is attached from now on. Raises InvalidRequestError if `seen` is not what the challenge wrote."""
+    def prove(self, session: int, seen: bytes) -> str:
+        """The session is attached from now on: where its lock is. Raises InvalidRequestError if `seen` is not what the
+        challenge wrote."""
         pending = self._pending.pop(session, None)
         if pending is None:
             raise InvalidRequestError(f"session {session} sent a proof that nobody asked for")
@@ -97,11 +98,15 @@ class Sessions:
             pending.lock.drop()
         else:
             self._attached[session] = pending.lock
+        return str(self._attached[session].path)
 
-    def fence(self, session: int) -> bool:
+    def fence(self, session: int, lock_path: str = "") -> bool:
         """Refuse everything of this session from now on, unless it is attached and its lock is still held. Whether it
-        is fenced: then nothing of it can touch the arena any more."""
-        lock = self._attached.get(session)
+        is fenced: then nothing of it can touch the arena any more.
+
+        lock_path: where the lock is of a session that attached, here or before this unit was restarted over its arena.
+        """
+        lock = self._attached.get(session) or self._find_again(session, lock_path)
         if lock is not None and lock.held():
             return False
         self._fenced.add(session)
@@ -113,6 +118,16 @@ class Sessions:
         else:
             self._sweep()
         return True
+
+    def _find_again(self, session: int, lock_path: str) -> PeerLock | None:
+        """The lock, if it is still held, of a session that attached in an earlier life of this unit."""
+        if not lock_path or session in self._fenced:
+            return None
+        lock = PeerLock.open(lock_path, directories=self._directories)
+        if isinstance(lock, str):
+            return None
+        self._attached[session] = lock
+        return lock
 
     def _sweep(self) -> None:
         """A client that was killed before it attached here leaves a lock file that nobody holds."""

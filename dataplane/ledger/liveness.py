@@ -106,10 +106,10 @@ class Liveness:
             return
         if session is None or not session.live:
             if session is not None:
-                session.fencing[item.unit] = None
-            self.state.out.append(FenceSession(unit=item.unit, session=item.session))
+                session.fencing[item.unit] = item.lock_path
+            self.state.out.append(FenceSession(unit=item.unit, session=item.session, lock_path=item.lock_path))
             return
-        session.attached[item.unit] = None
+        session.attached[item.unit] = item.lock_path
 
     def gone(self, item: SessionGone) -> None:
         """Proof from one unit: a live session ends with it; what it held in this unit is free."""
@@ -152,7 +152,7 @@ class Liveness:
                 rows = task.leased_by(session.number)
                 if len(rows):
                     state.return_rows(partition, task, rows)
-        session.fencing = {**session.attached, **self._holding(session)}
+        session.fencing = {**self._holding(session), **session.attached}
         session.attached = {}
         session.probed = None
         self._forget_empty(session)
@@ -160,15 +160,15 @@ class Liveness:
         self._remove_if_done(session)
         self._look_at(state.now + state.heartbeat_s)
 
-    def _holding(self, session: Session) -> dict[int, None]:
-        """Units where it has reservations or pins, by number."""
+    def _holding(self, session: Session) -> dict[int, str]:
+        """Units where it has reservations or pins, by number; as sessions are that never attached."""
         units = self.state.extents.units
         found: set[int] = set()
         for reservation in session.reservations.values():
             found.update(units[reservation.extents()].tolist())
         for pinned in session.pins.values():
             found.update(units[pinned].tolist())
-        return dict.fromkeys(sorted(found))
+        return dict.fromkeys(sorted(found), "")
 
     def _free_on(self, session: Session, unit: int) -> None:
         """Nothing of the session can touch this unit any more."""
@@ -218,7 +218,7 @@ class Liveness:
             if new_epoch and unit not in session.attached and unit not in session.fencing:
                 self._free_on(session, unit)
             if unit in session.fencing:
-                self.state.out.append(FenceSession(unit=unit, session=session.number))
+                self._fence(session, unit, session.fencing[unit])
             elif session.silent and unit in session.attached:
                 self._probe(session)
 
@@ -287,11 +287,11 @@ class Liveness:
         else:
             self._look_at(session.suspected + state.heartbeat_s)
 
-    def _reachable(self, session: Session) -> list[int]:
-        """Connected units that can say whether it lives, or that owe proof that it does not."""
+    def _reachable(self, session: Session) -> dict[int, str]:
+        """Connected units that can say whether it lives, or that owe proof that it does not, and where its lock is."""
         units = self.state.units
         where = session.attached if session.live else session.fencing
-        return [unit for unit in where if unit in units and units[unit].connected]
+        return {unit: path for unit, path in where.items() if unit in units and units[unit].connected}
 
     def _probe_due(self, session: Session) -> bool:
         return session.probed is None or self.state.now >= session.probed + self.state.heartbeat_s
@@ -300,7 +300,11 @@ class Liveness:
         reachable = self._reachable(session)
         if reachable:
             session.probed = self.state.now
-        self.state.out.extend(FenceSession(unit=unit, session=session.number) for unit in reachable)
+        for unit, path in reachable.items():
+            self._fence(session, unit, path)
+
+    def _fence(self, session: Session, unit: int, lock_path: str) -> None:
+        self.state.out.append(FenceSession(unit=unit, session=session.number, lock_path=lock_path))
 
     def _look_at(self, when: float) -> None:
         self.next_look = min(self.next_look, when)

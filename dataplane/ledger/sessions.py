@@ -100,8 +100,8 @@ class Session:
     `saves` (what a Save took, by partition) and `unconfirmed` claims are by the number of the call that made them.
     `waiting` are numbers below the watermark that count as if they were above it.
 
-    `attached` (in order of attachment; values unused) are the units that proved it local; `fencing` those whose proof
-    is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
+    `attached` (in order of attachment) are the units that proved it local, with the path of its lock; `fencing` those
+    whose proof is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
     """
 
     def __init__(self, number: int, nonce: str, name: str, host: str, now: float) -> None:
@@ -119,8 +119,8 @@ class Session:
         self.pins: dict[int, Int32s] = {}
         self.saves: dict[int, dict[str, Snapshot]] = {}
         self.unconfirmed: dict[int, Claimed] = {}
-        self.attached: dict[int, None] = {}
-        self.fencing: dict[int, None] = {}
+        self.attached: dict[int, str] = {}
+        self.fencing: dict[int, str] = {}
         self.heard = now
         self.probed: float | None = None
         self.suspected: float | None = None

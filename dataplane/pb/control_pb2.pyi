@@ -390,12 +390,14 @@ class UnitDropped(_message.Message):
     def __init__(self, unit: _Optional[int] = ...) -> None: ...
 
 class SessionAttached(_message.Message):
-    __slots__ = ("unit", "session")
+    __slots__ = ("unit", "session", "lock_path")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
     unit: int
     session: int
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+    lock_path: str
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
 
 class SessionGone(_message.Message):
     __slots__ = ("unit", "session")
@@ -430,12 +432,14 @@ class Grown(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class FenceSession(_message.Message):
-    __slots__ = ("unit", "session")
+    __slots__ = ("unit", "session", "lock_path")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
     unit: int
     session: int
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+    lock_path: str
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
 
 class GrowArena(_message.Message):
     __slots__ = ("unit", "backed_bytes")

@@ -77,10 +77,12 @@ class DropUnit(Input, frozen=True, kw_only=True):
 
 
 class SessionAttached(Input, frozen=True, kw_only=True):
-    """The unit's handshake proved that the session's process shares its host and maps its arena."""
+    """The unit's handshake proved that the session's process shares its host and maps its arena. `lock_path` is the
+    file whose lock is held as long as that process lives."""
 
     unit: int
     session: int
+    lock_path: str = ""
 
 
 class SessionGone(Input, frozen=True, kw_only=True):

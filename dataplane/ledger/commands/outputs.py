@@ -40,10 +40,12 @@ class Answer(Output, frozen=True, kw_only=True):
 
 class FenceSession(Output, frozen=True, kw_only=True):
     """To `unit`: end all this session can do to your bytes, then report `SessionGone`; a locally attached session whose
-    lock is still held is reported `SessionAlive` instead (and is not fenced)."""
+    lock is still held is reported `SessionAlive` instead (and is not fenced). `lock_path` is where the lock is of one
+    that attached, for a unit that was restarted since."""
 
     unit: int
     session: int
+    lock_path: str = ""
 
 
 class GrowArena(Output, frozen=True, kw_only=True):
