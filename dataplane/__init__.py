@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dataplane.attach import connect_async as connect_async
     from dataplane.batch import BatchedDataDict as BatchedDataDict
     from dataplane.batch import materialize as materialize
+    from dataplane.checkpoint import CheckpointInfo as CheckpointInfo
     from dataplane.client import DataPlaneClient as DataPlaneClient
     from dataplane.column_api import kv_first_write as kv_first_write
     from dataplane.column_api import read_columns as read_columns
@@ -109,6 +110,7 @@ _HOME = {
     "CallTimeoutError": "dataplane.errors",
     "CapacityTimeoutError": "dataplane.errors",
     "CheckpointError": "dataplane.errors",
+    "CheckpointInfo": "dataplane.checkpoint",
     "CheckpointWriteError": "dataplane.errors",
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",

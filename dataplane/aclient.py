@@ -15,6 +15,7 @@ from dataplane import claiming
 from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
+from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
 from dataplane.errors import ClientClosedError
@@ -217,6 +218,16 @@ class AsyncDataPlaneClient:
             max_lag=max_lag,
             version_tag=version_tag,
         )
+
+    async def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
+        """See `DataPlaneClient.checkpoint`."""
+        return await self._run(checkpoint, path, partitions)
+
+    async def restore(
+        self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
+    ) -> CheckpointInfo:
+        """See `DataPlaneClient.restore`."""
+        return await self._run(restore, path, partitions, replace=replace)
 
     async def stats(self) -> c.StatsReport:
         """See `DataPlaneClient.stats`."""

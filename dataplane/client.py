@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from dataplane import claiming
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
+from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.config import DataPlaneConfig
 from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
@@ -314,6 +316,37 @@ class DataPlaneClient:
             max_lag=max_lag,
             version_tag=version_tag,
         )
+
+    def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
+        """Save partitions (None: all) into a directory, as they are together at one instant, while everyone else goes
+        on: what is put, claimed or cleared later changes nothing of it, and its room is not reused meanwhile.
+
+        Saved are samples in their order, fields, tags, schema, size, seal, version, and what each task has claimed for
+        good. A sample on lease, held for a rank, or claimed by a client that has made no call since is saved as
+        unclaimed: whoever has it is not in the checkpoint. Age for `partial_after_s` and the shares of steps are not
+        saved.
+
+        path: new, an empty directory, or an older checkpoint's, which is replaced when this one is whole and synced to
+        disk, and survives any failure before. Rows that are shared are written once. Needs little memory; blocks until
+        done. Raises KeyError for an unknown partition, `CheckpointWriteError` (an OSError) that names the file where
+        the disk fails, `CheckpointError` (a ValueError) if something else is at `path`.
+        """
+        return self._run(checkpoint, path, partitions)
+
+    def restore(
+        self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
+    ) -> CheckpointInfo:
+        """Bring partitions (None: all) of a checkpoint back, all or none, into a service with any number of storage
+        units of any size.
+
+        First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
+        changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
+        ValueError), or with `replace=True` is dropped when the saved one is there in full: there must be room for both.
+        Too little room is `RequestTooLargeError` or `CapacityTimeoutError`. They become visible at the same moment;
+        a failure on the way leaves nothing. Samples are born anew: metas from before are stale, list or claim them
+        again.
+        """
+        return self._run(restore, path, partitions, replace=replace)
 
     def stats(self) -> c.StatsReport:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""

@@ -65,12 +65,12 @@ def put(
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
     try:
-        committed = yield from _store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
+        committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
     except SchemaError:
         if not (yield from _schema_moved(desk, partition)):
             raise
         encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
-        committed = yield from _store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
+        committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
     return _put_meta(ids, partition, encoded, tags, committed)
 
 
@@ -93,7 +93,7 @@ def _append(
         try:
             whole = yield from _joined(desk, encoded, located.result)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
-            committed = yield from _store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
+            committed = yield from store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
             return _put_meta(ids, partition, whole, tags, committed)
         except RowsChangedError:
             if turn + 1 == APPEND_TRIES:
@@ -124,7 +124,7 @@ def _joined(desk: Desk, encoded: Sequence[EncodedColumn], located: c.Located) ->
     if not stored:
         return list(encoded)
     units = units_of(stored)
-    yield from _know(desk, units)
+    yield from know(desk, units)
 
     def work() -> list[EncodedColumn]:
         sources = desk.roads.gather(stored, units)
@@ -175,7 +175,7 @@ def _schema_moved(desk: Desk, partition: str) -> Operation[bool]:
     return bool(before != described.result.fields)
 
 
-def _store(
+def store(
     desk: Desk,
     partition: str,
     samples: c.Samples,
@@ -204,7 +204,7 @@ def _store(
     unfinished: set[int] = set()
     try:
         placements: tuple[c.Placement, ...] = room.result.placements
-        yield from _know(desk, {placement.unit for placement in placements})
+        yield from know(desk, {placement.unit for placement in placements})
         yield Work(lambda: desk.roads.write(placements, encoded, room.number, unfinished))
         failpoints.hit("put.before_commit")
         commit = _commit(partition, samples, encoded, tags, mode, upon, reservation=room.number)
@@ -303,7 +303,7 @@ def naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:
         raise error.with_ids(ids) from None
 
 
-def _know(desk: Desk, units: set[int]) -> Operation[None]:
+def know(desk: Desk, units: set[int]) -> Operation[None]:
     if desk.roads.unknown(units):
         listed = yield Send(c.Units())
         desk.roads.learn(listed.result.units)
@@ -401,7 +401,7 @@ def _read(
     try:
         fields: tuple[c.FieldLocations, ...] = located.result.fields
         units = units_of(fields)
-        yield from _know(desk, units)
+        yield from know(desk, units)
 
         def work() -> Any:
             failpoints.hit("get.mid_copy")
@@ -420,7 +420,7 @@ def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequenc
     try:
         fields: tuple[c.FieldLocations, ...] = located.result.fields
         units = units_of(fields)
-        yield from _know(desk, units)
+        yield from know(desk, units)
 
         def work() -> TensorDict:
             sources = desk.roads.gather(fields, units, guard=pins[0])

@@ -17,6 +17,7 @@ EXPECTED = [
     "CallTimeoutError",
     "CapacityTimeoutError",
     "CheckpointError",
+    "CheckpointInfo",
     "CheckpointWriteError",
     "ClaimTimeoutError",
     "ClientClosedError",

@@ -1,0 +1,225 @@
+"""Restoring: everything is checked, then written into partitions that nobody sees, which one command makes public.
+
+Held in memory at a time: the row handles of one partition's samples (16 bytes of each) and the arrays of one piece; the
+values themselves go from the mapped file to where they belong.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from dataplane import failpoints
+from dataplane.checkpoint import files, manifest
+from dataplane.checkpoint.files import Opened, lengths_of
+from dataplane.checkpoint.manifest import CellsEntry, CheckpointInfo, Manifest, PartitionEntry, RowsEntry
+from dataplane.checkpoint.saving import chosen_names
+from dataplane.columns import EncodedColumn
+from dataplane.columns.values import FlatValues
+from dataplane.desk import Desk
+from dataplane.errors import (
+    CapacityTimeoutError,
+    InternalError,
+    PartitionExistsError,
+    PartitionNotFoundError,
+    RequestTooLargeError,
+)
+from dataplane.ledger import commands as c
+from dataplane.objects import decode_object
+from dataplane.operations import store
+from dataplane.steps import Operation, Post, Send, Work
+from dataplane.types import GRANULE_BYTES
+
+
+def restore(
+    desk: Desk, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
+) -> Operation[CheckpointInfo]:
+    """See `DataPlaneClient.restore`."""
+    directory = Path(path).absolute()
+    content: Manifest = yield Work(lambda: manifest.read(directory))
+    entries = _named(content, partitions)
+    for file in content.files:
+        yield Work(partial(files.verify, directory, file))
+    yield from _check_room(desk, entries, replace)
+    failpoints.hit("restore.verified")
+    tag = secrets.token_hex(8)
+    staged = [f"restoring-{tag}-{number}" for number in range(len(entries))]
+    shelf = _Shelf(directory, content)
+    try:
+        published = []
+        for name, entry in zip(staged, entries, strict=True):
+            yield Send(c.Stage(partition=name))
+            published.append((yield from _fill(desk, shelf, name, entry)))
+        failpoints.hit("restore.before_publish")
+        yield Send(c.Publish(staged=tuple(staged), partitions=tuple(published), replace=replace))
+    except BaseException:
+        for name in staged:
+            yield Post(c.Clear(partition=name, samples=None))
+        raise
+    for entry in entries:
+        desk.schemas.pop(entry.partition, None)
+    return manifest.info(directory, content, entries)
+
+
+def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[PartitionEntry, ...]:
+    if partitions is None:
+        return content.partitions
+    by_name = {entry.partition: entry for entry in content.partitions}
+    names = chosen_names(partitions)
+    for name in names:
+        if name not in by_name:
+            raise PartitionNotFoundError(partition=name, known=list(by_name))
+    return tuple(by_name[name] for name in dict.fromkeys(names))
+
+
+def _check_room(desk: Desk, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
+    """Raises now what would go wrong after much was written."""
+    stats: c.StatsReport = (yield Send(c.Stats())).result
+    there = {found.partition for found in stats.partitions}
+    for entry in entries:
+        if entry.partition in there and not replace:
+            raise PartitionExistsError(partition=entry.partition)
+    sizes = [cells.nbytes for entry in entries for cells in entry.cells]
+    wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)
+    whole = sum(unit.capacity_bytes for unit in stats.units)
+    if wanted > whole and stats.units:
+        raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=whole, what="this checkpoint")
+    free = sum(
+        unit.capacity_bytes - unit.live_bytes - unit.reserved_bytes - unit.retired_bytes
+        for unit in stats.units
+        if unit.connected
+    )
+    if wanted > free:
+        holders = sorted(((f"partition {p.partition!r}", p.live_bytes) for p in stats.partitions), key=lambda h: -h[1])
+        raise CapacityTimeoutError(wanted_bytes=wanted, free_bytes=free, waited_s=0.0, holders=holders)
+
+
+class _Shelf:
+    """The checkpoint's files, the one last used open."""
+
+    def __init__(self, directory: Path, content: Manifest) -> None:
+        self._directory = directory
+        self._content = content
+        self._number = -1
+        self._opened: Opened | None = None
+
+    def file(self, number: int) -> Opened:
+        """A file of the manifest, by its number."""
+        if self._opened is None or number != self._number:
+            self._opened = Opened(self._directory, self._content.files[number])
+            self._number = number
+        return self._opened
+
+
+def _fill(desk: Desk, shelf: _Shelf, staged: str, entry: PartitionEntry) -> Operation[c.SavedPartition]:
+    """Write everything of a partition; what it is to become."""
+    rows, births = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for piece in entry.rows:
+        commit: c.Commit = yield Work(partial(_names, shelf, staged, piece))
+        committed: c.Committed = (yield Send(commit)).result
+        rows.append(committed.rows)
+        births.append(committed.births)
+    handles = c.Samples(rows=np.concatenate(rows), births=np.concatenate(births))
+    for cells in entry.cells:
+        found: tuple[c.Samples, EncodedColumn] = yield Work(partial(_column, shelf, cells, handles))
+        samples, column = found
+        yield from store(desk, staged, samples, _Places(len(samples)), [column], (), c.Mode.UPDATE)
+        failpoints.hit("restore.stored")
+    claimed: list[bytes] = yield Work(lambda: _claimed(shelf, entry))
+    return c.SavedPartition(
+        partition=entry.partition,
+        live=entry.live,
+        born=entry.born,
+        fields=tuple(c.SavedField(name=field.name, declared=field.declared) for field in entry.fields),
+        tasks=tuple(c.SavedTask(name=name, claimed=bits) for name, bits in zip(entry.tasks, claimed, strict=True)),
+        num_samples=entry.num_samples,
+        group_size=entry.group_size,
+        enums=entry.enums,
+        strict=entry.strict,
+        sealed=entry.sealed,
+        version=entry.version,
+    )
+
+
+def _names(shelf: _Shelf, staged: str, piece: RowsEntry) -> c.Commit:
+    """The commit that makes these samples."""
+    opened = shelf.file(piece.file)
+    lengths = opened.int64s(f"{piece.prefix}/id_lengths")
+    text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
+    if len(lengths) != piece.count or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(text):
+        raise opened.wrong(f"{len(text)} bytes of ids for {piece.count} samples ({piece.prefix})")
+    ends = np.cumsum(lengths).tolist()
+    try:
+        ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
+        tags = tuple(_tag(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
+    except (ValueError, TypeError, InternalError) as error:
+        raise opened.wrong(f"its ids or tags make no sense ({piece.prefix}): {error}") from error
+    return c.Commit(partition=staged, samples=c.Samples(ids=ids), mode=c.Mode.CREATE, tags=tags)
+
+
+def _tag(name: Any, positions: Any, values: Any) -> c.TagColumn:
+    if type(name) is not str or type(values) is not list:
+        raise ValueError(f"a tag {name!r}")
+    return c.TagColumn(
+        name=name, values=tuple(values), positions=None if positions is None else np.array(positions, np.int64)
+    )
+
+
+def _column(shelf: _Shelf, cells: CellsEntry, handles: c.Samples) -> tuple[c.Samples, EncodedColumn]:
+    """The samples of a piece and its column, whose values stay in the mapped file."""
+    opened = shelf.file(cells.file)
+    assert handles.rows is not None
+    assert handles.births is not None
+    values = opened.bytes_of(f"{cells.prefix}/values")
+    lengths = lengths_of(opened, cells.prefix, cells.spec, cells.values)
+    sizes = lengths * cells.spec.unit_bytes
+    if int(sizes.sum()) != values.nbytes or values.nbytes != cells.nbytes:
+        raise opened.wrong(f"{values.nbytes} bytes of values where {int(sizes.sum())} belong ({cells.prefix})")
+    if cells.first is None:
+        places = opened.int64s(f"{cells.prefix}/rows")
+    else:
+        places = np.arange(cells.first, cells.first + cells.rows)
+    index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
+    if len(places) != cells.rows or not _within(places, len(handles.rows)):
+        raise opened.wrong(f"samples that are not there ({cells.prefix})")
+    if len(places if index is None else index) != cells.rows or not _within(index, cells.values):
+        raise opened.wrong(f"an index that leaves its values ({cells.prefix})")
+    samples = c.Samples(rows=handles.rows[places], births=handles.births[places])
+    flat = FlatValues(values, np.cumsum(sizes) - sizes, sizes)
+    return samples, EncodedColumn(cells.field, cells.spec, lengths.copy(), sizes, index, flat)
+
+
+def _within(numbers: c.Int64s | None, count: int) -> bool:
+    return numbers is None or not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
+
+
+def _claimed(shelf: _Shelf, entry: PartitionEntry) -> list[bytes]:
+    opened = shelf.file(entry.file)
+    whole = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
+    size = -(-entry.live // 8)
+    if len(whole) != size * len(entry.tasks):
+        raise opened.wrong(f"{len(whole)} bytes of claims for {len(entry.tasks)} tasks of {entry.live} samples")
+    return [whole[size * task : size * (task + 1)] for task in range(len(entry.tasks))]
+
+
+class _Places(Sequence[str]):
+    """Stands for the ids in an error, which are not kept."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[str]: ...
+    def __getitem__(self, place: int | slice) -> str | Sequence[str]:
+        return [f"number {n}" for n in range(self._count)[place]] if isinstance(place, slice) else f"number {place}"
