@@ -25,10 +25,19 @@ import numpy.typing as npt
 
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, ClientClosedError
-from dataplane.lockfile import create_locked, new_arena_name, sweep
+from dataplane.lockfile import (
+    KEPT_ARENA_NAME,
+    HeldFile,
+    create_locked,
+    new_arena_name,
+    new_kept_arena_name,
+    open_own,
+    sweep,
+    unlink_unheld,
+)
 from dataplane.memory import room
 
-__all__ = ["Arena", "MappedArena", "default_capacity", "sweep", "HEADER_BYTES", "PAGE_BYTES"]
+__all__ = ["Arena", "MappedArena", "default_capacity", "sweep", "sweep_kept", "HEADER_BYTES", "PAGE_BYTES"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,9 +49,12 @@ GROW_STEP_BYTES = 32 * MIB
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_ROOM = 0.5
 
-_HEADER = struct.Struct("<8sII16sQQ")
+_HEADER = struct.Struct("<8sII16sQQQ")
+_BACKED_AT = _HEADER.size - 8
+_KEEPER_AT = 1024
+_KEEPER_LENGTH = struct.Struct("<H")
 _MAGIC = b"TQARENA\0"
-_VERSION = 1
+_VERSION = 2
 _CHALLENGES_AT = PAGE_BYTES
 _CHALLENGE_BYTES = 32
 _CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
@@ -70,42 +82,82 @@ def default_capacity(directory: str | Path) -> int:
 class Arena:
     """The unit's side: owns the file, its lock and its memory. One thread at a time."""
 
-    def __init__(self, path: Path, fd: int, capacity_bytes: int, epoch: int) -> None:
-        """Use `create`."""
+    def __init__(
+        self, path: Path, file: HeldFile, capacity_bytes: int, epoch: int, cookie: bytes, backed_bytes: int
+    ) -> None:
+        """Use `create` or `adopt`."""
         self.path = path
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
-        self.backed_bytes = 0
-        self.cookie = secrets.token_bytes(16)
-        self._fd = fd
+        self.backed_bytes = backed_bytes
+        self.cookie = cookie
+        self._file = file
         self._owner = os.getpid()
         self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
-        os.ftruncate(fd, HEADER_BYTES + capacity_bytes)
-        os.posix_fallocate(fd, 0, HEADER_BYTES)
-        self._map: mmap.mmap | None = mmap.mmap(fd, HEADER_BYTES + capacity_bytes)
+        self._map: mmap.mmap | None = mmap.mmap(file.fd, HEADER_BYTES + capacity_bytes)
         self._map.madvise(mmap.MADV_DONTDUMP)
-        header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, self.cookie, epoch, capacity_bytes)
+        header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header
         self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES:]
 
     @classmethod
-    def create(cls, directory: str | Path, capacity_bytes: int, *, epoch: int) -> Arena:
+    def create(cls, directory: str | Path, capacity_bytes: int, *, epoch: int, keeper: Path | None = None) -> Arena:
         """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
 
-        Raises ArenaSpaceError if that much could not be had in `directory` even now.
+        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. Raises
+        ArenaSpaceError if that much could not be had in `directory` even now.
         """
         capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
         _check_room(directory, capacity_bytes + HEADER_BYTES)
-        path = Path(directory) / new_arena_name()
-        fd = create_locked(path)
+        path = Path(directory) / (new_arena_name() if keeper is None else new_kept_arena_name())
+        file = HeldFile(create_locked(path))
         try:
-            return cls(path, fd, capacity_bytes, epoch)
+            os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
+            os.posix_fallocate(file.fd, 0, HEADER_BYTES)
+            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0)
+            arena._name_keeper(keeper)
+            return arena
         except BaseException as error:
             path.unlink()
-            os.close(fd)
+            file.close()
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
                 raise _no_space(directory, capacity_bytes, error) from error
             raise
+
+    @classmethod
+    def adopt(cls, path: str | Path, *, epoch: int) -> Arena:
+        """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch.
+
+        OSError if it is not there, ValueError if it is no arena of this version, or another process holds it.
+        """
+        os.stat(path)
+        file = HeldFile.take(Path(path))
+        if file is None:
+            raise ValueError(f"{path}: another process holds it")
+        try:
+            raw = os.pread(file.fd, _HEADER.size, 0)
+            capacity = _check_header(raw, path, None)
+            if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
+                raise ValueError(f"{path}: the arena is cut short")
+            *_, cookie, before, _, backed = _HEADER.unpack(raw)
+            if epoch <= before or backed > capacity:
+                raise ValueError(f"{path}: its epoch is {before} and {backed} of its {capacity} bytes are backed")
+            return cls(Path(path), file, capacity, epoch, cookie, backed)
+        except BaseException:
+            file.close()
+            raise
+
+    def _name_keeper(self, keeper: Path | None) -> None:
+        name = os.fsencode("" if keeper is None else keeper.absolute())
+        if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER_LENGTH.size:
+            raise ValueError(f"{keeper}: a path of {len(name)} bytes is too long to be kept in an arena")
+        assert self._map is not None
+        self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER_LENGTH.size + len(name)] = _KEEPER_LENGTH.pack(len(name)) + name
+
+    def _set_backed(self, backed_bytes: int) -> None:
+        assert self._map is not None, "the arena is closed"
+        self.backed_bytes = backed_bytes
+        self._map[_BACKED_AT : _HEADER.size] = backed_bytes.to_bytes(8, "little")
 
     @property
     def data(self) -> Bytes:
@@ -132,18 +184,19 @@ class Arena:
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
             try:
-                os.posix_fallocate(self._fd, HEADER_BYTES + self.backed_bytes, step)
+                os.posix_fallocate(self._file.fd, HEADER_BYTES + self.backed_bytes, step)
             except OSError as error:
                 raise _no_space(self.path.parent, target - self.backed_bytes, error) from error
-            self.backed_bytes += step
+            self._set_backed(self.backed_bytes + step)
             yield self.backed_bytes
 
     def punch(self, above_bytes: int) -> int:
         """Give the memory from `above_bytes` (rounded up to a page) on back to the system; the bytes still backed."""
         start = min(self.backed_bytes, _down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         if start < self.backed_bytes:
-            _punch_hole(self._fd, HEADER_BYTES + start, self.backed_bytes - start)
-            self.backed_bytes = start
+            nbytes = self.backed_bytes - start
+            self._set_backed(start)
+            _punch_hole(self._file.fd, HEADER_BYTES + start, nbytes)
         return self.backed_bytes
 
     def challenge(self) -> Challenge:
@@ -157,14 +210,11 @@ class Arena:
     def close(self, *, unlink: bool = True) -> None:
         """Let the file go: unlock it and, unless told otherwise, remove it. Idempotent. The memory itself lives until
         the last process that maps it is gone. A forked child only lets go of its own hold."""
-        if self._fd < 0:
-            return
         self._data = None
         self._map = None
-        if unlink and os.getpid() == self._owner:
+        if unlink and self._file.fd >= 0 and os.getpid() == self._owner:
             self.path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> Arena:
         return self
@@ -250,6 +300,29 @@ class MappedArena:
         self.close()
 
 
+def sweep_kept(directory: str | Path) -> list[Path]:
+    """Remove the arenas in `directory` that were to outlive their units and that nobody will ask for: no process holds
+    them, and the file that keeps them is gone. What was removed."""
+    folder = Path(directory)
+    gone = [folder / name for name in os.listdir(folder) if KEPT_ARENA_NAME.fullmatch(name)]
+    return [path for path in gone if _has_no_keeper(path) and unlink_unheld(path)]
+
+
+def _has_no_keeper(path: Path) -> bool:
+    fd = open_own(path)
+    if fd is None:
+        return False
+    try:
+        raw = os.pread(fd, PAGE_BYTES, 0)
+    finally:
+        os.close(fd)
+    if len(raw) < PAGE_BYTES:
+        return True
+    start = _KEEPER_AT + _KEEPER_LENGTH.size
+    (length,) = _KEEPER_LENGTH.unpack_from(raw, _KEEPER_AT)
+    return not os.path.exists(raw[start : start + length])
+
+
 def _map(fd: int, size: int, protection: int) -> Bytes:
     mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     mapping.madvise(mmap.MADV_DONTDUMP)
@@ -260,7 +333,7 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     """The capacity that the header tells."""
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path}: not an arena")
-    magic, version, header_bytes, found, _, capacity = _HEADER.unpack(raw)
+    magic, version, header_bytes, found, _, capacity, _ = _HEADER.unpack(raw)
     if magic != _MAGIC or version != _VERSION or header_bytes != HEADER_BYTES:
         raise ValueError(f"{path}: not an arena of this version")
     if cookie is not None and found != cookie:

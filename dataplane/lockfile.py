@@ -30,12 +30,18 @@ _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EIN
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
+KEPT_ARENA_NAME = re.compile(r"tq-kept-[0-9a-f]{32}")
 SESSION_LOCK_NAME = re.compile(r"tq-session-[0-9a-f]{32}\.lock")
 
 
 def new_arena_name() -> str:
     """A file name for an arena that no other has; matches `ARENA_NAME`."""
     return f"tq-arena-{secrets.token_hex(16)}"
+
+
+def new_kept_arena_name() -> str:
+    """The same for an arena that outlives its unit: no `sweep` removes it."""
+    return f"tq-kept-{secrets.token_hex(16)}"
 
 
 def new_session_lock_name() -> str:

@@ -9,12 +9,13 @@ import time
 from types import TracebackType
 from typing import Self
 
-from dataplane.arena import Arena, default_capacity
+from dataplane.arena import Arena, default_capacity, sweep_kept
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import UnitLink
 from dataplane.host import boot_id, reachable_host
+from dataplane.kept import UnitRecord
 from dataplane.ledger import commands as c
 from dataplane.lockfile import sweep
 
@@ -35,6 +36,7 @@ class StorageUnit:
         self._arena: Arena | None = None
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
+        self._record: UnitRecord | None = None
 
     def start(self) -> Self:
         try:
@@ -48,9 +50,9 @@ class StorageUnit:
         config = self._config
         for directory in {config.arena_dir, DEFAULT_LOCK_DIRECTORY}:
             sweep(directory)
-        capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+            sweep_kept(directory)
         epoch = time.time_ns()
-        self._arena = Arena.create(config.arena_dir, capacity, epoch=epoch)
+        self._arena, number = self._open_arena(epoch)
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._link = UnitLink(self._controller, config.secret())
         self._bulk = BulkServer(
@@ -72,9 +74,25 @@ class StorageUnit:
                 backed_bytes=backed,
                 endpoints=tuple(self._bulk.endpoints),
                 arena_path=str(self._arena.path),
+                unit=number,
             ),
             on_order=self._bulk.order,
         )
+        if self._record is not None:
+            self._record.write(self._arena, self._bulk.unit)
+
+    def _open_arena(self, epoch: int) -> tuple[Arena, int]:
+        """The arena of the life before with the unit's number then, or a new one and 0."""
+        config, keeper = self._config, None
+        if config.state_dir is not None:
+            self._record = UnitRecord(config.state_dir, self.name, {config.arena_dir, DEFAULT_LOCK_DIRECTORY})
+            kept = self._record.adopt(epoch=epoch)
+            if kept is not None:
+                return kept
+            self._record.reserve()
+            keeper = self._record.path
+        capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+        return Arena.create(config.arena_dir, capacity, epoch=epoch, keeper=keeper), 0
 
     @property
     def lost(self) -> threading.Event:
@@ -83,12 +101,12 @@ class StorageUnit:
         return self._link.lost
 
     def stop(self) -> None:
-        """Leave the controller, end the door, unlink the arena. Idempotent."""
+        """Leave the controller, end the door, unlink the arena unless a state directory keeps it. Idempotent."""
         for part in (self._link, self._bulk):
             if part is not None:
                 part.close() if isinstance(part, UnitLink) else part.stop()
         if self._arena is not None:
-            self._arena.close()
+            self._arena.close(unlink=self._record is None)
         self._link = self._bulk = self._arena = None
 
     def __enter__(self) -> Self:

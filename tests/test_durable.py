@@ -1,0 +1,204 @@
+"""A ledger that goes on from its state directory."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane import durable as module
+from dataplane.durable import DurableLedger, LedgerSettings, main
+from dataplane.errors import StateDirError
+from dataplane.journal import Journal
+from dataplane.ledger import Ledger
+from dataplane.ledger import commands as c
+from tests.ledger_driver import Driver
+from tests.test_ledger_replay import a_busy_day
+
+SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
+
+
+def opened(directory: Path, settings: LedgerSettings = SETTINGS) -> DurableLedger:
+    return DurableLedger.open(directory, settings)
+
+
+def a_day(seed: int = 1, steps: int = 200, **settings: Any) -> list[c.Input]:
+    driver = Driver(capacity=64 * 1024, **settings)
+    a_busy_day(driver, seed, steps)
+    return driver.log
+
+
+def live(durable: DurableLedger, log: list[c.Input]) -> None:
+    for item in log:
+        durable.apply(item)
+
+
+def test_a_life_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    assert not first.recovered
+    live(first, a_day())
+    before = Ledger.restored(first._ledger.image())
+    first.close()
+    second = opened(tmp_path)
+    assert second.recovered
+    assert second.epoch > first.epoch
+    before.apply(c.Restarted(epoch=second.epoch, **vars(SETTINGS)))
+    assert second._ledger.fingerprint() == before.fingerprint()
+    second.close()
+
+
+def test_it_goes_on_from_an_image_and_what_came_after(tmp_path: Path) -> None:
+    log = a_day(steps=400)
+    first = opened(tmp_path)
+    live(first, log[:300])
+    assert main([str(tmp_path), "250"]) == 0
+    first._journal.begin_from(250)
+    live(first, log[300:])
+    before = first._ledger.fingerprint()
+    assert module.rebuild(first._journal).fingerprint() == before
+    first.close()
+    second = opened(tmp_path)
+    second.close()
+    third = opened(tmp_path)
+    assert third._ledger.epoch == third.epoch > second.epoch > first.epoch
+    third.close()
+
+
+def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IMAGE_AFTER_RECORDS", 50)
+    log = a_day(steps=400)
+    durable = opened(tmp_path)
+    live(durable, log[:100])
+    maker = durable._images._maker
+    assert maker is not None
+    assert maker.wait(60) == 0
+    live(durable, log[100:])
+    number = durable._journal.fact("image")
+    assert isinstance(number, int)
+    assert number >= 50
+    expected = durable._ledger.fingerprint()
+    assert module.rebuild(durable._journal).fingerprint() == expected
+    durable.close()
+
+
+def test_a_failed_image_is_told_and_the_journal_grows_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "IMAGE_AFTER_RECORDS", 10)
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    log = a_day()
+    durable = opened(tmp_path)
+    live(durable, log[:20])
+    maker = durable._images._maker
+    assert maker is not None
+    maker.wait(60)
+    live(durable, log[20:])
+    assert "no image of the ledger could be made" in caplog.text
+    expected = durable._ledger.fingerprint()
+    assert module.rebuild(durable._journal).fingerprint() == expected
+    durable.close()
+
+
+def test_its_clock_goes_on(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.apply(c.Tick(now=1000.0))
+    first.close()
+    second = opened(tmp_path)
+    second.apply(c.Tick(now=5.0))
+    assert second._ledger.now == 1000.0
+    second.apply(c.Tick(now=7.5))
+    assert second._ledger.now == 1002.5
+    client = Driver(units=0)
+    client.ledger = second._ledger
+    client.client()
+    deadline = second.next_deadline()
+    assert deadline is not None
+    assert 7.5 <= deadline <= 7.5 + SETTINGS.heartbeat_s
+    second.close()
+
+
+def test_settings_are_those_of_the_new_life(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    durable = opened(tmp_path, replace(SETTINGS, session_timeout_s=77.0))
+    assert durable._ledger._state.session_timeout_s == 77.0
+    durable.close()
+
+
+def test_what_cannot_be_written_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable = opened(tmp_path)
+    log = a_day()
+    live(durable, log[:10])
+    before = durable._ledger.fingerprint()
+
+    def full(self: Journal, record: bytes) -> None:
+        raise self.error("cannot be written: database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", full)
+        for item in log[10:20]:
+            with pytest.raises(StateDirError, match="disk is full"):
+                durable.apply(item)
+    assert durable._ledger.fingerprint() == before
+    live(durable, log[10:])
+    durable.close()
+
+
+def test_a_failure_of_the_ledger_is_the_same_failure_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    durable = opened(tmp_path)
+    live(durable, a_day()[:20])
+    with pytest.raises(ValueError, match="is not after"):
+        durable.apply(c.Restarted(epoch=1, **vars(SETTINGS)))
+    before = durable._ledger.fingerprint()
+    assert module.rebuild(durable._journal).fingerprint() == before
+    durable.close()
+    with caplog.at_level(logging.ERROR):
+        opened(tmp_path).close()
+    assert "the ledger failed on Restarted" in caplog.text
+
+
+def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = opened(tmp_path)
+    live(first, a_day())
+    first._journal.set_facts(boot="another boot")
+    first._journal._lock.close()  # as a killed process lets go
+    second = opened(tmp_path)
+    assert not second.recovered
+    assert "may be incomplete and is set aside" in caplog.text
+    (aside,) = tmp_path.glob("before-*")
+    assert {path.name for path in aside.iterdir()} >= {"journal.sqlite", "image-0"}
+    second.close()
+
+
+def test_an_orderly_stop_survives_a_boot_but_memory_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = opened(tmp_path)
+    add = next(item for item in a_day() if isinstance(item, c.AddUnit))
+    first.apply(
+        c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__ if name != "host"}, host="boot 1")
+    )
+    first.apply(
+        c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__ if name != "cookie"}, cookie="2")
+    )
+    first._journal.set_facts(boot="boot 1")
+    first.close()
+    second = opened(tmp_path)
+    assert second.recovered
+    assert "its rows are lost" in caplog.text
+    assert list(second._ledger._state.units) == [2]
+    second.close()
+
+
+def test_the_process_that_makes_images_says_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dataplane.durable", str(tmp_path), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the state directory" in done.stderr
+    assert "Traceback" not in done.stderr

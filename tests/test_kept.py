@@ -1,0 +1,142 @@
+"""Arenas that outlive their storage unit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataplane.arena import Arena, MappedArena, sweep, sweep_kept
+from dataplane.config import MIB
+from dataplane.kept import UnitRecord, discard
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory for arenas, emptied at the end."""
+    folder = Path(f"/dev/shm/tq-test-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+@pytest.fixture
+def record(tmp_path: Path, memory: Path) -> UnitRecord:
+    made = UnitRecord(tmp_path / "state", "unit/0", [memory])
+    made.reserve()
+    return made
+
+
+def left_by(record: UnitRecord, memory: Path) -> Path:
+    """An arena with a word in it, as a unit leaves it that was killed."""
+    arena = Arena.create(memory, MIB, epoch=1, keeper=record.path)
+    arena.grow(8192)
+    arena.data[100:105] = list(b"hello")
+    record.write(arena, 3)
+    arena.close(unlink=False)
+    return arena.path
+
+
+def test_the_next_life_finds_everything(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    found = record.adopt(epoch=2)
+    assert found is not None
+    arena, unit = found
+    with arena:
+        assert (arena.path, unit, arena.epoch, arena.backed_bytes, arena.capacity_bytes) == (path, 3, 2, 8192, MIB)
+        assert arena.data[100:105].tobytes() == b"hello"
+        assert arena.grow(16384) == 16384
+    assert not path.exists()
+
+
+def test_clients_mapped_before_see_what_is_written_after(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    with MappedArena.open(path) as mapped:
+        found = record.adopt(epoch=2)
+        assert found is not None
+        with found[0] as arena:
+            arena.data[:3] = list(b"new")
+            assert mapped.readonly(0, 3).tobytes() == b"new"
+
+
+def test_no_sweep_removes_it_while_its_record_is_there(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    assert sweep(memory) == sweep_kept(memory) == []
+    record.path.unlink()
+    assert sweep(memory) == []
+    assert sweep_kept(memory) == [path]
+
+
+def test_a_held_one_stays_whatever_its_record(record: UnitRecord, memory: Path) -> None:
+    left_by(record, memory)
+    found = record.adopt(epoch=2)
+    assert found is not None
+    with found[0]:
+        record.path.unlink()
+        assert sweep_kept(memory) == []
+
+
+def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    assert discard(record.path.parent, [memory]) == [path]
+    assert record.adopt(epoch=2) is None
+
+
+def test_two_lives_at_once_share_nothing(record: UnitRecord, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left_by(record, memory)
+    found = record.adopt(epoch=2)
+    assert found is not None
+    with found[0]:
+        assert record.adopt(epoch=3) is None
+        assert "another process holds it" in caplog.text
+
+
+def test_a_reserved_record_is_no_arena_yet(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
+    assert record.adopt(epoch=2) is None
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b"short"), "not an arena"),
+        (lambda path: os.truncate(path, 20_000), "cut short"),
+        (lambda path: path.write_bytes(b"x" * 70_000), "not an arena of this version"),
+    ],
+)
+def test_what_is_damaged_is_not_gone_on_with(
+    record: UnitRecord, memory: Path, caplog: pytest.LogCaptureFixture, damage: object, why: str
+) -> None:
+    assert callable(damage)
+    damage(left_by(record, memory))
+    assert record.adopt(epoch=2) is None
+    assert why in caplog.text
+    assert "beginning with an empty one" in caplog.text
+
+
+def test_epochs_only_grow(record: UnitRecord, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left_by(record, memory)
+    assert record.adopt(epoch=1) is None
+    assert "its epoch is 1" in caplog.text
+
+
+def test_another_boot_or_container_begins_anew(
+    record: UnitRecord, memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lock file that is not there proves nothing where another /dev/shm is."""
+    left_by(record, memory)
+    elsewhere = UnitRecord(tmp_path / "state", "unit/0", [tmp_path])
+    assert elsewhere.path == record.path
+    assert elsewhere.adopt(epoch=2) is None
+    assert "another boot, or in another container" in caplog.text
+
+
+def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
+    record.path.write_text("{}")
+    assert record.adopt(epoch=2) is None
+    assert "cannot be read" in caplog.text
