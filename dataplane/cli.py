@@ -1,4 +1,4 @@
-"""`tq`: run the service from a shell, and look into a running one.
+"""`tq`: run the service from a shell, look into a running one, save and restore what it holds.
 
 Exit codes: 0 done, 1 the service refused or is not there (the message says why), 2 wrong arguments.
 """
@@ -12,15 +12,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+import dataplane
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, GIB, MIB, DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.unit import StorageUnit
+
+if TYPE_CHECKING:
+    from dataplane import CheckpointInfo, DataPlaneClient
 
 UNIT_READY_S = 60.0
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
@@ -195,6 +200,33 @@ def describe(address: str, report: c.StatsReport) -> str:
     return "\n".join(lines)
 
 
+def checkpoint(arguments: argparse.Namespace) -> int:
+    """Save partitions into a directory."""
+    with _connect(arguments) as client:
+        done = client.checkpoint(arguments.path, arguments.partition)
+    print(f"checkpoint of {summary(done)} at {done.path}")
+    return 0
+
+
+def restore(arguments: argparse.Namespace) -> int:
+    """Bring partitions of a checkpoint back."""
+    with _connect(arguments) as client:
+        done = client.restore(arguments.path, arguments.partition, replace=arguments.replace)
+    print(f"restored {summary(done)} from {done.path}")
+    return 0
+
+
+def _connect(arguments: argparse.Namespace) -> DataPlaneClient:
+    name = f"tq {arguments.run.__name__}"
+    return dataplane.connect(arguments.address, token_file=arguments.token_file, client_name=name)
+
+
+def summary(done: CheckpointInfo) -> str:
+    """What was saved or restored, in one line."""
+    names = ", ".join(f"{name} ({count} samples)" for name, count in done.partitions.items())
+    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {done.files} files"
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of every command."""
     top = argparse.ArgumentParser(prog="tq", description="The data plane for RL post-training.")
@@ -227,6 +259,15 @@ def parser() -> argparse.ArgumentParser:
     made = command("status", status, "Print what a service holds.")
     made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
     made.add_argument("--json", action="store_true", help="print JSON")
+    for name, run, text in (
+        ("checkpoint", checkpoint, "Save partitions into a directory, as they are at one instant."),
+        ("restore", restore, "Bring the partitions of a checkpoint back, all or none."),
+    ):
+        made = command(name, run, text)
+        made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
+        made.add_argument("path", help="directory of the checkpoint")
+        made.add_argument("--partition", action="append", help="only this one; may be given again (default: all)")
+    made.add_argument("--replace", action="store_true", help="drop partitions of the same names that exist")
     return top
 
 
