@@ -1,20 +1,17 @@
-"""Keys, items and messages of channels, each by itself."""
+"""Keys and messages of channels, each by itself."""
 
 from __future__ import annotations
 
 import enum
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.channel import items, wire
+from workers.channel import wire
 from workers.channel.endpoint import Endpoint
 from workers.channel.keys import key_bytes
-from workers.channel.wire import ALIGN_BYTES
 
 plain = st.recursive(
     st.none()
@@ -50,63 +47,10 @@ def test_other_keys_are_told_apart() -> None:
         key_bytes([1])
 
 
-def there_and_back(value: Any) -> tuple[Any, list[memoryview]]:
-    head, buffers = items.encode(value, "a test")
-    return items.decode(head, [np.frombuffer(bytearray(each), np.uint8) for each in buffers]), buffers
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@given(st.sampled_from(sorted(items._DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.randoms())
-def test_tensors_of_every_type_and_shape(name: str, shape: list[int], random: Any) -> None:
-    dtype = items._DTYPES[name]
-    if "q" in name or "bits" in name:
-        return
-    nbytes = int(np.prod([1, *shape])) * dtype.itemsize
-    raw = torch.tensor([random.randrange(2) for _ in range(nbytes)], dtype=torch.uint8)
-    value = raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
-    for sent in (value, [value]):
-        got, _ = there_and_back(sent)
-        found = got if isinstance(got, torch.Tensor) else got[0]
-        assert found.shape == value.shape
-        assert found.dtype == dtype
-        assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
-
-
-def test_bytes_of_large_tensors_and_arrays_are_not_pickled() -> None:
-    value = {"tensor": torch.zeros(5000), "array": np.zeros(5000), "parameter": torch.nn.Parameter(torch.zeros(5000))}
-    head, buffers = items.encode(value, "a test")
-    assert sorted(each.nbytes for each in buffers) == [20_000, 20_000, 40_000]
-    assert len(head) < 2000
-
-
-def test_a_contiguous_tensor_is_not_copied() -> None:
-    value = torch.zeros(5000)
-    for sent in (value, [value]):
-        _, (buffer,) = items.encode(sent, "a test")
-        value.fill_(1)
-        assert bytes(buffer) == value.numpy().tobytes()
-
-
-def test_a_tensor_that_occurs_twice_is_one() -> None:
-    value = torch.zeros(5000)
-    (first, second), buffers = there_and_back([value, value])
-    assert len(buffers) == 1
-    assert first is second
-
-
-@given(st.lists(st.integers(0, 300), max_size=6))
-def test_buffers_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
-    offsets, total = items.layout(sizes)
-    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-    assert all(offset % ALIGN_BYTES == 0 for offset in offsets)
-    assert all(end <= start for end, start in zip(ends, [*offsets[1:], total], strict=False))
-    assert total <= sum(sizes) + ALIGN_BYTES * len(sizes)
-
-
 REQUESTS = [
     wire.Hello(1, wire.VERSION, "token", True),
     wire.Create(2, "c", "name", 3),
-    wire.Put(3, "c", b"k", wire.Item(b"head", [3], b"abc"), 1.5, False, 9),
+    wire.Put(3, "c", b"k", wire.Item(b"head", b"abc"), 1.5, False, 9),
     wire.Get(4, "c", b"k", None, True),
     wire.Reserve(5, 100, False),
     wire.Ack(6),

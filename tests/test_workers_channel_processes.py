@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from workers.channel import (
     LocalChannelError,
     wire,
 )
+from workers.channel import broker as broker_module
 from workers.channel.endpoint import Endpoint
 from workers.channel.settings import Settings, broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
@@ -198,6 +201,54 @@ def test_a_client_without_the_token_is_turned_away(broker: ChannelBroker) -> Non
     assert broker.alive
 
 
+class NoDescriptors:
+    """A listener for connections that can take none, until it is `open`."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.asked = 0
+        self.open = False
+
+    def accept(self) -> Any:
+        self.asked += 1
+        if not self.open:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._real.accept()
+
+    def close(self) -> None:
+        self._real.close()
+
+
+@pytest.mark.parametrize(("retry_s", "most"), [(1000.0, 1), (0.2, 4)], ids=["one ends", "later"])
+def test_a_broker_out_of_descriptors_waits_until_it_has_some(
+    broker: ChannelBroker,
+    make: Callable[..., Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    retry_s: float,
+    most: int,
+) -> None:
+    monkeypatch.setattr(broker_module, "RETRY_S", retry_s)
+    first = make()
+    other = pickle.loads(pickle.dumps(first))
+    listeners = {fd: NoDescriptors(real) for fd, real in broker._listeners.items()}
+    monkeypatch.setattr(broker, "_listeners", listeners)
+    with alongside(lambda: other.put(1)) as outcome:
+        while not any(each.asked for each in listeners.values()):
+            threading.Event().wait(0.005)
+        threading.Event().wait(0.3)
+        assert sum(each.asked for each in listeners.values()) <= most
+        first.put(0)
+        for each in listeners.values():
+            each.open = True
+        if retry_s > 1:
+            first.disconnect()
+    assert outcome == [None]
+    assert [other.get(), other.get()] == [0, 1]
+    assert "cannot take new connections" in caplog.text
+    other.disconnect()
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -277,12 +328,31 @@ def test_creating_an_existing_name_needs_the_same_settings(
 def test_a_name_whose_broker_died_can_be_taken(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:
     old = Channel.create("c", node_rank=1, directory=directory)
     nodes[1].close()
+    with pytest.raises(ChannelLostError, match="connection to channel 'c': the broker of the channel at"):
+        Channel.connect("c", directory=directory)
     new = Channel.create("c", node_rank=0, directory=directory)
     new.put(1)
     assert Channel.connect("c", directory=directory).get() == 1
     with pytest.raises(ChannelLostError):
         old.get()
     new.disconnect()
+
+
+def test_a_channel_that_lost_one_of_its_nodes(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:
+    old = Channel.create("c", distributed=True, directory=directory, here=1)
+    old.put("a", key="k")
+    directory.end(Kind.CHANNEL, broker_name(2))
+    nodes[2].close()
+    with pytest.raises(ChannelLostError, match="creation of channel 'c'"):
+        Channel.create("c", distributed=True, directory=directory)
+    found = Channel.connect("c", directory=directory)
+    assert found.get(key="k") == "a"
+    found.close()
+    new = Channel.create("c", distributed=True, directory=directory)
+    new.put(1)
+    assert new.get() == 1
+    for each in (old, found, new):
+        each.disconnect()
 
 
 @pytest.mark.usefixtures("nodes")

@@ -256,7 +256,7 @@ def test_room_is_waited_for_in_line_and_given_back() -> None:
 def test_room_that_is_not_its_own_is_refused() -> None:
     desk = Desk()
     _, effects = desk.say(1, wire.Reserve, 64, False)
-    item = wire.Item("a", [64], b"", effects[0][1].room, 64)
+    item = wire.Item("a", b"", effects[0][1].room, 64)
     with pytest.raises(ValueError, match="not reserved for this client"):
         desk.say(2, wire.Put, "c", KEY, item, 0, False)
     item.nbytes = 65
@@ -277,7 +277,7 @@ def test_a_put_brings_room_for_the_next_while_there_is_plenty() -> None:
 
 def test_items_that_carry_their_bytes_are_bounded_too() -> None:
     desk = Desk()
-    item = wire.Item("a", [], b"x" * CAPACITY)
+    item = wire.Item("a", b"x" * CAPACITY)
     assert kinds(desk.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.Done]
     assert desk.say(1, wire.Put, "c", KEY, item, 0, False)[1] == []
     number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
@@ -357,7 +357,7 @@ class Traffic(RuleBasedStateMachine):
         item = wire.Item(number)
         rooms = self.rooms.get(client)
         if rooms:
-            item.room, item.nbytes, item.sizes = rooms.popleft(), 200, [200]
+            item.room, item.nbytes = rooms.popleft(), 200
         self.requests[(client, number)] = ("put", key, number)
         self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
 

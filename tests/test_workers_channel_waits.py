@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import pickle
 import threading
@@ -25,7 +24,7 @@ from workers.channel import (
     ChannelTimeoutError,
     EndOfChannelError,
 )
-from workers.channel.line import Parcel
+from workers.channel.items import Parcel
 from workers.channel.settings import Settings
 
 # --- handles ---------------------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_the_log_says_what_is_waited_for(
         monkeypatch.setattr(f"workers.channel.{module}.LOG_EVERY_S", 0.02)
     monkeypatch.setattr("workers.messages.work.LOG_EVERY_S", 0.02)
     channel = make()
-    with caplog.at_level(logging.INFO), pytest.raises(ChannelTimeoutError):
+    with pytest.raises(ChannelTimeoutError):
         finished(channel.get(key="k", async_op=async_op, timeout_s=0.2))
     assert any("get of channel 'c', key 'k'" in record.message for record in caplog.records)
 

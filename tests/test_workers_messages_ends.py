@@ -111,6 +111,25 @@ def test_a_worker_started_anew_gets_nothing_stale(here: Here) -> None:
     assert a.recv(B) == "new"
 
 
+def test_what_one_sent_that_was_started_anew_is_not_received(here: Here) -> None:
+    """Also by one who never asked for it: it learns of the new one by asking, before it takes what is queued."""
+    a = here.worker(A)
+    b = here.worker(B)
+    for value in ("stale", torch.ones(3)):
+        b.send(value, A, async_op=True)
+    b.close()
+    again = here.worker(B)
+    works = [a.recv(B, async_op=True) for _ in range(2)]
+    for value in ("fresh", "second"):
+        again.send(value, A)
+    assert [work.wait() for work in works] == ["fresh", "second"]
+    again.send("left", A)
+    again.close()
+    assert a.recv(B) == "left"
+    with pytest.raises(WorkerLostError, match="g:1"):
+        a.recv(B)
+
+
 def test_the_end_of_a_group_ends_waits_for_its_workers(one_road: Here) -> None:
     (a,) = one_road.workers(1)
     client = one_road.client()

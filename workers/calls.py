@@ -225,7 +225,7 @@ class _Patience:
             raise CallWaitTimeoutError(what=self._what, waited_s=now - self._begun)
         if now - self._logged >= LOG_EVERY_S:
             self._logged = now
-            logger.info("%s: waiting for %.0f s so far", self._what, now - self._begun)
+            logger.warning("%s: waiting for %.0f s so far", self._what, now - self._begun)
 
 
 def _pending() -> Future[Any]:

@@ -296,7 +296,7 @@ def _nodes(wanted: int, first: str) -> list[Node]:
             raise ResourcesNotReadyError(f"asked for {wanted} nodes; after {now - begun:.0f} s Ray has {len(alive)}")
         if now - logged >= LOG_EVERY_S:
             logged = now
-            logger.info("waiting for %d nodes, Ray has %d; %.0f s so far", wanted, len(alive), now - begun)
+            logger.warning("waiting for %d nodes, Ray has %d; %.0f s so far", wanted, len(alive), now - begun)
         time.sleep(_LOOK_EVERY_S)
     alive.sort(key=lambda node: (node["NodeID"] != first, node["NodeManagerAddress"], node["NodeID"]))
     return [

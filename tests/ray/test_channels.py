@@ -63,13 +63,16 @@ class Rollout:
         for number in range(count):
             channel.put({"tokens": torch.full((50_000,), number), "reward": number}, weight=1)
 
-    def fill(self, channel: Channel) -> str:
+    def fill_and_empty(self, channel: Channel) -> str:
         channel.put_nowait(1)
         try:
             channel.put_nowait(2)
         except asyncio.QueueFull as error:
-            return type(error).__name__
-        return "it was not full"
+            full = type(error).__name__
+        try:
+            return f"{full}, {channel.get_nowait()}, {channel.get_nowait()}"
+        except asyncio.QueueEmpty as error:
+            return f"{full}, {type(error).__name__}"
 
     def make(self, directory: str, name: str) -> Channel:
         with DirectoryClient(directory) as client:
@@ -126,7 +129,7 @@ def test_the_driver_and_async_actors_have_their_part(directory: DirectoryClient)
 @pytest.mark.usefixtures("brokers")
 def test_nowait_raises_in_workers_what_it_raises_here(directory: DirectoryClient) -> None:
     with Channel.create("full", maxsize=1, directory=directory) as channel:
-        assert ray.get(Rollout.remote().fill.remote(channel), timeout=WAIT_S) == "QueueFull"
+        assert ray.get(Rollout.remote().fill_and_empty.remote(channel), timeout=WAIT_S) == "QueueFull, QueueEmpty"
 
 
 @pytest.mark.usefixtures("brokers")

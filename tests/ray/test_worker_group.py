@@ -166,12 +166,21 @@ def test_async_wait_leaves_the_event_loop_free(group: WorkerGroup[Talker], gates
     assert asyncio.run(both()) == ([0], [1])
 
 
-def test_waits_that_end_before_the_call(group: WorkerGroup[Talker], gates: Path) -> None:
+def test_waits_that_end_before_the_call(
+    group: WorkerGroup[Talker], gates: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     call = group.execute_on(0).wait_at(str(gates))
     with pytest.raises(CallWaitTimeoutError, match=r"Talker.wait_at on calls:0: not done within 0"):
         call.wait(timeout=0.01)
     with pytest.raises(CallWaitTimeoutError):
         asyncio.run(call.async_wait(timeout=0.01))
+    for module_value in ("LOG_EVERY_S", "STEP_S"):
+        monkeypatch.setattr(f"workers.calls.{module_value}", 0.02)
+    for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
+        caplog.clear()
+        with pytest.raises(CallWaitTimeoutError):
+            wait(timeout=0.3)
+        assert "Talker.wait_at on calls:0: waiting for" in caplog.text
     assert not call.done()
     open_gates(gates, 0)
     assert [call.wait(), call.wait(), asyncio.run(call.async_wait())] == [[0]] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,15 @@ def names(cluster: Cluster) -> set[str]:
     return {entry.name for kind in (Kind.GROUP, Kind.WORKER) for entry in cluster.directory.listing(kind)}
 
 
+def our_threads() -> list[str]:
+    """But for the one that ends once it has started the brokers."""
+    names = (thread.name for thread in threading.enumerate())
+    return sorted(name for name in names if name.startswith("tq-") and name != "tq-brokers")
+
+
 def test_a_name_is_free_once_its_group_has_ended(cluster: Cluster) -> None:
+    cluster.await_brokers()
+    threads, listeners = our_threads(), len(cluster.directory._listeners)
     first = Talker.create_group().launch(cluster, name="again")
     assert names(cluster) == {"again", "again:0"}
     process = first.process().wait()
@@ -39,6 +48,7 @@ def test_a_name_is_free_once_its_group_has_ended(cluster: Cluster) -> None:
     assert first.end_group()
     assert first.end_group()
     assert names(cluster) == set()
+    assert (our_threads(), len(cluster.directory._listeners)) == (threads, listeners)
     with Talker.create_group("second").launch(cluster, name="again") as second:
         assert second.greet("you").wait() == ["second you from 0!"]
         assert second != first
@@ -98,8 +108,12 @@ def until_logged(caplog: pytest.LogCaptureFixture) -> None:
         time.sleep(0.05)
 
 
-def test_without_catching_an_exit_ends_the_worker(cluster: Cluster) -> None:
-    with Talker.create_group().launch(cluster, name="leaving", catch_system_failure=False) as group:
+@pytest.mark.parametrize(("asked", "variable"), [(False, "1"), (None, "0")])
+def test_without_catching_an_exit_ends_the_worker(
+    cluster: Cluster, asked: bool | None, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLINF_CATCH_FAILURE", variable)
+    with Talker.create_group().launch(cluster, name="leaving", catch_system_failure=asked) as group:
         with pytest.raises(WorkerLostError, match="worker leaving:0"):
             group.fail("exit").wait()
         with pytest.raises(WorkerLostError, match="worker leaving:0"):

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.messengers import until_it_fails
 from tests.ray.talkers import Talker
-from workers import Channel, Cluster, NodePlacementStrategy, WorkerGroup
+from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE
-from workers.errors import GroupEndedError, MessageMismatchError, WorkerLostError
+from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchError, WorkerLostError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -68,8 +69,16 @@ def test_broadcasts_reach_all(group: WorkerGroup[Talker], cluster: Cluster) -> N
         assert others.wait()[0].sum() == 3
 
 
-def test_who_waits_for_a_worker_that_ends_is_told(group: WorkerGroup[Talker], cluster: Cluster) -> None:
+def test_who_waits_for_a_worker_that_ends_or_has_other_options_is_told(
+    group: WorkerGroup[Talker], cluster: Cluster
+) -> None:
     doomed = Talker.create_group().launch(cluster, name="doomed")
+    ours, theirs = CollectiveGroupOptions(accel_max_ctas=2), CollectiveGroupOptions(accel_max_ctas=4)
+    waiting = doomed.recv("talk", 0, options=theirs)
+    with pytest.raises(GroupOptionsError, match=r"talk:0 made first contact with doomed:0 .*accel_max_ctas=2"):
+        until_it_fails(lambda: group.execute_on(0).send("too often", "doomed", 0, options=ours).wait())
+    with pytest.raises(GroupOptionsError, match=r"doomed:0 made first contact with talk:0 .*accel_max_ctas=4"):
+        waiting.wait()
     waiting = group.execute_on(0).recv("doomed", 0)
     with pytest.raises(WorkerLostError):
         doomed.die().wait()

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 STOP_WAIT_S = 10.0
+RETRY_S = 1.0
+"""Where no descriptor is left for a new connection, it tries again after so long, or once a connection has ended."""
 READS_PER_TURN = 8
 """So often one connection is read before the others have their turn."""
 
@@ -64,6 +67,7 @@ class ChannelBroker:
         self._token = secrets.token_hex(16)
         self._connections: dict[int, _Connection] = {}
         self._listeners: dict[int, socket.socket] = {}
+        self._deaf_until: float | None = None
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -123,11 +127,12 @@ class ChannelBroker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for fd, events in self._epoll.poll():
+                for fd, events in self._epoll.poll(self._patience_s()):
                     if fd in self._listeners:
                         self._accept(self._listeners[fd])
                     elif fd in self._connections:
                         self._turn(self._connections[fd], events)
+                self._hear_again()
         except BaseException:
             log.critical("the broker of channels died; their items are lost", exc_info=True)
         finally:
@@ -144,13 +149,32 @@ class ChannelBroker:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
         except OSError as error:
-            log.warning("cannot take a new connection: %s", error)
+            self._turn_deaf(error)
             return
         tune(sock)
         connection = _Connection(sock)
         self._connections[connection.ident] = connection
         self._epoll.register(connection.ident, select.EPOLLIN)
+
+    def _turn_deaf(self, error: OSError) -> None:
+        """Leave new connections where they wait: to be told of them again and again would take all time."""
+        if self._deaf_until is None:
+            log.warning("cannot take new connections of clients of channels, and will try again: %s", error)
+            for fd in self._listeners:
+                self._epoll.unregister(fd)
+        self._deaf_until = time.monotonic() + RETRY_S
+
+    def _hear_again(self) -> None:
+        if self._deaf_until is not None and time.monotonic() >= self._deaf_until:
+            self._deaf_until = None
+            for fd in self._listeners:
+                self._epoll.register(fd, select.EPOLLIN)
+
+    def _patience_s(self) -> float | None:
+        return None if self._deaf_until is None else max(0.0, self._deaf_until - time.monotonic())
 
     def _turn(self, connection: _Connection, events: int) -> None:
         try:
@@ -170,6 +194,8 @@ class ChannelBroker:
             return
         self._epoll.unregister(connection.ident)
         connection.sock.close()
+        if self._deaf_until is not None:
+            self._deaf_until = 0.0
         connection.out.clear()
         connection.target = memoryview(b"")
         if connection.known:

@@ -30,8 +30,8 @@ from workers.channel.errors import (
     ItemTooLargeError,
     LocalChannelError,
 )
+from workers.channel.items import Parcel
 from workers.channel.keys import key_bytes
-from workers.channel.line import Parcel
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings, broker_name
@@ -92,7 +92,8 @@ class Channel:
         here: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
-        """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others.
+        """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others,
+        `ChannelLostError` if some of its nodes' brokers are gone. One that has lost all of its brokers is forgotten.
 
         distributed: it has a part on every node that has a broker now, and a key is on the node where it was first
         used; otherwise it is on node `node_rank` (waited for up to `FIND_S`). local: it is in this process only, any
@@ -135,10 +136,15 @@ class Channel:
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
         """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
-        `WorkerLostError` if it was closed."""
+        `WorkerLostError` if it was closed, `ChannelLostError` if its brokers are gone."""
         with _opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
-        return cls(settings, node_rank=here, timeout_s=timeout_s)
+        channel = cls(settings, node_rank=here, timeout_s=timeout_s)
+        lost = _lost_parts(channel, f"connection to channel {name!r}")
+        if len(lost) == len(settings.endpoints):
+            channel.disconnect()
+            raise lost[0]
+        return channel
 
     @property
     def name(self) -> str:
@@ -425,18 +431,30 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
     entries = [each for each in directory.listing(Kind.CHANNEL) if each.name == channel.name]
     if not entries:
         return None
-    found = Settings.of(entries[0], directory.address)
+    found, ours = Settings.of(entries[0], directory.address), channel._settings
     there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    try:
-        there._counted(there._links[0], DEFAULT_KEY, f"creation of channel {channel.name!r}")
-    except ChannelLostError:
-        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its broker is gone")
+    lost = _lost_parts(there, f"creation of channel {channel.name!r}")
+    if len(lost) == len(found.endpoints):
+        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
         return None
-    ours = channel._settings
+    error: Exception | None = lost[0] if lost else None
     if (found.maxsize, found.distributed, found.nodes) != (ours.maxsize, ours.distributed, ours.nodes):
+        error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))
+    if error is not None:
         there.disconnect()
-        raise ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))
+        raise error
     return there
+
+
+def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
+    """Of each of its parts whose broker does not answer, how that is to be said."""
+    lost = []
+    for link in channel._links:
+        try:
+            channel._counted(link, DEFAULT_KEY, what)
+        except ChannelLostError as error:
+            lost.append(error)
+    return lost
 
 
 def _brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:

@@ -1,111 +1,78 @@
-"""Python objects as a head and buffers, so that the bytes of tensors and arrays are copied once, and never pickled.
-
-A tensor by itself is described in a few bytes. Anything else is pickled (by value where the class cannot be imported
-elsewhere, as Ray does it) with its tensors and arrays left out: each is a buffer. Both ends are workers of one job,
-which trust each other.
-"""
+"""Items on their way: a head, which tells how to build the value, and bytes."""
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import torch
-from ray import cloudpickle
 
-from workers.channel.wire import ALIGN_BYTES
-from workers.errors import NotSerializableError
+from dataplane.warm import WarmMemory
+from workers import values
+from workers.channel import wire
+from workers.values import Bytes, Packed, Segment, Unpacked
 
-Bytes = npt.NDArray[np.uint8]
-
-SMALL_BYTES = 1024
-"""Buffers below this are pickled with their object: cheaper than one more buffer."""
-
-_TENSOR, _PICKLE = b"t", b"p"
-_pack = msgspec.msgpack.Encoder().encode
-_unpack: msgspec.msgpack.Decoder[tuple[str, tuple[int, ...], bool]] = msgspec.msgpack.Decoder(
-    tuple[str, tuple[int, ...], bool]
-)
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+CARRIED_BYTES = 16 << 10
+"""Items up to this size travel within their message: cheaper than a room."""
 
 
-def encode(value: object, what: str) -> tuple[bytes, list[memoryview]]:
-    """A head, and the value's buffers as they lie in memory now: nothing is copied that is contiguous already, CUDA
-    tensors are copied to this host's memory. `NotSerializableError`, naming `what`, with the reason as its cause."""
-    if type(value) is torch.Tensor and _is_plain(value):
-        return _TENSOR + _pack(_describe(value)), [_bytes_of(value)]
-    buffers: list[memoryview] = []
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """segments: where tensors and buffers lie in an item's bytes; skeleton_from: what is pickled lies from there on."""
 
-    def take(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < SMALL_BYTES:
-            return True
-        buffers.append(raw)
-        return False
-
-    file = io.BytesIO()
-    file.write(_PICKLE)
-    try:
-        _Pickler(file, protocol=5, buffer_callback=take).dump(value)
-    except Exception as error:
-        raise NotSerializableError(what=what, why=f"{type(error).__name__}: {error}") from error
-    return file.getvalue(), buffers
+    segments: tuple[Segment, ...]
+    skeleton_from: int
 
 
-def decode(head: bytes, buffers: Sequence[Bytes]) -> Any:
-    """The value. Its tensors and arrays lie in `buffers`, writable. Tensors that were on a CUDA device go to this
-    process's current one, where it has any. Raises whatever building the objects raises."""
-    if head[:1] == _TENSOR:
-        return _build(*_unpack.decode(head[1:]), buffers[0])
-    return pickle.loads(head[1:], buffers=buffers)  # noqa: S301
+_encode = msgspec.msgpack.Encoder().encode
+_heads: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each buffer begins, and the bytes of all."""
-    ends = list(accumulate((-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes), initial=0))
-    return ends[:-1], ends[-1]
+class Parcel(NamedTuple):
+    """A value ready to go. nbytes: of all its bytes. own: they are here, and nobody else's; else they are still the
+    value's own, and are what they are at `write`, `runs` or `item`."""
+
+    head: bytes
+    nbytes: int
+    packed: Packed
+    own: Bytes | None = None
+
+    @classmethod
+    def of(cls, value: object, what: str) -> Parcel:
+        """`NotSerializableError` naming `what`."""
+        packed = values.pack(value, what)
+        head = _encode(_Head(packed.segments, packed.nbytes))
+        return cls(head, packed.nbytes + len(packed.skeleton), packed)
+
+    @property
+    def carried(self) -> bool:
+        return self.nbytes <= CARRIED_BYTES
+
+    def item(self, room: int) -> wire.Item:
+        """`room` is not looked at where the item is carried."""
+        if self.carried:
+            return wire.Item(self.head, b"".join(self.runs()))
+        return wire.Item(self.head, b"", room, self.nbytes)
+
+    def write(self, target: Bytes) -> None:
+        """All its bytes into `target`, as many."""
+        if self.own is not None:
+            np.copyto(target, self.own)
+            return
+        self.packed.write(target)
+        target[self.packed.nbytes :] = np.frombuffer(self.packed.skeleton, np.uint8)
+
+    def runs(self) -> list[bytes | memoryview]:
+        """All its bytes as buffers that follow each other."""
+        return [*self.packed.runs(), self.packed.skeleton] if self.own is None else [self.own.data]
+
+    def kept(self, warm: WarmMemory) -> Parcel:
+        """The same with bytes of its own, that nobody changes."""
+        own = values.fresh(self.nbytes, warm)
+        self.write(own)
+        return self._replace(packed=values.NOTHING, own=own)
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and _is_plain(obj):
-            return _build, (*_describe(obj), pickle.PickleBuffer(_bytes_of(obj)))
-        return super().reducer_override(obj)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is its dtype, shape and bytes, and nothing else."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.dtype in _NAMES
-        and not tensor.is_quantized
-        and not tensor.requires_grad
-        and tensor.device.type in ("cpu", "cuda")
-    )
-
-
-def _describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bool]:
-    return _NAMES[tensor.dtype], tuple(tensor.shape), tensor.is_cuda
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _build(dtype: str, shape: tuple[int, ...], cuda: bool, buffer: Any) -> torch.Tensor:
-    view = memoryview(buffer)
-    if not view.nbytes:
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
-    else:
-        tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=_DTYPES[dtype]).reshape(shape)
-    return tensor.cuda() if cuda and torch.cuda.is_available() else tensor
+def unpack(head: bytes, memory: Bytes, warm: WarmMemory, *, own: bool) -> Unpacked:
+    """An item's values, of all its bytes. own: see `values.unpack`."""
+    known = _heads.decode(head)
+    return values.unpack(memory[known.skeleton_from :].tobytes(), known.segments, memory, warm, own=own)

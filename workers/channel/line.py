@@ -10,90 +10,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.host import boot_id, split_address
-from dataplane.warm import FROM_BYTES, WarmMemory
+from dataplane.warm import WarmMemory
+from workers import values
 from workers.channel import items, wire
 from workers.channel.endpoint import Endpoint
 from workers.channel.errors import ChannelLostError, ChannelTimeoutError
+from workers.channel.items import Parcel
 from workers.channel.stream import Stream, StreamLostError, StreamSilentError
-from workers.channel.wire import ALIGN_BYTES, NOWHERE, Message
+from workers.channel.wire import NOWHERE, Message
+from workers.values import Bytes, Unpacked
 
 log = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
-
-CARRIED_BYTES = 16 << 10
-"""Items up to this size travel within their message: cheaper than a room."""
 CONNECT_S = 10.0
 GRACE_S = 10.0
 """How long a broker may take to confirm what was given up."""
 LOG_EVERY_S = 30.0
-_PADDING = bytes(ALIGN_BYTES)
-
 
 Settle = Callable[[wire.Ack | wire.Nack], None]
-
-
-class Parcel(NamedTuple):
-    """A value ready to go: its head, its buffers, their sizes, where each begins, and the bytes of all."""
-
-    head: bytes
-    buffers: list[memoryview]
-    sizes: list[int]
-    offsets: list[int]
-    nbytes: int
-
-    @classmethod
-    def of(cls, value: object, what: str) -> Parcel:
-        """`NotSerializableError` naming `what`."""
-        head, buffers = items.encode(value, what)
-        sizes = [each.nbytes for each in buffers]
-        offsets, nbytes = items.layout(sizes)
-        return cls(head, buffers, sizes, offsets, nbytes)
-
-    @property
-    def carried(self) -> bool:
-        return self.nbytes <= CARRIED_BYTES
-
-    def item(self, room: int) -> wire.Item:
-        """`room` is not looked at where the item is carried."""
-        if self.carried:
-            return wire.Item(self.head, self.sizes, b"".join(self._parts()) if self.nbytes else b"")
-        return wire.Item(self.head, self.sizes, b"", room, self.nbytes)
-
-    def write(self, target: Bytes) -> None:
-        """All buffers into `target`."""
-        for buffer, offset in zip(self.buffers, self.offsets, strict=True):
-            np.copyto(target[offset : offset + len(buffer)], np.frombuffer(buffer, np.uint8))
-
-    def parts(self) -> list[bytes | memoryview]:
-        """What to send of it where it is neither carried nor written."""
-        return self._parts()
-
-    def kept(self, memory: WarmMemory) -> Parcel:
-        """The same with bytes of its own, that nobody changes."""
-        if not self.nbytes:
-            return self
-        own = fresh(self.nbytes, memory)
-        self.write(own)
-        buffers = [own[offset : offset + size].data for offset, size in zip(self.offsets, self.sizes, strict=True)]
-        return self._replace(buffers=buffers)
-
-    def _parts(self) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = []
-        for buffer in self.buffers:
-            parts += (buffer, _PADDING[: -len(buffer) % ALIGN_BYTES])
-        return parts
-
-
-def fresh(nbytes: int, memory: WarmMemory) -> Bytes:
-    """Bytes of this process's own."""
-    return np.empty(nbytes, np.uint8) if nbytes < FROM_BYTES else memory.take(nbytes)
 
 
 class Arrived:
@@ -111,33 +50,32 @@ class Arrived:
         return self._answer.number
 
     def take(self) -> list[Any]:
-        """Copy the items into this process's memory, acknowledge them and build them. Raises what building raises."""
+        """Copy the items into this process's memory, acknowledge them and build them. `NotSerializableError` where one
+        cannot be built: it, and what came with it, is gone."""
         try:
-            held = self._copies()
+            held = self._values()
         except StreamLostError:
             # What sends knows why, and says so.
             self._send(wire.Ack(self._answer.number))
             raise
         self._send(wire.Ack(self._answer.number))
-        return [items.decode(item.head, buffers) for item, buffers in zip(self._answer.items, held, strict=True)]
+        return [each.load() for each in held]
 
     def give_back(self) -> None:
         self._send(wire.Nack(self._answer.number))
 
-    def _copies(self) -> list[list[Bytes]]:
-        copies, at = [], 0
+    def _values(self) -> list[Unpacked]:
+        """Each item's, in this process's memory."""
+        found, at, warm = [], 0, self._line.memory
         for item in self._answer.items:
             if item.room == NOWHERE:
-                own = np.frombuffer(bytearray(item.body), np.uint8)
+                found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), warm, own=True))
             elif self._payload is not None:
-                own = self._payload[at : at + item.nbytes]
+                found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], warm, own=True))
                 at += item.nbytes
             else:
-                own = fresh(item.nbytes, self._line.memory)
-                np.copyto(own, self._line.mapped(item.room, item.nbytes))
-            offsets, _ = items.layout(item.sizes)
-            copies.append([own[o : o + size] for o, size in zip(offsets, item.sizes, strict=True)])
-        return copies
+                found.append(items.unpack(item.head, self._line.mapped(item.room, item.nbytes), warm, own=False))
+        return found
 
 
 class Line:
@@ -207,7 +145,7 @@ class Line:
                 parcel.write(self.mapped(request.item.room, parcel.nbytes))
             self.stream.send([wire.encode(request)], until)
         else:
-            self.stream.send([wire.encode(request, parcel.nbytes), *parcel.parts()], until)
+            self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
 
     def answer(self, message: Message, until: float, send: Settle) -> wire.AnyAnswer | Arrived:
         """What a message says, its payload taken."""
@@ -216,7 +154,7 @@ class Line:
             return answer
         payload = None
         if message.payload_bytes:
-            payload = fresh(message.payload_bytes, self.memory)
+            payload = values.fresh(message.payload_bytes, self.memory)
             self.stream.receive_into(payload.data, until)
         return Arrived(answer, self, payload, send)
 

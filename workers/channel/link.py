@@ -16,7 +16,8 @@ from dataplane.warm import WarmMemory
 from workers.channel import wire
 from workers.channel.endpoint import Endpoint
 from workers.channel.errors import ChannelClosedError, ChannelTimeoutError
-from workers.channel.line import GRACE_S, Arrived, Line, Parcel, lost
+from workers.channel.items import Parcel
+from workers.channel.line import GRACE_S, Arrived, Line, lost
 from workers.channel.pump import Pump, PumpEndedError
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE

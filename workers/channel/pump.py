@@ -16,7 +16,8 @@ from typing import Any
 from dataplane.control.waker import Waker
 from workers.channel import wire
 from workers.channel.errors import ChannelClosedError, ChannelTimeoutError
-from workers.channel.line import GRACE_S, LOG_EVERY_S, Arrived, Line, Parcel
+from workers.channel.items import Parcel
+from workers.channel.line import GRACE_S, LOG_EVERY_S, Arrived, Line
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE
 
@@ -117,6 +118,10 @@ class Pump:
             self._check()
             request.number = self._line.number()
             must_wait = line in self._later
+            if must_wait and request.nowait:
+                full: Future[Any] = Future()
+                full.set_result(wire.Full(request.number))
+                return request.number, full
             room = NOWHERE
             if not must_wait and not parcel.carried:
                 room = self._line.take_ahead(parcel.nbytes)

@@ -57,5 +57,5 @@ class Settings:
         )
 
     def __str__(self) -> str:
-        where = "distributed" if self.distributed else f"on node {self.nodes[0]}"
+        where = f"distributed over nodes {list(self.nodes)}" if self.distributed else f"on node {self.nodes[0]}"
         return f"maxsize={self.maxsize}, {where}"

@@ -16,19 +16,16 @@ VERSION = 1
 HEADER = struct.Struct("<IQ")
 MAX_BODY_BYTES = 64 << 20
 NOWHERE = -1
-ALIGN_BYTES = 64
 
 
 class Item(msgspec.Struct, array_like=True):
     """An item as it is stored.
 
-    head: how to build it from its buffers; in a channel within a process the object itself. sizes: bytes of each
-    buffer; they lie one after another, each from a multiple of `ALIGN_BYTES` on, in `body`, or, where `room` is not
-    `NOWHERE`, in `nbytes` of the arena from there on.
+    head: how to build it from its bytes; in a channel within a process the object itself. The bytes are in `body`, or,
+    where `room` is not `NOWHERE`, `nbytes` of the arena from there on.
     """
 
     head: Any
-    sizes: list[int] = []
     body: bytes = b""
     room: int = NOWHERE
     nbytes: int = 0

@@ -198,7 +198,7 @@ class DirectoryClient:
                 if left_s <= LOG_EVERY_S:
                     why = f"waited {limit_s:.1f} s for {what}"
                     raise errors.DirectoryLostError(address=self.address, why=why) from None
-                _log.info("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
+                _log.warning("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
 
     # --- the thread -----------------------------------------------------------------------------------------------
 

@@ -243,7 +243,8 @@ class Engine:
             posting.fail(self._ended)
             return
         self._next_expiry = min(self._next_expiry, posting.deadline)
-        if self.incoming.post(posting):
+        lives = self._peer(posting.source).known is _Known.LIVES
+        if self.incoming.post(posting, lives):
             self._meet(posting.source, posting.deadline)
         self.incoming.settle()
 
@@ -277,6 +278,7 @@ class Engine:
         peer.known = _Known.LIVES
         self._connect(peer, entry.endpoints[0])
         self.outgoing.flush(name)
+        self.incoming.match(name)
 
     def _connect(self, peer: _Peer, endpoint: str) -> None:
         host, port = split_address(endpoint)
@@ -328,7 +330,7 @@ class Engine:
     def _transmit(self, name: str, post: Post, snapshot: Snapshot) -> None:
         link = self._peer(name).link
         assert link is not None, name
-        link.send_multipart((wire.encode(post), snapshot.packed.skeleton, snapshot.inline))
+        link.send_multipart((wire.encode(post), snapshot.skeleton, snapshot.inline))
 
     def _reply(self, route: bytes, answer: wire.Answer) -> None:
         if self._ended is None:
@@ -377,7 +379,7 @@ class Engine:
         sending = self.outgoing.asked(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
-        part: Any = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes].numpy()
+        part: Any = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
         data = Data(stream=pull.stream, number=pull.number, source=self.name, start=pull.start)
         link.send(wire.encode(data), zmq.SNDMORE)
         link.send(part, copy=False)

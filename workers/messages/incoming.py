@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeo
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.slabs import Mappings
-from workers.messages.values import Unpacked, copy_into, copy_out
 from workers.messages.wire import (
     Answer,
     Data,
@@ -34,6 +33,7 @@ from workers.messages.wire import (
     TensorForm,
     refused,
 )
+from workers.values import Bytes, Unpacked, copy_into, fresh, unpack
 
 CHUNK_BYTES = 4 << 20
 EAGER_BYTES = 32 << 20
@@ -41,18 +41,21 @@ EAGER_BYTES = 32 << 20
 CHUNKS_AHEAD = 4
 """Values in memory of another host are asked for in chunks, so many at a time."""
 
+_Q = TypeVar("_Q")
 Key = tuple[str, bytes]
 """Where messages queue: by source and stream."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A message that came. route: of its answers; memory: its bytes, uint8, None where they have to be pulled."""
+    """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
+    process only."""
 
     route: bytes
     post: Post
     skeleton: bytes
-    memory: Tensor | None
+    memory: Bytes | None
+    own: bool
 
 
 @dataclass(eq=False)
@@ -88,11 +91,9 @@ class Delivery:
     Refers to neither of them afterwards: what was received is given back when its owner drops it, not by a collector.
     """
 
-    def __init__(
-        self, posting: Posting, arrival: Arrival, memory: Tensor, warm: WarmMemory, done: Callable[[], None]
-    ) -> None:
+    def __init__(self, posting: Posting, arrival: Arrival, warm: WarmMemory, done: Callable[[], None]) -> None:
         self.form = arrival.post.form
-        self._pending: tuple[Posting, Arrival, Tensor, Callable[[], None]] | None = (posting, arrival, memory, done)
+        self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
         self._warm = warm
         self._guard = threading.Lock()
         self._values: Unpacked | None = None
@@ -102,15 +103,19 @@ class Delivery:
         with self._guard:
             if self._pending is None:
                 return self._values
-            posting, arrival, memory, done = self._pending
-            self._pending = None
+            posting, arrival, done = self._pending
+            memory, self._pending = arrival.memory, None
+            assert memory is not None, posting.what
             try:
                 if posting.ready is not None:
                     posting.ready.synchronize()
                 if posting.target is not None:
                     copy_into(posting.target, arrival.post.segments, memory)
                 else:
-                    self._values = copy_out(arrival.skeleton, arrival.post.segments, memory, posting.device, self._warm)
+                    skeleton, segments = arrival.skeleton, arrival.post.segments
+                    self._values = unpack(
+                        skeleton, segments, memory, self._warm, own=arrival.own, device=posting.device
+                    )
             finally:
                 arrival.memory = None
                 done()
@@ -123,7 +128,7 @@ class _Fetch:
 
     posting: Posting
     arrival: Arrival
-    staging: Tensor
+    staging: Bytes
     asked: int = 0
     got: int = 0
 
@@ -162,23 +167,32 @@ class Incoming:
 
     # --- receives -------------------------------------------------------------------------------------------------
 
-    def post(self, posting: Posting) -> bool:
-        """Meet the oldest message of the source, or wait for one. Whether it waits."""
+    def post(self, posting: Posting, lives: bool) -> bool:
+        """Meet the oldest message of the source, or wait for one. Whether it waits.
+
+        lives: the source is known to be who sent what is queued. Otherwise the receive waits until `match` or `lose`
+        tells: under the name of one that died there may be another by now, whose messages come first.
+        """
         self._contact(posting.source, posting.stream, posting.options)
-        queued = self._arrivals.get(posting.key)
-        if queued:
-            arrival = queued.popleft()
-            if not queued:
-                del self._arrivals[posting.key]
-            self._meet(posting, arrival)
-            return False
         self._postings.setdefault(posting.key, deque()).append(posting)
-        return True
+        if lives:
+            self._match(posting.key)
+        return posting in self._postings.get(posting.key, ())
+
+    def match(self, source: str) -> None:
+        """Bring receives from the source together with what is queued of it."""
+        for key in [key for key in self._postings if key[0] == source]:
+            self._match(key)
+
+    def _match(self, key: Key) -> None:
+        while key in self._postings and key in self._arrivals:
+            self._meet(_first(self._postings, key), _first(self._arrivals, key))
 
     def settle(self) -> None:
         """This worker began to wait: senders that hope for an answer soon are told."""
         for arrival in self._unsettled:
-            if arrival in self._arrivals.get((arrival.post.source, arrival.post.stream), ()):
+            key = (arrival.post.source, arrival.post.stream)
+            if key not in self._postings and arrival in self._arrivals.get(key, ()):
                 self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
@@ -219,21 +233,11 @@ class Incoming:
 
     def arrive(self, route: bytes, post: Post, skeleton: bytes, inline: Any) -> None:
         """A message came: it meets the receive that waits longest for it, or queues."""
-        memory: Tensor | None
-        if post.slab is not None:
-            memory = self._mappings.open(post.slab)
-        elif post.nbytes:
-            memory = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
-        else:
-            memory = torch.empty(0, dtype=torch.uint8)
-        arrival = Arrival(route, post, skeleton, memory)
+        memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
+        arrival = Arrival(route, post, skeleton, memory, own=post.slab is None)
         key = (post.source, post.stream)
-        waiting = self._postings.get(key)
-        if waiting:
-            posting = waiting.popleft()
-            if not waiting:
-                del self._postings[key]
-            self._meet(posting, arrival)
+        if key in self._postings and key not in self._arrivals:
+            self._meet(_first(self._postings, key), arrival)
             return
         self._arrivals.setdefault(key, deque()).append(arrival)
         busy = self._busy()
@@ -248,22 +252,24 @@ class Incoming:
         if fetch is None:
             return
         part = np.frombuffer(body, dtype=np.uint8)
-        fetch.staging.numpy()[data.start : data.start + part.size] = part
+        fetch.staging[data.start : data.start + part.size] = part
         fetch.got += part.size
-        if fetch.got < fetch.staging.numel():
+        if fetch.got < fetch.staging.size:
             self._ask(fetch)
             return
         del self._fetches[key]
-        self._deliver(fetch.posting, fetch.arrival, fetch.staging)
+        fetch.arrival.memory, fetch.arrival.own = fetch.staging, True
+        self._deliver(fetch.posting, fetch.arrival)
 
     def lose(self, source: str, error: Exception) -> None:
         """The source's life is over: what waits for it fails. What came whole is still there to be received."""
+        self._keep(source, lambda arrival: arrival.memory is not None)
+        self.match(source)
         for key in [key for key in self._postings if key[0] == source]:
             for posting in self._postings.pop(key):
                 posting.fail(error)
         for number in [number for number in self._fetches if number[0] == source]:
             self._fetches.pop(number).posting.fail(error)
-        self._keep(source, lambda arrival: arrival.memory is not None)
 
     def outdate(self, source: str, incarnation: int) -> None:
         """A new life of the source began: nothing of those before is received any more."""
@@ -311,7 +317,7 @@ class Incoming:
         if arrival.memory is None:
             self._fetch(posting, arrival)
         else:
-            self._deliver(posting, arrival, arrival.memory)
+            self._deliver(posting, arrival)
 
     def _mismatch(self, posting: Posting, arrival: Arrival) -> None:
         post = arrival.post
@@ -324,8 +330,8 @@ class Incoming:
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
         post = arrival.post
         try:
-            staging = torch.empty(post.nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
+            staging = fresh(post.nbytes, self._warm)
+        except (MemoryError, OSError) as error:
             posting.fail(error)
             self._done(arrival)
             return
@@ -341,8 +347,8 @@ class Incoming:
             self._reply(fetch.arrival.route, pull)
             fetch.asked += nbytes
 
-    def _deliver(self, posting: Posting, arrival: Arrival, memory: Tensor) -> None:
-        delivery = Delivery(posting, arrival, memory, self._warm, lambda: self._call(lambda: self._done(arrival)))
+    def _deliver(self, posting: Posting, arrival: Arrival) -> None:
+        delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:
                 delivery.take()
@@ -360,3 +366,12 @@ class Incoming:
 
 def _fits(post: Post, form: ObjectForm | TensorForm) -> bool:
     return post.form == form if isinstance(form, TensorForm) else isinstance(post.form, ObjectForm)
+
+
+def _first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
+    """Taken off its queue, which goes with the last."""
+    queue = queues[key]
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first

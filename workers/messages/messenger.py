@@ -28,22 +28,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from workers import values
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.process import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError
-from workers.messages import groups, values
+from workers.messages import groups
 from workers.messages.engine import Engine
 from workers.messages.incoming import Delivery, Posting
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Sending, Snapshot
 from workers.messages.slabs import Mappings, Slabs
-from workers.messages.values import Packed
-from workers.messages.wire import ObjectForm
+from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
 from workers.messages.work import AsyncWork, all_of
+from workers.values import Packed
 
 TIMEOUT_S = 1800.0
 """How long an operation may take, unless told otherwise."""
@@ -133,10 +135,10 @@ class Messenger:
         """
         self._check(dst)
         if piggyback_payload is NO_PAYLOAD:
-            packed = values.pack(object)
+            form, packed = ObjectForm(), values.pack(object)
         else:
-            packed = values.pack_with_payload(object, piggyback_payload)
-        return self._out(packed, dst, options, timeout_s, async_op)
+            form, packed = ObjectForm(piggyback=True), values.pack((object, piggyback_payload))
+        return self._out(form, packed, dst, options, timeout_s, async_op)
 
     def recv(
         self,
@@ -150,7 +152,7 @@ class Messenger:
         `async_op`: then the work's result is the object."""
         self._check(src)
         what = f"{self._name}: recv from {src}"
-        return self._in(src, _PAIR, None, options, timeout_s, async_op, what, _load)
+        return self._in(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
 
     def send_tensor(
         self,
@@ -163,7 +165,7 @@ class Messenger:
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. As `send` otherwise."""
         self._check(dst)
-        return self._out(values.pack_tensor(tensor), dst, options, timeout_s, async_op)
+        return self._out(_form_of(tensor), values.pack_tensor(tensor), dst, options, timeout_s, async_op)
 
     def recv_tensor(
         self,
@@ -178,9 +180,8 @@ class Messenger:
         device, of any strides. Blocks for it, unless `async_op`: then `tensor` is not to be used until the work is
         done."""
         self._check(src)
-        values.pack_tensor(tensor)
-        what = f"{self._name}: recv_tensor from {src}"
-        work: AsyncWork[None] | None = self._in(src, _PAIR, tensor, options, timeout_s, async_op, what, _nothing)
+        form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
+        work: AsyncWork[None] | None = self._in(src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor)
         return work
 
     # --- broadcast ------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class Messenger:
         stream = groups.stream_of(workers)
         if source != self.address:
             what = f"{self._name}: broadcast from {source}"
-            return self._in(source, stream, None, options, timeout_s, async_op, what, _load)
+            return self._in(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
         return self._spread(object, others, stream, options, timeout_s, async_op)
 
     def _spread(
@@ -227,11 +228,11 @@ class Messenger:
         async_op: bool,
     ) -> Any:
         try:
-            packed = values.pack(object)
-            snapshot = self._snapshot(packed, len(others), f"{self._name}: broadcast")
+            snapshot = self._snapshot(ObjectForm(), values.pack(object), len(others), f"{self._name}: broadcast")
         except Exception as error:
-            fault = values.fault(f"{type(error).__name__}: {error}")
-            self._submit(self._snapshot(fault, len(others), "a fault"), others, stream, options, timeout_s)
+            fault = FaultForm(f"{type(error).__name__}: {error}")
+            nothing = self._snapshot(fault, values.NOTHING, len(others), "a fault")
+            self._submit(nothing, others, stream, options, timeout_s)
             raise
         works = self._submit(snapshot, others, stream, options, timeout_s)
         work = all_of(works, f"{self._name}: broadcast to {len(others)} workers", object)
@@ -270,13 +271,14 @@ class Messenger:
 
     def _out(
         self,
+        form: Form,
         packed: Packed,
         dst: WorkerAddress,
         options: CollectiveGroupOptions | None,
         timeout_s: float | None,
         async_op: bool,
     ) -> AsyncWork[None] | None:
-        snapshot = self._snapshot(packed, 1, f"{self._name}: send to {dst}")
+        snapshot = self._snapshot(form, packed, 1, f"{self._name}: send to {dst}")
         (work,) = self._submit(snapshot, [dst], _PAIR, options, timeout_s)
         if async_op:
             return work
@@ -309,7 +311,7 @@ class Messenger:
         self._engine.submit_send(sendings)
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
 
-    def _snapshot(self, packed: Packed, receivers: int, what: str) -> Snapshot:
+    def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> Snapshot:
         """The values as they are now."""
         size = packed.nbytes + len(packed.skeleton)
         self._backlog.admit(size, what)
@@ -320,7 +322,7 @@ class Messenger:
                 packed.write(slab.memory)
             elif packed.nbytes:
                 inline = bytearray(packed.nbytes)
-                packed.write(torch.frombuffer(inline, dtype=torch.uint8))
+                packed.write(np.frombuffer(inline, np.uint8))
         except BaseException:
             self._backlog.free(size)
             if slab is not None:
@@ -332,18 +334,19 @@ class Messenger:
             if slab is not None:
                 self._slabs.give_back(slab)
 
-        return Snapshot(packed, slab, bytes(inline), receivers, free)
+        return Snapshot(form, packed, slab, bytes(inline), receivers, free)
 
     def _in(
         self,
         src: WorkerAddress,
         stream: bytes,
-        target: Tensor | None,
+        form: ObjectForm | TensorForm,
         options: CollectiveGroupOptions | None,
         timeout_s: float | None,
         async_op: bool,
         what: str,
         finish: Callable[[Delivery], Any],
+        target: Tensor | None = None,
     ) -> Any:
         now = time.monotonic()
         posting = Posting(
@@ -351,7 +354,7 @@ class Messenger:
             stream=stream,
             options=options,
             target=target,
-            form=ObjectForm() if target is None else values.tensor_form(target),
+            form=form,
             device=_current_device(),
             ready=_now_on(target),
             eager=async_op,
@@ -389,6 +392,13 @@ class _Backlog:
     def free(self, nbytes: int) -> None:
         with self._guard:
             self._waiting -= nbytes
+
+
+def _form_of(tensor: Tensor) -> TensorForm:
+    """For send_tensor and recv_tensor. TypeError for anything that is not a plain tensor."""
+    if not isinstance(tensor, Tensor) or not values.is_plain(tensor):
+        raise TypeError(f"send_tensor and recv_tensor take a strided tensor, not {type(tensor).__name__}")
+    return TensorForm(str(tensor.dtype), tuple(tensor.shape))
 
 
 def _load(delivery: Delivery) -> Any:

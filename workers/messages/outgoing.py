@@ -14,8 +14,8 @@ from dataplane.errors import DataPlaneError
 from workers.errors import GroupOptionsError, MessageTimeoutError
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.slabs import OwnSlab
-from workers.messages.values import Packed
-from workers.messages.wire import Done, Held, Post, Pull, Refused, Settled, error_of
+from workers.messages.wire import Done, Form, Held, Post, Pull, Refused, Settled, error_of
+from workers.values import Packed
 
 SETTLE_S = 1.0
 """At first contact a sender waits so long for the receiver to take, or refuse, what it has been told of."""
@@ -29,13 +29,15 @@ class Snapshot:
 
     def __init__(
         self,
+        form: Form,
         packed: Packed,
         slab: OwnSlab | None,
         inline: bytes,
         receivers: int,
         free: Callable[[OwnSlab | None], None],
     ) -> None:
-        self.packed = packed
+        self.form = form
+        self.skeleton, self.segments, self.nbytes = packed.skeleton, packed.segments, packed.nbytes
         self.slab = slab
         self.inline = inline
         self._left = receivers
@@ -131,20 +133,20 @@ class Outgoing:
             sending.number = self._numbers.get((peer, sending.stream), 0)
             self._numbers[peer, sending.stream] = sending.number + 1
             self._sent[peer, sending.stream, sending.number] = sending
-            packed, slab = sending.snapshot.packed, sending.snapshot.slab
+            snapshot = sending.snapshot
             post = Post(
                 stream=sending.stream,
                 number=sending.number,
                 source=self._worker,
                 incarnation=self.incarnation,
-                form=packed.form,
+                form=snapshot.form,
                 options=contact.options,
-                segments=packed.segments,
-                nbytes=packed.nbytes,
-                slab=None if slab is None else slab.name,
+                segments=snapshot.segments,
+                nbytes=snapshot.nbytes,
+                slab=None if snapshot.slab is None else snapshot.slab.name,
                 settling=sending.settling,
             )
-            self._transmit(peer, post, sending.snapshot)
+            self._transmit(peer, post, snapshot)
 
     def answered(self, peer: str, answer: Held | Settled | Done | Refused) -> None:
         """Of a message whose time is over, or that another life of this worker sent, nothing is to be done."""

@@ -8,10 +8,10 @@ import os
 import threading
 from collections import OrderedDict
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from workers.messages.wire import Slab
+from workers.values import Bytes
 
 IDLE_BYTES = 1 << 30
 """Slabs that wait to be used again, at most; warm memory is several times as fast as fresh."""
@@ -22,7 +22,7 @@ _LEAST_BYTES = 64 << 10
 
 
 class OwnSlab:
-    """A slab of this process. `memory` is uint8 [at least as long as asked for]."""
+    """A slab of this process. `memory` is at least as long as asked for."""
 
     def __init__(self, host: str, nbytes: int) -> None:
         fd = os.memfd_create("tq-message", os.MFD_CLOEXEC)
@@ -91,10 +91,10 @@ class Mappings:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._mapped: OrderedDict[int, Tensor] = OrderedDict()
+        self._mapped: OrderedDict[int, Bytes] = OrderedDict()
 
-    def open(self, slab: Slab) -> Tensor | None:
-        """Its bytes, uint8 [nbytes]. None if it is not of this host, or this process may not look at it."""
+    def open(self, slab: Slab) -> Bytes | None:
+        """Its bytes. None if it is not of this host, or this process may not look at it."""
         if slab.host != self._host:
             return None
         memory = self._mapped.get(slab.inode)
@@ -117,7 +117,7 @@ class Mappings:
             self._mapped.pop(inode, None)
 
 
-def _open(slab: Slab) -> Tensor | None:
+def _open(slab: Slab) -> Bytes | None:
     try:
         fd = os.open(f"/proc/{slab.pid}/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -131,9 +131,9 @@ def _open(slab: Slab) -> Tensor | None:
         os.close(fd)
 
 
-def _map(fd: int, nbytes: int) -> Tensor:
+def _map(fd: int, nbytes: int) -> Bytes:
     mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _rounded(nbytes: int) -> int:

@@ -21,6 +21,7 @@ import msgspec
 from dataplane.errors import DataPlaneError
 from workers import errors
 from workers.messages.options import CollectiveGroupOptions
+from workers.values import Segment
 
 
 class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
@@ -52,16 +53,6 @@ class FaultForm(msgspec.Struct, frozen=True, tag="fault"):
 
 
 Form = ObjectForm | TensorForm | FaultForm
-
-
-class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of a message's bytes: a tensor's values, C-contiguous, or (dtype empty) a buffer of some other object."""
-
-    start: int
-    nbytes: int
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    cuda: bool = False
 
 
 class Slab(msgspec.Struct, frozen=True, array_like=True):

@@ -62,7 +62,7 @@ class AsyncWork(Generic[T]):
             waited_s = time.monotonic() - begun
             if timeout is not None and waited_s >= timeout:
                 raise MessageTimeoutError(what=self._what, waited_s=waited_s)
-            _log.info("%s: waiting for %.0f s so far", self._what, waited_s)
+            _log.warning("%s: waiting for %.0f s so far", self._what, waited_s)
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same without blocking the event loop: it is woken by the operation's end. Cancelling it cancels the wait,
@@ -89,7 +89,7 @@ class AsyncWork(Generic[T]):
                 break
             if timeout is not None and waited_s >= timeout:
                 raise MessageTimeoutError(what=self._what, waited_s=waited_s)
-            _log.info("%s: waiting for %.0f s so far", self._what, waited_s)
+            _log.warning("%s: waiting for %.0f s so far", self._what, waited_s)
         return self._result(self._future.result())
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
