@@ -28,6 +28,7 @@ class AsyncConnection:
         self._detached: set[asyncio.Task[None]] = set()
         self._patience_s = copies_end_s(config)
         self.desk = Desk(config, session=channel.session, lock=lock)
+        channel.learned = self.desk.roads.learn
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)
         self._channel.leftovers = self.desk.idle_leftovers

@@ -179,6 +179,7 @@ class Connection:
         self._copies = CopiesUnderWay()
         self._patience_s = copies_end_s(config)
         self.desk = Desk(config, session=self._channel.session, lock=lock)
+        self._channel.learned = self.desk.roads.learn
         self.desk.roads.learn(self._channel.units)
         desks().add(self.desk)
         self._channel.leftovers = self.desk.idle_leftovers

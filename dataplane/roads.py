@@ -5,9 +5,10 @@ Everything here blocks and runs inside a `Work` step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
-from dataplane.errors import ServiceRestartedError, SessionExpiredError, StorageUnitError
+from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.rowcopy import CopyRuns, Run, copy_runs
 from dataplane.warm import WarmMemory
@@ -58,42 +59,63 @@ class Roads:
         self._copier = copier
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
+        self._left: dict[int, int] = {}
+        self._doubted: set[int] = set()
         self._guard = threading.Lock()
+        self._shaking_hands = threading.Lock()
+        self._closed = False
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
-        """Take in the service's list of units; a connection to an earlier life of one is dropped."""
+        """Take in the service's list of units; a connection to an earlier life of one is dropped. Blocks while calls
+        under way on such a one end."""
+        stale = []
         with self._guard:
             for info in units:
                 known = self._infos.get(info.unit)
-                if known is not None and known.epoch != info.epoch:
-                    stale = self._connections.pop(info.unit, None)
-                    if stale is not None:
-                        stale.close()
+                if known is not None and known.epoch != info.epoch and info.unit in self._connections:
+                    stale.append(self._connections.pop(info.unit))
+                    self._left[info.unit] = known.epoch
                 self._infos[info.unit] = info
+                self._doubted.discard(info.unit)
+        for connection in stale:
+            connection.close()
 
     def unknown(self, units: Iterable[int]) -> bool:
-        """Whether one of `units` has not been learned yet."""
-        return any(unit not in self._infos for unit in units)
+        """Whether one of `units` has not been learned yet, or failed since: it may have another life by now."""
+        return any(unit not in self._infos or unit in self._doubted for unit in units)
 
     def connection(self, unit: int) -> UnitConnection:
         """The connection to `unit`; the first call shakes hands. Blocks up to the connect timeout."""
-        with self._guard:
-            found = self._connections.get(unit)
-            if found is None:
-                info = self._infos.get(unit)
-                if info is None:
-                    raise StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
-                found = UnitConnection(
-                    info,
-                    session=self._session,
-                    lock=self._lock,
-                    token=self._config.secret(),
-                    force_remote=self._config.force_remote,
-                    timeout_s=self._config.connect_timeout_s,
-                    memory=self._memory,
-                )
-                self._connections[unit] = found
+        found = self._connections.get(unit)
+        if found is not None:
             return found
+        with self._shaking_hands:
+            while (found := self._connections.get(unit)) is None:
+                self._connect(unit)
+            return found
+
+    def _connect(self, unit: int) -> None:
+        """Shake hands; the outcome is kept unless another life of the unit was learned of meanwhile."""
+        info = self._infos.get(unit)
+        if info is None:
+            raise StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
+        made = UnitConnection(
+            info,
+            session=self._session,
+            lock=self._lock,
+            token=self._config.secret(),
+            force_remote=self._config.force_remote,
+            timeout_s=self._config.connect_timeout_s,
+            memory=self._memory,
+        )
+        with self._guard:
+            wanted = not self._closed and self._infos[unit].epoch == info.epoch
+            if wanted:
+                self._connections[unit] = made
+        if not wanted:
+            made.close()
+        if self._closed:
+            raise ClientClosedError()
 
     def local_unit(self) -> int | None:
         """A unit whose arena is mapped here; None before anything was written or read there."""
@@ -111,8 +133,19 @@ class Roads:
         reservation: the number of the Allocate call that reserved the places. unfinished: however this ends, holds the
         units that may still carry out writes of it, which `stop` ends.
 
-        Returns when every byte is in its arena. Raises `StorageUnitError`, `SessionExpiredError`, `CallTimeoutError`.
+        Returns when every byte is in its arena. Raises `StorageUnitError`, `ServiceRestartedError` (a unit has another
+        life), `SessionExpiredError`, `CallTimeoutError`.
         """
+        with self._watching({placement.unit for placement in placements}):
+            self._write(placements, columns, reservation, unfinished)
+
+    def _write(
+        self,
+        placements: Sequence[c.Placement],
+        columns: Sequence[EncodedColumn],
+        reservation: int,
+        unfinished: set[int],
+    ) -> None:
         remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
         later: list[Run] = []
         for placement in placements:
@@ -163,8 +196,15 @@ class Roads:
     ) -> dict[str, RowSource]:
         """Where each field's rows are in this process's memory: the mapped arenas themselves, or received buffers.
 
-        units: `units_of(located)`. With `guard`, local buffers keep it alive for as long as anything views them.
+        units: `units_of(located)`. With `guard`, local buffers keep it alive for as long as anything views them. Raises
+        as `write`.
         """
+        with self._watching(units):
+            return self._gather(located, units, guard)
+
+    def _gather(
+        self, located: Sequence[c.FieldLocations], units: set[int], guard: object | None
+    ) -> dict[str, RowSource]:
         arena = self._arena(min(units)) if len(units) == 1 else None
         if arena is not None:
             whole = [_readable(arena, guard)]
@@ -185,6 +225,22 @@ class Roads:
             field.name: RowSource(field.spec, buffers, places, starts, field.lengths, received)
             for field, places, starts, received in zip(located, which, offsets, ours, strict=True)
         }
+
+    @contextlib.contextmanager
+    def _watching(self, units: set[int]) -> Iterator[None]:
+        """Whichever of the units fails is asked about before it is used again; the loss of a connection to an earlier
+        life of one is told as what it is."""
+        try:
+            yield
+        except (StorageUnitError, ServiceRestartedError):
+            self._doubted.update(units)
+            raise
+        except ClientClosedError:
+            for unit in units & self._left.keys():
+                raise ServiceRestartedError(
+                    expected_epoch=self._left[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"
+                ) from None
+            raise
 
     def _arena(self, unit: int) -> MappedArena | None:
         """The mapped arena of a unit on this host; None where the road is remote."""
@@ -221,7 +277,9 @@ class Roads:
     def close(self) -> None:
         """Close every connection; mappings that living views need stay until those are gone."""
         with self._guard:
+            self._closed = True
             connections, self._connections = list(self._connections.values()), {}
+            self._left.clear()
         for connection in connections:
             connection.close()
 

@@ -13,7 +13,8 @@ from dataplane.arena import Arena, default_capacity, sweep_kept
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.control.unit_link import UnitLink
+from dataplane.control.unit_link import Order, UnitLink
+from dataplane.errors import ClientClosedError
 from dataplane.host import boot_id, reachable_host
 from dataplane.kept import UnitRecord
 from dataplane.ledger import commands as c
@@ -27,6 +28,9 @@ class StorageUnit:
 
     config: `capacity_bytes`, `arena_dir`, `host` (where its tcp door binds) and the token. Raises `ArenaSpaceError`
     where the directory or the container has too little room, `ServiceUnavailableError` where no controller answers.
+
+    When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
+    more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
     """
 
     def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
@@ -37,6 +41,8 @@ class StorageUnit:
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
         self._record: UnitRecord | None = None
+        self._guard = threading.Lock()
+        self._stopped = False
 
     def start(self) -> Self:
         try:
@@ -47,46 +53,68 @@ class StorageUnit:
         return self
 
     def _start(self) -> None:
+        self._stopped = False
         config = self._config
         for directory in {config.arena_dir, DEFAULT_LOCK_DIRECTORY}:
             sweep(directory)
             sweep_kept(directory)
-        epoch = time.time_ns()
-        self._arena, number = self._open_arena(epoch)
+        self._link = UnitLink(self._controller, config.secret(), reconnect_s=config.reconnect_s)
+        self._link.open(
+            self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
+        )
+
+    def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
+        """Arena and bulk door, and how the unit presents itself with them."""
+        config, epoch = self._config, time.time_ns()
+        self._arena, number = self._open_arena(epoch, anew=anew)
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
-        self._link = UnitLink(self._controller, config.secret())
         self._bulk = BulkServer(
             self._arena,
             epoch=epoch,
             token=config.secret(),
             tcp_host=config.host,
             advertise_host=reachable_host(config.host),
-            report=self._link.report,
+            report=link.report,
         )
         self._bulk.start()
-        self._bulk.unit = self._link.open(
-            c.AddUnit(
-                name=self.name,
-                host=boot_id(),
-                epoch=epoch,
-                cookie=self._arena.cookie.hex(),
-                capacity_bytes=self._arena.capacity_bytes,
-                backed_bytes=backed,
-                endpoints=tuple(self._bulk.endpoints),
-                arena_path=str(self._arena.path),
-                unit=number,
-            ),
-            on_order=self._bulk.order,
+        return c.AddUnit(
+            name=self.name,
+            host=boot_id(),
+            epoch=epoch,
+            cookie=self._arena.cookie.hex(),
+            capacity_bytes=self._arena.capacity_bytes,
+            backed_bytes=backed,
+            endpoints=tuple(self._bulk.endpoints),
+            arena_path=str(self._arena.path),
+            unit=number,
         )
-        if self._record is not None:
-            self._record.write(self._arena, self._bulk.unit)
 
-    def _open_arena(self, epoch: int) -> tuple[Arena, int]:
+    def _order(self, order: Order) -> None:
+        with self._guard:
+            if self._bulk is not None:
+                self._bulk.order(order)
+
+    def _added(self, number: int) -> None:
+        with self._guard:
+            if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
+                self._bulk.unit = number
+                if self._record is not None:
+                    self._record.write(self._arena, number)
+
+    def _start_over(self) -> c.AddUnit:
+        with self._guard:
+            if self._stopped or self._link is None or self._bulk is None or self._arena is None:
+                raise ClientClosedError(why="the storage unit is stopped")
+            self._bulk.stop()
+            self._arena.close()
+            return self._begin(self._link, anew=True)
+
+    def _open_arena(self, epoch: int, *, anew: bool) -> tuple[Arena, int]:
         """The arena of the life before with the unit's number then, or a new one and 0."""
         config, keeper = self._config, None
         if config.state_dir is not None:
             self._record = UnitRecord(config.state_dir, self.name, {config.arena_dir, DEFAULT_LOCK_DIRECTORY})
-            kept = self._record.adopt(epoch=epoch)
+            kept = None if anew else self._record.adopt(epoch=epoch)
             if kept is not None:
                 return kept
             self._record.reserve()
@@ -102,12 +130,16 @@ class StorageUnit:
 
     def stop(self) -> None:
         """Leave the controller, end the door, unlink the arena unless a state directory keeps it. Idempotent."""
-        for part in (self._link, self._bulk):
-            if part is not None:
-                part.close() if isinstance(part, UnitLink) else part.stop()
-        if self._arena is not None:
-            self._arena.close(unlink=self._record is None)
-        self._link = self._bulk = self._arena = None
+        with self._guard:
+            self._stopped = True
+        if self._link is not None:
+            self._link.close()
+        with self._guard:
+            if self._bulk is not None:
+                self._bulk.stop()
+            if self._arena is not None:
+                self._arena.close(unlink=self._record is None)
+            self._link = self._bulk = self._arena = None
 
     def __enter__(self) -> Self:
         return self.start()

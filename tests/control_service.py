@@ -17,11 +17,13 @@ def done(call: c.Call) -> c.Result:
 
 
 class ScriptedLedger:
-    """Answers calls as `answer` says (None: not now), opens sessions and adds units, and keeps what it was given."""
+    """Answers calls as `answer` says (None: not now), opens sessions and adds units, and keeps what it was given. `ended`
+    is what a session that would go on is told."""
 
     def __init__(self, answer: Answer = done, *, epoch: int = 1) -> None:
         self.answer = answer
         self.epoch = epoch
+        self.ended: DataPlaneError | None = None
         self.inputs: list[c.Input] = []
         self.ticks = 0
         self.deadline: float | None = None
@@ -40,6 +42,8 @@ class ScriptedLedger:
             case c.Call():
                 result = self.answer(item)
                 return [] if result is None else [c.Answer(session=item.session, number=item.number, result=result)]
+            case c.OpenSession() if item.session and self.ended is not None:
+                return [c.Opened(nonce=item.nonce, error=self.ended)]
             case c.OpenSession():
                 return [c.Opened(nonce=item.nonce, session=1, epoch=self.epoch)]
             case c.AddUnit():

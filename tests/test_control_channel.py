@@ -317,12 +317,25 @@ def test_another_protocol_version_is_named(real: Controller, monkeypatch: pytest
 
 
 def test_an_expired_session_ends_the_channel(scripted: Controller, ledger: ScriptedLedger, open_channel: Open) -> None:
-    ledger.answer = lambda call: SessionExpiredError(session=1, why="it was silent")
+    ledger.answer = lambda call: SessionExpiredError(session=1, why="it is not there")
+    ledger.ended = SessionExpiredError(session=1, why="it was silent")
     channel = open_channel(scripted)
     for command in (c.Units(), c.Stats()):
         with pytest.raises(SessionExpiredError, match="it was silent"):
             channel.call(command)
     assert len(ledger.of(c.Call)) == 1
+    assert [item.session for item in ledger.of(c.OpenSession)] == [0, 1]
+
+
+def test_a_service_that_has_the_session_but_not_for_calls_ends_the_channel(
+    scripted: Controller, ledger: ScriptedLedger, open_channel: Open
+) -> None:
+    ledger.answer = lambda call: SessionExpiredError(session=1, why="it is not there")
+    channel = open_channel(scripted)
+    for command in (c.Units(), c.Stats()):
+        with pytest.raises(SessionExpiredError, match="it is not there"):
+            channel.call(command)
+    assert len(ledger.of(c.Call)) == 2
 
 
 def test_a_service_of_another_epoch_ends_the_channel(open_channel: Open) -> None:

@@ -109,7 +109,7 @@ def test_a_unit_speaks_for_itself_only(scripted: Controller, ledger: ScriptedLed
 
 def test_a_controller_that_goes_away_is_noticed(ledger: ScriptedLedger) -> None:
     controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
-    link = UnitLink(controller.address, None)
+    link = UnitLink(controller.address, None, reconnect_s=0.2)
     link.open(add_unit(), refuse)
     controller.stop()
     assert link.lost.wait(WAIT_S)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from dataclasses import dataclass
 
 import zmq
 
@@ -16,16 +17,29 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.channel import CLOSE_S, arrived, send
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
-from dataplane.errors import ClientClosedError
+from dataplane.errors import ClientClosedError, DataPlaneError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call under way, and the reply it is to get."""
+
+    outgoing: Outgoing
+    answered: asyncio.Future[wire.Reply]
+
+    def fail(self, error: BaseException) -> None:
+        if not self.answered.done():
+            self.answered.set_exception(error)
+
+
 class AsyncChannel(OpenChannel):
     """An open session whose calls are awaited: one socket, any number of calls at once. Its methods are for the loop it
-    was opened in. The session is kept alive by a thread, so that a busy loop does not lose it.
+    was opened in. The session is kept alive by a thread, so that a busy loop does not lose it. When it is found again
+    elsewhere, calls under way are repeated there, under their numbers.
 
     A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
     """
@@ -37,12 +51,14 @@ class AsyncChannel(OpenChannel):
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._dealer = door_socket(context, session.door)
-        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._left = asyncio.Event()
         self._left.set()
         self._closing = False
         self._loop.add_reader(self._dealer.fileno(), self._receive)
-        self._keeper = Keeper(self._calls, context, dealer, config.secret(), self._ask_to_maintain)
+        self._keeper = Keeper(
+            self._calls, config, context, dealer, maintain=self._ask_to_maintain, moved=self._ask_to_look_again
+        )
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncChannel:
@@ -79,16 +95,16 @@ class AsyncChannel(OpenChannel):
                 self._left.set()
 
     def post(self, command: c.Command) -> None:
-        """Send a command and do not wait for its answer; it is repeated until there is one. Does not block."""
+        """As `Channel.post`."""
         name = type(command).__name__
-        self._calls.check()
+        self._calls.check_open()
         hit(f"call.{name}.before")
         self._send(self._calls.begin_post(command).frames)
         hit(f"call.{name}.after")
 
     async def _exchange(self, outgoing: Outgoing) -> wire.Reply:
         answered: asyncio.Future[wire.Reply] = self._loop.create_future()
-        self._waiting[outgoing.number] = answered
+        self._waiting[outgoing.number] = _Waiting(outgoing, answered)
         self._send(outgoing.frames)
         while True:
             await asyncio.wait([answered], timeout=max(0.0, outgoing.wake_at - time.monotonic()))
@@ -117,15 +133,16 @@ class AsyncChannel(OpenChannel):
     def _pass_on(self, reply: wire.Reply) -> None:
         if reply.number == 0:
             # A refusal of something that could not even be read: whoever waits here sent the like of it.
-            for answered in self._waiting.values():
-                if not answered.done():
-                    answered.set_result(reply)
-            return
-        answered_or_none = self._waiting.get(reply.number)
-        if answered_or_none is None:
+            for waiting in self._waiting.values():
+                self._offer(waiting, reply)
+        elif reply.number in self._waiting:
+            self._offer(self._waiting[reply.number], reply)
+        else:
             self._calls.heard(reply)
-        elif not answered_or_none.done():
-            answered_or_none.set_result(reply)
+
+    def _offer(self, waiting: _Waiting, reply: wire.Reply) -> None:
+        if not waiting.answered.done() and self._calls.answers(waiting.outgoing, reply):
+            waiting.answered.set_result(reply)
 
     def _ask_to_maintain(self) -> None:
         """Called by the keeper's thread with every heartbeat."""
@@ -139,6 +156,29 @@ class AsyncChannel(OpenChannel):
             for command in [] if self._calls.pointless else self.leftovers():
                 self.post(command)
 
+    def _ask_to_look_again(self) -> None:
+        """Called by the keeper's thread: the session is elsewhere, or over, or not waited for any longer."""
+        session = self._calls.session
+        if not self._calls.pointless:
+            self.learned(session.units)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        if self._closing:
+            return
+        self._loop.remove_reader(self._dealer.fileno())
+        self._dealer.close()
+        self._dealer = door_socket(self._context, self.door)
+        self._loop.add_reader(self._dealer.fileno(), self._receive)
+        for waiting in list(self._waiting.values()):
+            try:
+                self._send(self._calls.again(waiting.outgoing))
+            except DataPlaneError as error:
+                waiting.fail(error)
+        for outgoing in [] if self._calls.pointless else self._calls.due(all_of_them=True):
+            self._send(outgoing.frames)
+
     # --- the end
 
     async def close(self) -> None:
@@ -148,9 +188,8 @@ class AsyncChannel(OpenChannel):
         self._closing = True
         silent = self._calls.pointless
         self._calls.end(ClientClosedError())
-        for answered in self._waiting.values():
-            if not answered.done():
-                answered.set_exception(ClientClosedError())
+        for waiting in self._waiting.values():
+            waiting.fail(ClientClosedError())
         await self._left.wait()
         try:
             if not silent:
@@ -158,12 +197,16 @@ class AsyncChannel(OpenChannel):
         finally:
             self._loop.remove_reader(self._dealer.fileno())
             self._dealer.close()
-            await self._loop.run_in_executor(None, self._keeper.close, CLOSE_S)
+            await self._loop.run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        if self._keeper.close(CLOSE_S):
             self._context.term()
 
     async def _say_bye(self) -> None:
         bye = self._calls.begin(c.Bye(), CLOSE_S)
-        answered = self._waiting[bye.number] = self._loop.create_future()
+        answered: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self._waiting[bye.number] = _Waiting(bye, answered)
         self._send(bye.frames)
         await asyncio.wait([answered], timeout=CLOSE_S)
         if not answered.done():

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
@@ -21,6 +21,7 @@ from dataplane.errors import (
     DataPlaneError,
     ServiceUnavailableError,
     SessionExpiredError,
+    StateDirError,
     from_wire,
     to_wire,
 )
@@ -30,6 +31,9 @@ RESEND_S = 2.0
 """Silence after which a call is repeated under its number."""
 RESEND_GROWTH = 1.5
 RESEND_MAX_S = 10.0
+_EXPIRED = SessionExpiredError.__name__
+_NOT_DONE = frozenset({StateDirError.__name__})
+"""Errors with which a posted call was not executed, and is to be sent again."""
 
 
 @dataclass(slots=True)
@@ -43,6 +47,7 @@ class Outgoing:
     deadline: float
     resend_at: float
     patience_s: float = RESEND_S
+    doubted: bool = field(default=False, init=False)
 
     @property
     def wake_at(self) -> float:
@@ -51,10 +56,16 @@ class Outgoing:
 
 
 class Calls:
-    """Thread-safe. Every method returns at once."""
+    """Thread-safe. Every method returns at once. `session` is as it was found last.
+
+    doubt: called (from any thread, must return at once) when an answer tells that the service or the session ended:
+    find out. Until then no such answer counts: the service may live again with all it had.
+    """
 
     def __init__(self, session: Session, config: DataPlaneConfig) -> None:
         self.session = session
+        self.doubt: Callable[[], None] = lambda: None
+        self._reconnect_s = config.reconnect_s
         self._token = (config.secret() or "").encode()
         self._timeout_s = config.call_timeout_s
         self._numbering = Numbering(session.number)
@@ -62,18 +73,27 @@ class Calls:
         self._pid = os.getpid()
         self._over: DataPlaneError | None = None
         self._lost = ""
+        self._lost_at = 0.0
 
     # --- whether calls can be made
 
     def check(self) -> None:
-        """Raises what makes calls impossible: a fork, the end of the client or of the session, a lost service."""
+        """Raises what makes calls impossible: a fork, the end of the client or of the session, a lost service whose
+        return is not waited for."""
+        self.check_open()
+        why = self._lost
+        if why and not self._patient():
+            if self.session.durable:
+                why += f"; it has not come back within {self._reconnect_s:g} s"
+            raise ServiceUnavailableError(address=self.session.address, why=why)
+
+    def check_open(self) -> None:
+        """Raises what makes calls impossible for ever."""
         if self._pid != os.getpid():
             raise ClientClosedError(why="it belongs to the parent of this forked process; open one here")
         if self._over is not None:
             # A fresh one each time: raised objects gather tracebacks.
             raise from_wire(*to_wire(self._over))
-        if self._lost:
-            raise ServiceUnavailableError(address=self.session.address, why=self._lost)
 
     @property
     def over(self) -> bool:
@@ -85,14 +105,30 @@ class Calls:
         """Whether nothing sent now would be answered."""
         return self.over or bool(self._lost)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the service is lost and calls wait for its return."""
+        return bool(self._lost) and self._patient()
+
+    def _patient(self) -> bool:
+        return self.session.durable and time.monotonic() - self._lost_at < self._reconnect_s
+
     def end(self, error: DataPlaneError) -> None:
         """No more calls: `check` raises this from now on."""
         if self._over is None or isinstance(error, ClientClosedError):
             self._over = error
 
     def lose(self, why: str) -> None:
-        """The service does not answer ("": it does again): `check` raises `ServiceUnavailableError` meanwhile."""
+        """The service does not answer: `check` raises `ServiceUnavailableError` until it does, at once, or from
+        `reconnect_s` on where the service keeps its state."""
+        if not self._lost:
+            self._lost_at = time.monotonic()
         self._lost = why
+
+    def adopt(self, session: Session) -> None:
+        """The session was found again, maybe elsewhere and in another life of the service."""
+        self.session = session
+        self._lost = ""
 
     # --- calls
 
@@ -131,24 +167,53 @@ class Calls:
             call = self._numbering.repeat(outgoing.number, now=now)
         return wire.request(call, self._token)
 
+    def answers(self, outgoing: Outgoing, reply: wire.Reply) -> bool:
+        """Whether this reply is the call's answer, or else the call goes on waiting for one."""
+        if self._goes(reply):
+            return False
+        if reply.outcome == _EXPIRED and not outgoing.doubted:
+            outgoing.doubted = True
+            self.doubt()
+            return False
+        return True
+
     def heard(self, reply: wire.Reply) -> None:
-        """A reply came, to whatever call of the session."""
+        """A reply came that nobody waits for."""
+        if self._goes(reply):
+            return
         self._lost = ""
-        if reply.number:
-            with self._lock:
-                self._numbering.answered(reply.number)
-        if reply.outcome == SessionExpiredError.__name__:
-            error = reply.error
-            assert error is not None
-            self.end(error)
+        if reply.outcome == _EXPIRED:
+            self.doubt()
+        elif reply.outcome not in _NOT_DONE:
+            self._answered(reply)
 
     def settle(self, outgoing: Outgoing, reply: wire.Reply) -> c.Result:
         """What the call got. Raises the error it got."""
-        if reply.outcome != "ok":
-            self.heard(reply)
-        result = codec.decode_result(outgoing.method, reply.good_body())
-        self.heard(reply)
+        self._lost = ""
+        error = reply.error
+        if isinstance(error, SessionExpiredError):
+            self.end(error)
+        if error is not None:
+            self._answered(reply)
+            raise error
+        result = codec.decode_result(outgoing.method, reply.body)
+        self._answered(reply)
         return result
+
+    def _goes(self, reply: wire.Reply) -> bool:
+        """Whether the reply says no more than that a service that will live again ends."""
+        if reply.outcome != ServiceUnavailableError.__name__ or not self.session.durable:
+            return False
+        error = reply.error
+        assert error is not None
+        self.lose(str(error.why))
+        self.doubt()
+        return True
+
+    def _answered(self, reply: wire.Reply) -> None:
+        if reply.number:
+            with self._lock:
+                self._numbering.answered(reply.number)
 
     def abandon(self, number: int) -> Outgoing | None:
         """Nobody will use that call's answer. What to send to undo it, if anything; not waited for."""
@@ -157,11 +222,11 @@ class Calls:
             undo = self._numbering.abandon(number, now=now)
         return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
 
-    def due(self) -> list[Outgoing]:
-        """All posted calls that have been unanswered for long, to send again."""
+    def due(self, *, all_of_them: bool = False) -> list[Outgoing]:
+        """All posted calls that have been unanswered for long, or at all, to send again."""
         now = time.monotonic()
         with self._lock:
-            numbers = self._numbering.due(now - RESEND_S)
+            numbers = self._numbering.due(now + 1.0 if all_of_them else now - RESEND_S)
             calls = [self._numbering.repeat(number, now=now) for number in numbers]
         return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
 
@@ -177,11 +242,13 @@ class Calls:
 
 
 class OpenChannel:
-    """What both channels tell of their session. `leftovers` is asked with every heartbeat for commands to post."""
+    """What both channels tell of their session, as it was found last. `leftovers` is asked with every heartbeat for
+    commands to post; `learned` is called, in any thread, with the storage units whenever the session is found again."""
 
     def __init__(self, session: Session, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
         self.leftovers: Callable[[], Iterable[c.Command]] = list
+        self.learned: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
 
     @property
     def session(self) -> int:
@@ -195,7 +262,7 @@ class OpenChannel:
 
     @property
     def units(self) -> tuple[c.UnitInfo, ...]:
-        """The storage units there were when the session was opened; a `Units` call tells of later ones."""
+        """The storage units there were when the session was found; a `Units` call tells of later ones."""
         return self._calls.session.units
 
     @property

@@ -14,9 +14,9 @@ import zmq
 from dataplane.config import DataPlaneConfig
 from dataplane.control import sockets, wire
 from dataplane.control.calls import OpenChannel, Outgoing
+from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
-from dataplane.control.waker import Waker
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -28,7 +28,8 @@ CLOSE_S = 5.0
 
 
 class Channel(OpenChannel):
-    """An open session. Thread-safe: each call takes a socket of its own and polls it itself.
+    """An open session. Thread-safe: each call takes a socket of its own and polls it itself. When the session is found
+    again elsewhere, calls under way are repeated there, under their numbers.
 
     A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
     """
@@ -38,12 +39,11 @@ class Channel(OpenChannel):
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._idle: list[Socket] = []
-        self._using = 0
-        self._changed = threading.Condition()
+        self._door = Door(context, session.door)
+        self._left: list[Door] = []
+        self._guard = threading.Lock()
         self._closing = False
-        self._waker = Waker()
-        self._keeper = Keeper(self._calls, context, dealer, config.secret(), self._maintain)
+        self._keeper = Keeper(self._calls, config, context, dealer, maintain=self._maintain, moved=self._look_again)
 
     @classmethod
     def open(cls, config: DataPlaneConfig) -> Channel:
@@ -64,8 +64,9 @@ class Channel(OpenChannel):
 
         Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim) plus
         `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
-        `ServiceUnavailableError` when the service is gone, `ClientClosedError` when `close` is called meanwhile.
-        However it fails, what the command may have taken is given back.
+        `ServiceUnavailableError` when the service is gone (where it keeps its state: for `config.reconnect_s`; until
+        then the call waits for its return), `ClientClosedError` when `close` is called meanwhile. However it fails,
+        what the command may have taken is given back.
         """
         name = type(command).__name__
         self._calls.check()
@@ -80,35 +81,36 @@ class Channel(OpenChannel):
             raise
 
     def post(self, command: c.Command) -> None:
-        """Send a command and do not wait for its answer; it is repeated until there is one. Does not block."""
+        """Send a command and do not wait for its answer; it is repeated until there is one, also beyond a time in which
+        the service cannot be reached. Does not block."""
         name = type(command).__name__
-        self._calls.check()
+        self._calls.check_open()
         hit(f"call.{name}.before")
         self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
 
     def _exchange(self, outgoing: Outgoing) -> wire.Reply:
-        dealer = self._take()
-        try:
-            send(dealer, outgoing.frames)
-            while True:
-                reply = self._await(dealer, outgoing)
-                if reply is not None:
-                    return reply
-                self._calls.check()
-                if time.monotonic() >= outgoing.wake_at:
-                    send(dealer, self._calls.again(outgoing))
-        finally:
-            self._put_back([dealer])
+        while True:
+            with self._line() as (door, dealer):
+                send(dealer, outgoing.frames)
+                while not door.shut:
+                    reply = self._await(door, dealer, outgoing)
+                    if reply is not None:
+                        return reply
+                    self._calls.check()
+                    if time.monotonic() >= outgoing.wake_at:
+                        send(dealer, self._calls.again(outgoing))
+            outgoing.frames = self._calls.again(outgoing)
 
-    def _await(self, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
+    def _await(self, door: Door, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
         """The call's answer, if it comes before the call must be looked at."""
         patience_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
-        zmq.zmq_poll([(dealer, zmq.POLLIN), (self._waker.fd, zmq.POLLIN)], patience_ms)
+        zmq.zmq_poll([(dealer, zmq.POLLIN), (door.waker.fd, zmq.POLLIN)], patience_ms)
         for reply in arrived(dealer):
-            if reply.number in (outgoing.number, 0):
+            if reply.number not in (outgoing.number, 0):
+                self._calls.heard(reply)
+            elif self._calls.answers(outgoing, reply):
                 return reply
-            self._calls.heard(reply)
         return None
 
     def _abandon(self, outgoing: Outgoing) -> None:
@@ -118,52 +120,59 @@ class Channel(OpenChannel):
             self._send_once(undo)
 
     def _send_once(self, outgoing: Outgoing) -> None:
-        dealer = self._take()
-        try:
+        with self._line() as (_, dealer):
             send(dealer, outgoing.frames)
-        finally:
-            self._put_back([dealer])
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""
-        with self._changed:
-            if self._closing:
-                return
-            dealers, self._idle = self._idle, []
-            self._using += len(dealers)
+        door = self._door
+        dealers = door.take_idle()
         try:
             for dealer in dealers:
                 for reply in arrived(dealer):
                     self._calls.heard(reply)
         finally:
-            self._put_back(dealers)
+            door.put_back(dealers)
+        self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
-            for outgoing in [] if self._calls.over else self._calls.due():
-                self._send_once(outgoing)
             for command in [] if self._calls.pointless else self.leftovers():
                 self.post(command)
 
+    def _repeat_posted(self, due: list[Outgoing]) -> None:
+        with contextlib.suppress(ClientClosedError):
+            for outgoing in [] if self._calls.over else due:
+                self._send_once(outgoing)
+
     # --- sockets
 
-    def _take(self) -> Socket:
-        with self._changed:
+    @contextlib.contextmanager
+    def _line(self) -> Iterator[tuple[Door, Socket]]:
+        """A socket to the door there is now."""
+        while True:
+            door = self._door
+            dealer = door.take()
+            if dealer is not None:
+                break
             if self._closing:
                 raise ClientClosedError()
-            self._using += 1
-            if self._idle:
-                return self._idle.pop()
         try:
-            return door_socket(self._context, self.door)
-        except BaseException:
-            self._put_back([], missing=1)
-            raise
+            yield door, dealer
+        finally:
+            door.put_back([dealer])
 
-    def _put_back(self, dealers: list[Socket], *, missing: int = 0) -> None:
-        with self._changed:
-            self._idle += dealers
-            self._using -= len(dealers) + missing
+    def _look_again(self) -> None:
+        """The session is elsewhere, or over, or not waited for any longer: calls under way leave the door they wait
+        at."""
+        session = self._calls.session
+        with self._guard:
             if self._closing:
-                self._changed.notify_all()
+                return
+            left, self._door = self._door, Door(self._context, session.door)
+            left.close()
+            self._left = [door for door in [*self._left, left] if door.wait(0.0)]
+        if not self._calls.pointless:
+            self.learned(session.units)
+            self._repeat_posted(self._calls.due(all_of_them=True))
 
     # --- the end
 
@@ -175,37 +184,35 @@ class Channel(OpenChannel):
         """
         if self._pid != os.getpid():
             return
-        with self._changed:
+        with self._guard:
             if self._closing:
                 return
             self._closing = True
         silent = self._calls.pointless
         self._calls.end(ClientClosedError())
-        self._waker.wake()
-        with self._changed:
-            left = self._changed.wait_for(lambda: self._using == 0, CLOSE_S)
+        self._door.close()
+        end = time.monotonic() + CLOSE_S
+        under_way = sum(door.wait(max(0.0, end - time.monotonic())) for door in [self._door, *self._left])
         if not silent:
             self._say_bye()
-        self._keeper.close(CLOSE_S)
-        if not left:
-            log.error("closed with %d calls under way that did not end in %.1f s", self._using, CLOSE_S)
-            return
-        for dealer in self._idle:
-            dealer.close()
-        self._context.term()
-        self._waker.close()
+        ended = self._keeper.close(CLOSE_S)
+        if under_way:
+            log.error("closed with %d calls under way that did not end in %.1f s", under_way, CLOSE_S)
+        elif ended:
+            self._context.term()
 
     def _say_bye(self) -> None:
         bye = self._calls.begin(c.Bye(), CLOSE_S)
-        dealer = self._idle[-1] if self._idle else door_socket(self._context, self.door)
-        if not self._idle:
-            self._idle.append(dealer)
-        send(dealer, bye.frames)
-        while (left_s := bye.deadline - time.monotonic()) > 0:
-            if not dealer.poll(int(left_s * 1000) + 1):
-                break
-            if any(reply.number == bye.number for reply in arrived(dealer)):
-                return
+        dealer = door_socket(self._context, self.door)
+        try:
+            send(dealer, bye.frames)
+            while (left_s := bye.deadline - time.monotonic()) > 0:
+                if not dealer.poll(int(left_s * 1000) + 1):
+                    break
+                if any(reply.number == bye.number for reply in arrived(dealer)):
+                    return
+        finally:
+            dealer.close()
         log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
 
 

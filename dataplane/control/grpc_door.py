@@ -57,6 +57,7 @@ class GrpcDoor:
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._ready = threading.Event()
+        self._end_links: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="tq-grpc", daemon=True)
         self._thread.start()
         self._ready.wait(START_S)
@@ -74,6 +75,7 @@ class GrpcDoor:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._ready.set()
         await self._ended.wait()
+        self._end_links()
         await server.stop(GRACE_S)
 
     def bind(self, address: str) -> None:
@@ -91,6 +93,7 @@ class GrpcDoor:
         self._run(self._serve(_Service(shell, facts, self._loop)))
 
     async def _serve(self, service: _Service) -> None:
+        self._end_links = service.end_links
         self._server.add_generic_rpc_handlers((service.handler(),))
         await self._server.start()
         for name in ("", SERVICE):
@@ -146,6 +149,7 @@ class _Service:
         self._facts = facts
         self._loop = loop
         self._streams: Counter[int] = Counter()
+        self._links: set[asyncio.Queue[c.Output | DataPlaneError | None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server takes."""
@@ -232,6 +236,7 @@ class _Service:
             self._loop.call_soon_threadsafe(orders.put_nowait, output)
 
         reading, unit = None, None
+        self._links.add(orders)
         try:
             unit = await self._add_unit(requests, order)
             yield unit_messages.order_to_pb(unit)
@@ -243,11 +248,17 @@ class _Service:
         except DataPlaneError as error:
             await _abort(context, error)
         finally:
+            self._links.discard(orders)
             if reading is not None:
                 reading.cancel()
             if unit is not None:
                 with contextlib.suppress(ServiceUnavailableError):
                     self._shell.detach(unit.unit, order)
+
+    def end_links(self) -> None:
+        """Tell every storage unit that the service stops."""
+        for orders in self._links:
+            orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
 
     async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
         async for request in requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterator
 
@@ -27,17 +26,15 @@ OPTIONS = (
 
 
 class GrpcLink:
-    """Sends `add`, then what `reports` yields until None; gives what the controller orders."""
+    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders."""
 
-    def __init__(
-        self, address: str, token: str | None, add: c.AddUnit, reports: queue.SimpleQueue[c.Input | None]
-    ) -> None:
+    def __init__(self, address: str, token: str | None, reports: Iterator[c.Input]) -> None:
         self._address = address
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._since = time.monotonic()
-        self._call = stub.AttachUnit(_messages(add, reports), metadata=metadata)
+        self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
 
     def orders(self) -> Iterator[c.Output]:
         """Until the stream ends. Raises the error it ended with."""
@@ -54,7 +51,6 @@ class GrpcLink:
         self._channel.close()
 
 
-def _messages(add: c.AddUnit, reports: queue.SimpleQueue[c.Input | None]) -> Iterator[pb.UnitReport]:
-    yield unit_messages.report_to_pb(add)
-    while (item := reports.get()) is not None:
+def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:
+    for item in reports:
         yield unit_messages.report_to_pb(item)

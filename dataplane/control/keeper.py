@@ -1,91 +1,116 @@
-"""Keeps a session alive: heartbeats, and a watch over whether the service still is there."""
+"""Keeps a session alive: heartbeats, a watch over whether the service still is there, and finding it again."""
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
 
 import zmq
 
+from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
 from dataplane.control.calls import Calls
-from dataplane.control.opening import Socket, ask_epoch
+from dataplane.control.opening import Socket, go_on
 from dataplane.control.waker import Waker
-from dataplane.errors import AuthenticationError, DataPlaneError, ServiceRestartedError, ServiceUnavailableError
+from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 1.0
-"""How long asking who is there may take."""
+FIRST_PAUSE_S = 0.1
+"""Before the service is looked for a second time; each pause is twice the last, up to a heartbeat, less some chance."""
 
 
 class Keeper:
-    """A thread per session that sends a heartbeat every `session.heartbeat_s`, calls `maintain` with each, and tells
-    `calls` when the service is lost, found again, or another one. It owns `dealer`, whose connection stands for this
-    process: when it breaks, the service looks at once whether the process is gone."""
+    """A thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` with each.
+
+    When heartbeats stay unanswered, are answered by another life of the service, or `calls` has a doubt, it looks for
+    the session at its address, resolved anew, and tells `calls` what it found: the session, where it is now; that the
+    service is lost, meanwhile; or that the session is over. Then, and when calls need not wait for the service any
+    longer, it calls `moved`: whoever waits must look again.
+
+    It owns `dealer`, whose connection stands for this process: when it breaks, the service looks at once whether the
+    process is gone.
+    """
 
     def __init__(
         self,
         calls: Calls,
+        config: DataPlaneConfig,
         context: zmq.Context[Socket],
         dealer: Socket,
-        token: str | None,
+        *,
         maintain: Callable[[], None],
+        moved: Callable[[], None],
     ) -> None:
         self._calls = calls
+        self._config = config
         self._context = context
-        self._token = token
-        self._session = calls.session
         self._dealer = dealer
-        self._beat = wire.request(c.Heartbeat(session=self._session.number), (token or "").encode())
+        self._beat = wire.request(c.Heartbeat(session=calls.session.number), (config.secret() or "").encode())
         self._maintain = maintain
+        self._moved = moved
         self._waker = Waker()
         self._closing = False
+        self._doubted = False
+        self._misses = 0
+        self._told = False
         self._heard = time.monotonic()
+        self._look_at = self._heard + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
+        calls.doubt = self.check
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
-        """End the thread and close its socket. Idempotent."""
+    def check(self) -> None:
+        """Find out now whether session and service are there. Any thread; does not block."""
+        self._doubted = True
+        self._waker.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread and close its socket; whether that was done in time. Idempotent."""
         self._closing = True
         self._waker.wake()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._waker.close()
+        if self._thread.is_alive():
+            log.warning("looking for the service at %s takes long to stop", self._config.address)
+            return False
+        self._waker.close()
+        return True
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._waker.fd, zmq.POLLIN)
-        beat_at = time.monotonic() + self._session.heartbeat_s
         try:
             while not self._closing:
-                poller.poll(max(0, int((beat_at - time.monotonic()) * 1000) + 1))
+                patience_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
+                zmq.zmq_poll([(self._dealer, zmq.POLLIN), (self._waker.fd, zmq.POLLIN)], patience_ms)
+                self._waker.clear()
                 self._listen()
-                if not self._closing and time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._session.heartbeat_s
+                if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
                     self._look()
         finally:
             self._dealer.close(linger=0)
 
     def _look(self) -> None:
         """One beat. Whatever goes wrong in it, the next one comes."""
+        beat_s = self._calls.session.heartbeat_s
+        self._look_at = time.monotonic() + beat_s
         try:
             self._send()
-            self._doubt()
+            if self._doubted or time.monotonic() - self._heard >= 2 * beat_s:
+                self._doubted = False
+                self._find()
             self._maintain()
         except Exception:
-            log.exception("a heartbeat of session %d failed", self._session.number)
+            log.exception("a heartbeat of session %d failed", self._calls.session.number)
 
     def _send(self) -> None:
         try:
             self._dealer.send_multipart(self._beat, zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("heartbeats of session %d pile up", self._session.number)
+            log.debug("heartbeats of session %d pile up", self._calls.session.number)
 
     def _listen(self) -> None:
         while True:
@@ -95,29 +120,54 @@ class Keeper:
             except zmq.Again:
                 return
             except DataPlaneError as error:
-                self._calls.end(error)
+                self._end(error)
 
     def _hear(self, reply: wire.Reply) -> None:
-        self._heard = time.monotonic()
+        self._here()
         self._calls.heard(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
-        self._compare(pb.HeartbeatReply.FromString(reply.good_body()).epoch)
+        if pb.HeartbeatReply.FromString(reply.good_body()).epoch != self._calls.session.epoch:
+            self._doubted = True
 
-    def _doubt(self) -> None:
-        """After a heartbeat without an answer, see who is at the service's address now."""
-        session = self._session
-        if time.monotonic() - self._heard < 2 * session.heartbeat_s:
+    def _here(self) -> None:
+        """The service is there."""
+        self._heard = time.monotonic()
+        self._misses = 0
+        self._told = False
+
+    # --- finding it again
+
+    def _find(self) -> None:
+        if self._calls.over:
             return
+        before = self._calls.session
         try:
-            self._compare(ask_epoch(session.address, session.number, self._token, self._context, PROBE_S))
+            session, dealer = go_on(self._config, self._context, before, lambda: self._closing)
         except ServiceUnavailableError as error:
-            self._calls.lose(str(error.why))
+            self._miss(str(error.why))
         except DataPlaneError as error:
-            self._calls.end(error)
+            self._end(error)
+        else:
+            self._dealer.close(linger=0)
+            self._dealer = dealer
+            self._here()
+            if session.epoch != before.epoch:
+                log.info("session %d goes on in epoch %d of the service", session.number, session.epoch)
+            self._calls.adopt(session)
+            self._moved()
 
-    def _compare(self, epoch: int) -> None:
-        if epoch != self._session.epoch:
-            raise ServiceRestartedError(
-                expected_epoch=self._session.epoch, got_epoch=epoch, what=f"the service at {self._session.address}"
-            )
+    def _miss(self, why: str) -> None:
+        """It is not there now."""
+        self._calls.lose(why)
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), self._calls.session.heartbeat_s)
+        self._misses += 1
+        self._doubted = False
+        self._look_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+        if not self._calls.waiting and not self._told:
+            self._told = True
+            self._moved()
+
+    def _end(self, error: DataPlaneError) -> None:
+        self._calls.end(error)
+        self._moved()

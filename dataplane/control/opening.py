@@ -1,4 +1,4 @@
-"""How a client gets its session: through the ZMQ door one port above the service's address.
+"""How a client gets its session, and how it goes on with it: through the ZMQ door one port above the service's address.
 
 Not over gRPC, because clients live in training processes, which fork (data loaders do), and gRPC does not bear that: a
 process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -18,7 +19,7 @@ import zmq
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
 from dataplane.control.resolve import resolve
-from dataplane.errors import DataPlaneError, ServiceUnavailableError
+from dataplane.errors import ClientClosedError, DataPlaneError, ServiceRestartedError, ServiceUnavailableError
 from dataplane.host import boot_id, join_address, split_address
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
@@ -27,13 +28,18 @@ from dataplane.types import PROTOCOL_VERSION
 IPC_WAIT_S = 1.0
 """An ipc door that does not answer in this time is not reachable from here (another network namespace)."""
 REPEAT_S = 1.0
+GO_ON_S = 2.0
+"""How long each step of finding the service again may take; then it is tried again."""
+LOOK_S = 0.1
+"""How soon someone who waits for an answer looks whether it is still wanted."""
 
 Socket = zmq.Socket[bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """An open session. `door` is the ZMQ endpoint for its commands."""
+    """An open session. `door` is the ZMQ endpoint for its commands; `nonce` finds it again; `durable`: the service
+    keeps it over a restart."""
 
     number: int
     epoch: int
@@ -41,6 +47,8 @@ class Session:
     address: str
     door: str
     heartbeat_s: float
+    nonce: str
+    durable: bool
 
 
 def door_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
@@ -62,26 +70,84 @@ def open_session(config: DataPlaneConfig, context: zmq.Context[Socket]) -> tuple
     """
     if not config.address:
         raise ValueError("no address of a data plane service: pass one, set config.address or TQ_ADDRESS")
-    deadline = time.monotonic() + config.connect_timeout_s
-    address = resolve(config.address)
+    wanted = _wanted(config, secrets.token_hex(16))
+    return _enter(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
+
+
+def go_on(
+    config: DataPlaneConfig, context: zmq.Context[Socket], session: Session, given_up: Callable[[], bool]
+) -> tuple[Session, Socket]:
+    """The same session, of whoever answers at `config.address` now, and a socket as `open_session` gives. Blocks for a
+    few times `GO_ON_S` at most, and no longer than the address takes to resolve once `given_up()`.
+
+    Raises `ServiceUnavailableError` while there is no service, `ServiceRestartedError` from one that does not have the
+    session's state, `SessionExpiredError`, `AuthenticationError`, `ClientClosedError` once `given_up()`.
+    """
+    assert config.address is not None
+    wanted = _wanted(config, session.nonce, session.number, session.epoch)
+    address = _resolve_again(config.address)
+    try:
+        found, dealer = _enter(config, context, address, wanted, GO_ON_S, given_up)
+    except ServiceRestartedError as error:
+        raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
+    if found.number != session.number or found.epoch < session.epoch:
+        dealer.close()
+        raise ServiceRestartedError(
+            expected_epoch=session.epoch, got_epoch=found.epoch, what=f"the service at {address}"
+        )
+    return found, dealer
+
+
+def _wanted(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
+    name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
+    return c.OpenSession(
+        nonce=nonce,
+        host=boot_id(),
+        name=name,
+        protocol_version=PROTOCOL_VERSION,
+        session=session,
+        epoch=epoch,
+    )
+
+
+def _resolve_again(address: str) -> str:
+    try:
+        return resolve(address)
+    except ServiceUnavailableError:
+        raise
+    except Exception as error:
+        raise ServiceUnavailableError(address=address, why=f"the address cannot be resolved: {error!r}") from error
+
+
+def _enter(
+    config: DataPlaneConfig,
+    context: zmq.Context[Socket],
+    address: str,
+    wanted: c.OpenSession,
+    timeout_s: float,
+    given_up: Callable[[], bool],
+) -> tuple[Session, Socket]:
+    deadline = time.monotonic() + timeout_s
     door = door_address(address)
-    probe(address, config.connect_timeout_s)
+    probe(address, timeout_s)
     dealer = door_socket(context, f"tcp://{door}")
     try:
-        opened = _ask(dealer, config, address, deadline)
+        frames = wire.request(wanted, (config.secret() or "").encode())
+        opened = pb.Opened.FromString(_ask(dealer, frames, address, deadline, given_up).good_body())
         endpoint, dealer = _nearest(dealer, opened, config, context, door)
     except BaseException:
         dealer.close()
         raise
     value: c.Opened = codec.from_pb(c.Opened, opened)
-    heartbeat_s = min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s)
     session = Session(
         number=value.session,
         epoch=value.epoch,
         units=value.units,
         address=address,
         door=endpoint,
-        heartbeat_s=heartbeat_s,
+        heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
+        nonce=wanted.nonce,
+        durable=opened.durable,
     )
     return session, dealer
 
@@ -102,28 +168,21 @@ def probe(address: str, timeout_s: float) -> None:
         raise ServiceUnavailableError(address=address, why=why) from error
 
 
-def ask_epoch(address: str, session: int, token: str | None, context: zmq.Context[Socket], timeout_s: float) -> int:
-    """The epoch of the service that answers at `address` now. `ServiceUnavailableError` if none does."""
-    probe(address, timeout_s)
-    dealer = door_socket(context, f"tcp://{door_address(address)}")
-    try:
-        dealer.send_multipart(wire.request(c.Heartbeat(session=session), (token or "").encode()))
-        if not dealer.poll(int(timeout_s * 1000)):
-            raise ServiceUnavailableError(address=address, why=f"it did not answer within {timeout_s:.1f} s")
-        return pb.HeartbeatReply.FromString(_reply(dealer, address).good_body()).epoch
-    finally:
-        dealer.close()
-
-
-def _ask(dealer: Socket, config: DataPlaneConfig, address: str, deadline: float) -> pb.Opened:
-    name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
-    wanted = c.OpenSession(nonce=secrets.token_hex(16), host=boot_id(), name=name, protocol_version=PROTOCOL_VERSION)
-    frames = wire.request(wanted, (config.secret() or "").encode())
-    while (left_s := deadline - time.monotonic()) > 0:
-        dealer.send_multipart(frames)
-        if dealer.poll(int(min(left_s, REPEAT_S) * 1000) + 1):
-            return pb.Opened.FromString(_reply(dealer, address).good_body())
-    why = f"something listens, but nothing answered within {config.connect_timeout_s:.1f} s"
+def _ask(
+    dealer: Socket, frames: list[bytes], address: str, deadline: float, given_up: Callable[[], bool]
+) -> wire.Reply:
+    """What answers, asked again after each `REPEAT_S`."""
+    began = time.monotonic()
+    repeat_at = began
+    while (now := time.monotonic()) < deadline:
+        if given_up():
+            raise ClientClosedError()
+        if now >= repeat_at:
+            dealer.send_multipart(frames)
+            repeat_at = now + REPEAT_S
+        if dealer.poll(int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1):
+            return _reply(dealer, address)
+    why = f"something listens, but nothing answered within {deadline - began:.1f} s"
     raise ServiceUnavailableError(address=address, why=why)
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import logging
-import queue
+import random
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dataplane.control.grpc_import import import_grpc_link
 from dataplane.control.resolve import resolve
-from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
+from dataplane.errors import (
+    AuthenticationError,
+    CallTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    ProtocolVersionError,
+    ServiceRestartedError,
+    ServiceUnavailableError,
+)
 from dataplane.ledger import commands as c
 
 if TYPE_CHECKING:
@@ -21,75 +34,251 @@ log = logging.getLogger(__name__)
 Order = c.FenceSession | c.GrowArena
 
 CLOSE_S = 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+"""Pauses before the link is tried again: each twice the last, up to this, less some chance."""
+FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError)
+"""Refusals that trying again would not change."""
+
+
+class Outbox:
+    """What a unit has to say, in order, through one stream at a time. What a stream broke off with is said again in the
+    next: every report may come twice. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._items: deque[c.Input | None] = deque()
+        self._stream = 0
+        self._changed = threading.Condition()
+
+    def put(self, item: c.Input | None) -> None:
+        """To be said after all before; None: nothing more."""
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forget what was not said yet."""
+        with self._changed:
+            self._items.clear()
+
+    def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
+        """`first`, then what is put, until None or the next `stream` or `end`."""
+        with self._changed:
+            self._stream += 1
+            self._changed.notify_all()
+            return self._items_of(self._stream, list(first))
+
+    def end(self) -> None:
+        """End the stream there is."""
+        with self._changed:
+            self._stream += 1
+            self._changed.notify_all()
+
+    def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
+        yield from first
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._stream != stream)
+                if self._stream != stream:
+                    return
+                item = self._items[0]
+            if item is None:
+                return
+            yield item
+            with self._changed:
+                if self._stream == stream:
+                    self._items.popleft()
 
 
 class UnitLink:
     """Registers a unit and carries its reports and orders, in order, as long as it is open. Thread-safe.
 
-    When the controller goes, `lost` is set; reports are then dropped.
+    A link that breaks is made again, to whatever the address resolves to then: the unit offers itself under the number
+    it has, says which sessions are attached, and then what it had to report meanwhile. A controller that lost its state
+    does not know the unit; then it starts over as another. When the link is not there again within `reconnect_s`, or is
+    refused, `lost` is set; reports are dropped from then on.
     """
 
-    def __init__(self, address: str, token: str | None, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, token: str | None, *, timeout_s: float = 10.0, reconnect_s: float = 60.0) -> None:
         self._address = address
         self._token = token
         self._timeout_s = timeout_s
-        self._reports: queue.SimpleQueue[c.Input | None] = queue.SimpleQueue()
+        self._reconnect_s = reconnect_s
+        self._add: c.AddUnit | None = None
+        self._outbox = Outbox()
+        self._guard = threading.Lock()
+        self._attached: dict[int, c.SessionAttached] = {}
         self._answered = threading.Event()
-        self._outcome: int | DataPlaneError = ClientClosedError(why="the link was never opened")
+        self._settled = threading.Event()
+        self._closed = threading.Event()
+        self._outcome: int | Exception = ClientClosedError(why="the link was never opened")
         self._thread: threading.Thread | None = None
-        self._closed = False
         self.lost = threading.Event()
 
-    def open(self, add: c.AddUnit, on_order: Callable[[Order], None]) -> int:
-        """Offer the unit to the controller; its number there. `on_order` is called in the link's thread, in order.
+    def open(
+        self,
+        add: c.AddUnit,
+        on_order: Callable[[Order], None],
+        *,
+        on_added: Callable[[int], None] = lambda unit: None,
+        start_over: Callable[[], c.AddUnit] | None = None,
+    ) -> int:
+        """Offer the unit to the controller; its number there. The callbacks are called in the link's thread: `on_order`
+        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
+        nothing of what it held, when the controller does not know the number: how it presents itself then. What they
+        raise ends the link.
 
         Blocks for `timeout_s` at most. Raises `ServiceUnavailableError` (at once where nothing listens),
-        `AuthenticationError`, `InvalidRequestError` for an arena that is there already, `CallTimeoutError`.
+        `AuthenticationError`, `InvalidRequestError` for an arena that is there already, `ServiceRestartedError` for one
+        with a number that the controller does not know and no `start_over`, `CallTimeoutError`, what the callbacks
+        raise.
         """
         assert self._thread is None, "opened twice"
-        if self._closed:
+        if self._closed.is_set():
             raise ClientClosedError()
+        self._add = add
+        self._on_order, self._on_added, self._start_over = on_order, on_added, start_over
         address = resolve(self._address)
-        link = import_grpc_link()(address, self._token, add, self._reports)
-        self._thread = threading.Thread(target=self._run, args=(link, on_order), name="tq-unit-link", daemon=True)
+        link = self._stream(address)
+        self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
         if not self._answered.wait(self._timeout_s):
             self.close()
             raise CallTimeoutError(what="AddUnit", waited_s=self._timeout_s, peer=f"the controller at {address}")
-        if isinstance(self._outcome, DataPlaneError):
+        if isinstance(self._outcome, Exception):
             self.close()
             raise self._outcome
         return self._outcome
 
-    def _run(self, link: GrpcLink, on_order: Callable[[Order], None]) -> None:
-        # `link` lives in this frame: a forked child has the frame for ever and never takes gRPC's objects apart.
-        try:
-            for order in link.orders():
-                if isinstance(order, c.UnitAdded):
-                    self._outcome = order.unit
-                    self._answered.set()
-                elif isinstance(order, c.FenceSession | c.GrowArena):
-                    on_order(order)
-        except DataPlaneError as error:
-            if self._answered.is_set() and not self._closed:
-                log.warning("the link to the controller broke: %s", error)
-            self._outcome = error
-        finally:
-            self.lost.set()
-            self._answered.set()
-            self._reports.put(None)
-            link.close()
-
     def report(self, item: c.Input) -> None:
         """Tell the controller `SessionAttached`, `SessionGone`, `SessionAlive` or `Grown`. Does not block."""
-        if not self.lost.is_set():
-            self._reports.put(item)
+        if self.lost.is_set():
+            return
+        with self._guard:
+            match item:
+                case c.SessionAttached(session=session):
+                    self._attached[session] = item
+                case c.SessionGone(session=session):
+                    self._attached.pop(session, None)
+                case c.Grown(backed_bytes=backed) if self._add is not None:
+                    self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
+            self._outbox.put(item)
 
     def close(self) -> None:
-        """Leave the controller: what was reported before still gets there. Takes some seconds at most. Idempotent."""
-        self._closed = True
-        self._reports.put(None)
+        """Leave the controller: what was reported before still gets there, unless the link is broken. Takes some
+        seconds at most. Idempotent."""
+        self._closed.set()
+        self._settled.set()
+        self._outbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 log.error("the link to the controller did not close within %.1f s", CLOSE_S)
+
+    # --- the link's thread
+
+    def _run(self, link: GrpcLink | None) -> None:
+        # `link` lives in this frame: a forked child has the frame for ever and never takes gRPC's objects apart.
+        error: Exception | None = None
+        broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+        try:
+            while True:
+                if link is not None:
+                    accepted, error = self._converse(link)
+                    link.close()
+                    if not self._answered.is_set() and not isinstance(error, ServiceRestartedError):
+                        return
+                    if accepted:
+                        broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+                if self._closed.is_set() or not self._worth_trying(error, time.monotonic() - broke_at):
+                    return
+                if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
+                    return
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                link, error = self._again()
+        except Exception as failed:
+            error = failed
+            if self._answered.is_set() and not self._closed.is_set():
+                log.exception("the link to the controller ends")
+        finally:
+            if error is not None:
+                self._outcome = error
+            self.lost.set()
+            self._answered.set()
+            self._outbox.end()
+            if link is not None:
+                link.close()
+
+    def _worth_trying(self, error: Exception | None, broken_s: float) -> bool:
+        """Say that the link is broken; whether to make it again."""
+        if isinstance(error, FINAL):
+            log.error("the controller at %s refuses this storage unit: %s", self._address, error)
+            return False
+        if isinstance(error, ServiceRestartedError):
+            if self._start_over is None:
+                log.error("the controller at %s does not know this storage unit any more: %s", self._address, error)
+                return False
+            log.warning("starting over with an empty arena: %s", error)
+            add = self._start_over()
+            with self._guard:
+                self._outbox.clear()
+                self._attached.clear()
+                self._add = add
+        elif broken_s >= self._reconnect_s:
+            log.error("no controller at %s within %.1f s: %s", self._address, broken_s, error)
+            return False
+        return True
+
+    def _again(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
+        """The link once more, or why it cannot be made now."""
+        try:
+            return self._stream(resolve(self._address)), None
+        except DataPlaneError as error:
+            return None, error
+        except Exception as error:
+            return None, ServiceUnavailableError(address=self._address, why=f"the address cannot be resolved: {error}")
+
+    def _stream(self, address: str) -> GrpcLink:
+        with self._guard:
+            add = self._add
+            assert add is not None
+            again = list(self._attached.values()) if add.unit else []
+            return import_grpc_link()(address, self._token, self._outbox.stream([add, *again]))
+
+    def _converse(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
+        """One stream, from AddUnit to its end: whether the unit was accepted, and the error the stream ended with."""
+        accepted = threading.Event()
+        self._settled.clear()
+        if self._closed.is_set():
+            self._settled.set()
+        threading.Thread(target=self._limit, args=(link, accepted), name="tq-unit-limit", daemon=True).start()
+        error: DataPlaneError | None = None
+        try:
+            for order in link.orders():
+                if isinstance(order, c.UnitAdded):
+                    accepted.set()
+                    self._accept(order.unit)
+                elif isinstance(order, c.FenceSession | c.GrowArena):
+                    self._on_order(order)
+        except DataPlaneError as caught:
+            error = caught
+            if accepted.is_set() and not self._closed.is_set():
+                log.warning("the link to the controller at %s broke: %s", self._address, error)
+        finally:
+            self._settled.set()
+        return accepted.is_set(), error
+
+    def _accept(self, unit: int) -> None:
+        with self._guard:
+            assert self._add is not None
+            self._add = msgspec.structs.replace(self._add, unit=unit)
+        self._outcome = unit
+        self._on_added(unit)
+        self._settled.set()
+        self._answered.set()
+
+    def _limit(self, link: GrpcLink, accepted: threading.Event) -> None:
+        """A link that is not answered for long, or not wanted any more, is given up."""
+        self._settled.wait(2 * self._timeout_s)
+        if not accepted.is_set():
+            link.close()
