@@ -74,7 +74,7 @@ class Liveness:
         if len(state.sessions) >= state.limits.sessions:
             raise InvalidRequestError(f"{len(state.sessions)} sessions are open, the most this service holds")
         self.opened += 1
-        session = Session(self.opened, item.nonce, item.name, item.host, state.now)
+        session = Session(self.opened, item.nonce, item.name, item.host, item.lock_path, state.now)
         state.sessions[session.number] = session
         self.nonces[item.nonce] = session.number
         self._look_at(state.now + 2 * state.heartbeat_s)
@@ -161,14 +161,18 @@ class Liveness:
         self._look_at(state.now + state.heartbeat_s)
 
     def _holding(self, session: Session) -> dict[int, str]:
-        """Units where it has reservations or pins, by number; as sessions are that never attached."""
+        """Units where it has reservations or pins, by number, and where its lock is if it may be local there."""
         units = self.state.extents.units
         found: set[int] = set()
         for reservation in session.reservations.values():
             found.update(units[reservation.extents()].tolist())
         for pinned in session.pins.values():
             found.update(units[pinned].tolist())
-        return dict.fromkeys(sorted(found), "")
+        return {unit: self._lock_near(session, unit) for unit in sorted(found)}
+
+    def _lock_near(self, session: Session, unit: int) -> str:
+        """Where the lock is of a session that may have attached to this unit; "" if it cannot have."""
+        return session.lock_path if self.state.units[unit].host == session.host else ""
 
     def _free_on(self, session: Session, unit: int) -> None:
         """Nothing of the session can touch this unit any more."""
@@ -213,9 +217,11 @@ class Liveness:
     # --- units
 
     def unit_back(self, unit: int, *, new_epoch: bool) -> None:
-        """A lost unit answers again. A new epoch of it serves no remote session of the old one."""
+        """A lost unit answers again. A new epoch of it serves no remote session of the old one; who may be local,
+        whether or not the unit came to report it, keeps what it holds until it gives it back or is proven gone."""
         for session in list(self.state.sessions.values()):
-            if new_epoch and unit not in session.attached and unit not in session.fencing:
+            known = unit in session.attached or unit in session.fencing
+            if new_epoch and not known and not self._lock_near(session, unit):
                 self._free_on(session, unit)
             if unit in session.fencing:
                 self._fence(session, unit, session.fencing[unit])

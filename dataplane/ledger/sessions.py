@@ -100,15 +100,17 @@ class Session:
     `saves` (what a Save took, by partition) and `unconfirmed` claims are by the number of the call that made them.
     `waiting` are numbers below the watermark that count as if they were above it.
 
+    `lock_path` is where it says its lock is: it may be local to a unit of its host whose report of that was lost.
     `attached` (in order of attachment) are the units that proved it local, with the path of its lock; `fencing` those
     whose proof is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
     """
 
-    def __init__(self, number: int, nonce: str, name: str, host: str, now: float) -> None:
+    def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
         self.number = number
         self.nonce = nonce
         self.name = name
         self.host = host
+        self.lock_path = lock_path
         self.state = SessionState.LIVE
         self.why = ""
         self.watermark = 1

@@ -262,20 +262,22 @@ class NamedCount(_message.Message):
     def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch")
+    __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch", "lock_path")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
     nonce: str
     host: str
     name: str
     protocol_version: int
     session: int
     epoch: int
-    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    lock_path: str
+    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable")

@@ -126,6 +126,11 @@ class Client:
         world.clients.append(self)
 
     @property
+    def lock_path(self) -> str:
+        """Where the lock of the session is that is open, or being opened."""
+        return f"/nowhere/{self.nonce}.lock"
+
+    @property
     def awake(self) -> bool:
         return self.alive and not self.paused
 
@@ -146,7 +151,13 @@ class Client:
 
     def send_open(self) -> None:
         self.world.call(
-            OpenSession(nonce=self.nonce, host=self.host, name=self.name, protocol_version=PROTOCOL_VERSION)
+            OpenSession(
+                nonce=self.nonce,
+                host=self.host,
+                name=self.name,
+                protocol_version=PROTOCOL_VERSION,
+                lock_path=self.lock_path,
+            )
         )
 
     def opened(self, opened: Opened) -> None:
@@ -342,13 +353,13 @@ class Client:
     # --- the bulk road ---------------------------------------------------------------------------------------
 
     def send_frame(self, thread: Thread, unit: int, offset: int, data: bytes, grant: Name) -> None:
-        script, frame = thread.script, self.world.version()
+        script, frame, epoch = thread.script, self.world.version(), self.units[unit].epoch
         thread.frames.add(frame)
 
         def acknowledged(said: str) -> None:
             if not self.alive or thread.script is not script or frame not in thread.frames:
                 return
-            if said == "fenced":
+            if said in ("fenced", "restarted"):
                 self.session_over()
                 return
             thread.frames.discard(frame)
@@ -356,30 +367,30 @@ class Client:
                 thread.waits_for = None
 
         def arrive() -> None:
-            said = self.world.unit(unit).write(grant, offset, data)
+            said = self.world.unit(unit).write(grant, offset, data, epoch)
             self.world.send("write ack", lambda: acknowledged(said), lossy=False, to=self)
 
         self.world.send("write frame", arrive, lossy=False)
 
     def send_stop(self, thread: Thread, unit: int, grant: Name) -> None:
-        script = thread.script
+        script, epoch = thread.script, self.units[unit].epoch
 
         def agreed(said: str) -> None:
             if not self.alive or thread.script is not script:
                 return
-            if said == "fenced":
+            if said in ("fenced", "restarted"):
                 self.session_over()
                 return
             thread.waits_for = None
 
         def arrive() -> None:
-            said = self.world.unit(unit).stop(grant)
+            said = self.world.unit(unit).stop(grant, epoch)
             self.world.send("stop ack", lambda: agreed(said), lossy=False, to=self)
 
         self.world.send("stop frame", arrive, lossy=False)
 
     def send_read(self, thread: Thread, unit: int, offset: int, nbytes: int) -> None:
-        script, session = thread.script, self.session
+        script, session, epoch = thread.script, self.session, self.units[unit].epoch
 
         def received(data: bytes | None) -> None:
             if not self.alive or thread.script is not script:
@@ -390,7 +401,7 @@ class Client:
             thread.waits_for, thread.resume = None, data
 
         def arrive() -> None:
-            data = self.world.unit(unit).read(session, offset, nbytes)
+            data = self.world.unit(unit).read(session, offset, nbytes, epoch)
             self.world.send("read reply", lambda: received(data), lossy=False, to=self)
 
         self.world.send("read frame", arrive, lossy=False)

@@ -39,8 +39,10 @@ from dataplane.ledger.commands import (
     Located,
     Nack,
     Opened,
+    OpenSession,
     Output,
     Release,
+    Restarted,
     Samples,
     SessionAttached,
     SessionGone,
@@ -84,6 +86,7 @@ class Holder:
     name: Name
     task: str
     lease_until: float | None
+    lease_s: float = 0.0
     given_back: bool = False
     acked: bool = False
 
@@ -159,6 +162,8 @@ class Recorder:
         self.heard: dict[int, float] = {}
         self.attached: dict[int, set[int]] = defaultdict(set)
         self.connected: set[int] = set()
+        self.hosts: dict[int, str] = {}
+        self.offered: dict[str, tuple[int, AddUnit]] = {}
         self.counts: dict[str, int] = defaultdict(int)
 
     def add_memory(self, unit: int, capacity: int) -> None:
@@ -176,10 +181,12 @@ class Recorder:
         for output in outputs:
             if isinstance(output, Answer):
                 self.answered(output)
-            if isinstance(output, Opened):
+            if isinstance(output, Opened) and isinstance(item, OpenSession):
                 self.heard.setdefault(output.session, self.now)
+                self.hosts[output.session] = item.host
             if isinstance(output, UnitAdded) and isinstance(item, AddUnit):
                 self.connected.add(output.unit)
+                self.offered[item.cookie] = (output.unit, item)
                 if output.unit not in self.memory:
                     self.add_memory(output.unit, item.capacity_bytes)
         self.check_space()
@@ -193,6 +200,10 @@ class Recorder:
                 for session, heard in self.heard.items():
                     if now - heard >= TIMEOUT_S and not self.attached[session] & self.connected:
                         self.over.add(session)
+            case Restarted():
+                self.restarted()
+            case AddUnit(cookie=cookie) if cookie in self.offered and item.epoch > self.offered[cookie][1].epoch:
+                self.unit_restarted(*self.offered[cookie])
             case Heartbeat(session=session):
                 self.heard[session] = self.now
             case SessionAttached(unit=unit, session=session):
@@ -205,6 +216,20 @@ class Recorder:
                 self.heard[item.session] = self.now
                 self.calls.setdefault((item.session, item.number), item.command)
                 self.end_use(item)
+
+    def restarted(self) -> None:
+        """In a new life of the service all sessions have their full time, and all leases begin again."""
+        self.connected.clear()
+        self.heard = dict.fromkeys(self.heard, self.now)
+        for holder in self.holders.values():
+            if holder.lease_until is not None and holder.lease_until > self.now:
+                holder.lease_until = self.now + holder.lease_s
+
+    def unit_restarted(self, unit: int, offer: AddUnit) -> None:
+        """No frame of a session of another host is taken any more that was under way."""
+        self.counts["units restarted"] += 1
+        for session in [session for session, host in self.hosts.items() if host != offer.host]:
+            self.nothing_touches(session, unit)
 
     def end_use(self, item: Call) -> None:
         """A command by which a client says that it no longer uses something."""
@@ -233,10 +258,14 @@ class Recorder:
     def session_gone(self, item: SessionGone) -> None:
         """From now on nothing of the session can touch the unit's bytes."""
         self.over.add(item.session)
-        for name in [name for name in self.grants if name[0] == item.session]:
-            self.grants[name] = [held for held in self.grants[name] if held[0] != item.unit]
-        for name in [name for name in self.pins if name[0] == item.session]:
-            self.pins[name] = [cell for cell in self.pins[name] if cell.unit != item.unit]
+        self.nothing_touches(item.session, item.unit)
+
+    def nothing_touches(self, session: int, unit: int) -> None:
+        """What the session held there it holds no more."""
+        for name in [name for name in self.grants if name[0] == session]:
+            self.grants[name] = [held for held in self.grants[name] if held[0] != unit]
+        for name in [name for name in self.pins if name[0] == session]:
+            self.pins[name] = [cell for cell in self.pins[name] if cell.unit != unit]
 
     # --- answers ---------------------------------------------------------------------------------------------
 
@@ -390,7 +419,7 @@ class Recorder:
                 late = held.lease_until is not None and held.lease_until <= self.now
                 assert lost or late, f"{key} was claimed by {held} and again by {name} at {self.now}"
             until = None if command.lease_s is None else self.now + command.lease_s
-            self.holders[key] = Holder(name, command.task, until)
+            self.holders[key] = Holder(name, command.task, until, command.lease_s or 0.0)
 
     def settled(self, command: Ack | Nack) -> None:
         """Samples acknowledged are held for good, those given back by nobody."""

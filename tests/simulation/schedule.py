@@ -97,6 +97,14 @@ def break_link(world: World, schedule: Schedule) -> None:
     world.break_link(world.units[schedule.pick(len(world.units))])
 
 
+def restart_unit(world: World, schedule: Schedule) -> None:
+    world.restart_unit(world.units[schedule.pick(len(world.units))])
+
+
+def restart(world: World, schedule: Schedule) -> None:
+    world.restart()
+
+
 def wait(seconds: float) -> Callable[[World, Schedule], None]:
     def act(world: World, schedule: Schedule) -> None:
         world.advance(seconds)
@@ -115,9 +123,11 @@ ACTIONS: list[tuple[int, Callable[[World, Schedule], None]]] = [
     (239, wait(45.0)),
     (242, pause),
     (243, kill),
-    (252, withdraw),
-    (255, break_stream),
-    (256, break_link),
+    (251, withdraw),
+    (253, break_stream),
+    (254, break_link),
+    (255, restart_unit),
+    (256, restart),
 ]
 """Each byte below the bound (and not below one before) means the action."""
 

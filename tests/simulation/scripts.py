@@ -10,6 +10,7 @@ from dataplane.errors import (
     DataPlaneError,
     NotThereError,
     RefusedError,
+    ServiceRestartedError,
     StaleCallError,
     StorageUnitError,
     WaitTimeoutError,
@@ -72,7 +73,13 @@ def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
                 client.world.record.counts["withdrawn"] += 1
             except StaleCallError:
                 raise
-            except (NotThereError, RefusedError, StorageUnitError, WaitTimeoutError) as refused:
+            except (
+                NotThereError,
+                RefusedError,
+                ServiceRestartedError,
+                StorageUnitError,
+                WaitTimeoutError,
+            ) as refused:
                 client.world.record.counts[type(refused).__name__] += 1
 
     return script

@@ -57,7 +57,7 @@ def births_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def units_serve_fenced_sessions(patch: pytest.MonkeyPatch) -> None:
-    def write(self: Unit, grant: tuple[int, int], offset: int, data: bytes) -> str:
+    def write(self: Unit, grant: tuple[int, int], offset: int, data: bytes, epoch: int) -> str:
         self.world.record.write(self.id, offset, data, grant)
         return "written"
 
@@ -65,7 +65,21 @@ def units_serve_fenced_sessions(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_abort_overtakes_its_frames(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Unit, "stop", lambda self, grant: "stopped")
+    patch.setattr(Unit, "stop", lambda self, grant, epoch: "stopped")
+
+
+def a_restarted_unit_takes_who_did_not_attach_for_remote(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Liveness, "_lock_near", lambda self, session, unit: "")
+
+
+def a_restarted_unit_takes_everybody_for_gone(patch: pytest.MonkeyPatch) -> None:
+    fence = Unit.fence
+    patch.setattr(Unit, "fence", lambda self, session, lock_path: fence(self, session, ""))
+
+
+def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
+    write = Unit.write
+    patch.setattr(Unit, "write", lambda self, grant, offset, data, epoch: write(self, grant, offset, data, self.epoch))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +94,9 @@ def an_abort_overtakes_its_frames(patch: pytest.MonkeyPatch) -> None:
         births_are_not_checked,
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,
+        a_restarted_unit_takes_who_did_not_attach_for_remote,
+        a_restarted_unit_takes_everybody_for_gone,
+        units_take_frames_of_earlier_lives,
     ],
 )
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

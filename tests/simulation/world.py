@@ -23,6 +23,7 @@ from dataplane.ledger.commands import (
     Input,
     Opened,
     Output,
+    Restarted,
     SessionAlive,
     SessionAttached,
     SessionGone,
@@ -59,6 +60,7 @@ class Unit:
     backed: int
     index: int
     id: int = 0
+    epoch: int = 1
     fenced: set[int] = field(default_factory=set)
     attached: dict[int, Client] = field(default_factory=dict)
     stopped: set[Name] = field(default_factory=set)
@@ -68,7 +70,7 @@ class Unit:
         return AddUnit(
             name=f"unit{self.index}",
             host=self.host,
-            epoch=1,
+            epoch=self.epoch,
             cookie=f"cookie{self.index}",
             capacity_bytes=self.capacity,
             backed_bytes=self.backed,
@@ -79,17 +81,23 @@ class Unit:
     def order(self, order: Output) -> None:
         """What the controller tells this unit."""
         match order:
-            case FenceSession(session=session):
-                self.world.report(self, self.fence(session))
+            case FenceSession(session=session, lock_path=lock_path):
+                self.world.report(self, self.fence(session, lock_path))
             case GrowArena(backed_bytes=wanted):
                 self.backed = max(self.backed, min(wanted, self.capacity))
                 self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed))
             case _:
                 raise AssertionError(order)
 
-    def fence(self, session: int) -> Input:
-        client = self.attached.get(session)
+    def restart(self) -> None:
+        """kill -9, and another life that goes on with the arena: it has seen nobody attach, and fenced nobody."""
+        self.epoch += 1
+        self.fenced, self.attached, self.stopped = set(), {}, set()
+
+    def fence(self, session: int, lock_path: str) -> Input:
+        client = self.attached.get(session) or (self.world.by_session.get(session) if lock_path else None)
         if client is not None and session in client.locks:
+            self.attached[session] = client
             return SessionAlive(unit=self.id, session=session)
         self.fenced.add(session)
         return SessionGone(unit=self.id, session=session)
@@ -99,11 +107,15 @@ class Unit:
         if session in self.fenced or session not in client.locks:
             return False
         self.attached[session] = client
-        self.world.report(self, SessionAttached(unit=self.id, session=session))
+        self.world.report(self, SessionAttached(unit=self.id, session=session, lock_path=client.lock_path))
         return True
 
-    def write(self, grant: Name, offset: int, data: bytes) -> str:
-        """A frame of a remote put: "written", or refused because the session is "fenced" or the put was "stopped"."""
+    def write(self, grant: Name, offset: int, data: bytes, epoch: int) -> str:
+        """A frame of a remote put: "written", or refused because the session is "fenced", the put was "stopped", or the
+        unit "restarted" since the client learned of it."""
+        if epoch != self.epoch:
+            self.world.record.counts["frames of earlier lives"] += 1
+            return "restarted"
         if grant[0] in self.fenced:
             self.world.record.counts["frames of fenced sessions"] += 1
             return "fenced"
@@ -113,15 +125,17 @@ class Unit:
         self.world.record.write(self.id, offset, data, grant)
         return "written"
 
-    def stop(self, grant: Name) -> str:
+    def stop(self, grant: Name, epoch: int) -> str:
         """The client gave up waiting for its frames: whatever of this put is still under way is refused from now on."""
+        if epoch != self.epoch:
+            return "restarted"
         if grant[0] in self.fenced:
             return "fenced"
         self.stopped.add(grant)
         return "stopped"
 
-    def read(self, session: int, offset: int, nbytes: int) -> bytes | None:
-        if session in self.fenced:
+    def read(self, session: int, offset: int, nbytes: int, epoch: int) -> bytes | None:
+        if session in self.fenced or epoch != self.epoch:
             return None
         return self.world.record.read(self.id, offset, nbytes)
 
@@ -137,6 +151,7 @@ class World:
         self.clients: list[Client] = []
         self.by_session: dict[int, Client] = {}
         self.versions = 0
+        self.epoch = ledger.epoch
         self.apply(Tick(now=0.0))
 
     # --- making it -------------------------------------------------------------------------------------------
@@ -156,7 +171,27 @@ class World:
         links = (("report", unit.id), ("order", unit.id))
         self.messages = [message for message in self.messages if message.link not in links]
         self.report(unit, UnitLost(unit=unit.id))
-        self.send("AddUnit", lambda: self.apply(unit.offer()), lossy=False, link=links[0])
+        self.send("AddUnit", partial(self.offer, unit), lossy=False, link=links[0])
+
+    def restart_unit(self, unit: Unit) -> None:
+        """It is killed, with what it had not said yet, and comes back."""
+        unit.restart()
+        self.break_link(unit)
+
+    def restart(self) -> None:
+        """The controller is killed, and lives again from its journal. Units notice, and come back."""
+        self.record.counts["restarts"] += 1
+        links = [("report", unit.id) for unit in self.units] + [("order", unit.id) for unit in self.units]
+        self.messages = [message for message in self.messages if message.link not in links]
+        self.record.ledger = Ledger.restored(self.record.ledger.image())
+        self.epoch += 1
+        settings = {"reserve_fraction": 0.15, "heartbeat_s": 2.0, "session_timeout_s": 20.0}
+        self.apply(Restarted(epoch=self.epoch, **settings))
+        for unit in self.units:
+            self.send("AddUnit", partial(self.offer, unit), lossy=False, link=("report", unit.id))
+
+    def offer(self, unit: Unit) -> None:
+        self.apply(unit.offer())
 
     def unit(self, number: int) -> Unit:
         return next(unit for unit in self.units if unit.id == number)

@@ -25,7 +25,8 @@ class Call(Input, frozen=True, kw_only=True):
 class OpenSession(Input, frozen=True, kw_only=True):
     """`nonce` makes a retry find the same session. `host` is the client's boot id. A session that goes on, maybe in
     another life of the service, says its number (`session`) and the `epoch` it knows: it is never given another number.
-    Output: `Opened`."""
+    `lock_path` is the file whose lock is held as long as the client's process lives; "" for one that never uses shared
+    memory. Output: `Opened`."""
 
     nonce: str
     host: str
@@ -33,6 +34,7 @@ class OpenSession(Input, frozen=True, kw_only=True):
     protocol_version: int
     session: int = 0
     epoch: int = 0
+    lock_path: str = ""
 
 
 class Heartbeat(Input, frozen=True, kw_only=True):
