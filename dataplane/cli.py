@@ -125,7 +125,7 @@ def _await_unit(unit: subprocess.Popen[str]) -> None:
 
 def unit(arguments: argparse.Namespace) -> int:
     """A storage unit for a running controller, until a signal (or, started by `tq serve`, until that ends); exit code 1
-    if the controller goes first."""
+    if the controller goes first, and does not come back in time."""
     stop = Stop()
     if arguments.until_stdin_closes:
 
@@ -157,6 +157,7 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         capacity_bytes=arguments.capacity,
         arena_dir=arguments.arena_dir,
         token_file=arguments.token_file,
+        reconnect_s=getattr(arguments, "reconnect", 60.0),
     ).with_environment()
 
 
@@ -255,6 +256,9 @@ def parser() -> argparse.ArgumentParser:
     memory(made)
     made.add_argument("address", help="host:port of the controller")
     made.add_argument("--name", help="name of the unit in reports")
+    made.add_argument(
+        "--reconnect", type=float, default=60.0, help="seconds to wait for a controller that is gone (default: 60)"
+    )
     made.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
     made = command("status", status, "Print what a service holds.")
     made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")

@@ -140,6 +140,7 @@ def test_units_end_when_their_service_is_killed(services: list[Service]) -> None
 def test_a_unit_says_when_its_controller_is_gone() -> None:
     with dataplane.serve({"units": 0}) as server:
         command = [sys.executable, "-m", "dataplane", "unit", server.address, "--capacity", "8m", "--name", "extra"]
+        command += ["--reconnect", "0"]
         unit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert unit.stdout is not None
         assert unit.stdout.readline() == "storage unit extra ready\n"
