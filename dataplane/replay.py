@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -35,6 +36,13 @@ class Reservation:
     buffer: ReplayBuffer = field(repr=False)
     aborted: bool = False
     storing: bool = False
+    committed: bool = False
+    watchers: list[Callable[[], object]] = field(default_factory=list, repr=False)
+
+    def when_aborted(self, stop: Callable[[], object]) -> None:
+        """Have `stop()` called, once, when the policy gives this work up, to end a generation under way: in the thread
+        that calls `ReplayBuffer.advance`, which raises what it raises; at once where the work was given up before."""
+        self.buffer.watch(self, stop)
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +152,7 @@ class ReplayBuffer:
         try:
             self._begin_to_store(reservation)
         except RolloutAbortedError:
-            if put is not None:
+            if put is not None and not reservation.committed:
                 self._client.clear_samples(put, self._partition)
             raise
         try:
@@ -161,6 +169,7 @@ class ReplayBuffer:
             raise
         with self._changed:
             del self._running[reservation.number]
+            reservation.committed, reservation.storing = True, False
             self._stored += len(reservation.sample_ids)
             self._changed.notify_all()
         return meta
@@ -192,12 +201,24 @@ class ReplayBuffer:
         return stamped
 
     def rollback(self, reservation: Reservation) -> None:
-        """What was reserved will not be produced: others may begin instead. Does nothing after a commit. Idempotent."""
+        """What was reserved will not be produced: others may begin instead, and what was put of it already is cleared.
+        Does nothing after a commit, nor while one is under way. Idempotent."""
         with self._changed:
+            if reservation.committed or reservation.storing:
+                return
             if self._running.pop(reservation.number, None) is not None:
                 for place in reservation.places:
                     heapq.heappush(self._free_places, place)
                 self._changed.notify_all()
+        self._client.clear_samples(reservation.sample_ids, self._partition)
+
+    def watch(self, reservation: Reservation, stop: Callable[[], object]) -> None:
+        """See `Reservation.when_aborted`."""
+        with self._changed:
+            if not reservation.aborted:
+                reservation.watchers.append(stop)
+                return
+        stop()
 
     # --- the trainer
 
@@ -241,8 +262,9 @@ class ReplayBuffer:
         )
 
     def advance(self, version: int) -> tuple[int, list[Reservation]]:
-        """The trainer's weights are `version` now. What the policy evicts is cleared, and work it gives up is aborted;
-        others may begin. How many samples were evicted, and the reservations aborted. ValueError if it goes back."""
+        """The trainer's weights are `version` now: claims with `max_lag` count from it. What the policy evicts is
+        cleared, work it gives up is aborted and its producers are told (`Reservation.when_aborted`); others may begin.
+        How many samples were evicted, and the reservations aborted. ValueError if it goes back."""
         with self._changed:
             if version < self._version:
                 raise ValueError(f"advance({version}): the weights are at version {self._version} already")
@@ -251,12 +273,17 @@ class ReplayBuffer:
             aborted = [r for r in running if self.policy.aborts(r.version, version)]
             for reservation in aborted:
                 reservation.aborted = True
-        for reservation in aborted:
-            self.rollback(reservation)
-        evicted = self._evict(version)
-        with self._changed:
-            self._stored -= evicted
-            self._changed.notify_all()
+        with ExitStack() as telling:
+            for reservation in aborted:
+                for stop in reservation.watchers:
+                    telling.callback(stop)
+            for reservation in aborted:
+                self.rollback(reservation)
+            self._client.set_version(self._partition, version)
+            evicted = self._evict(version)
+            with self._changed:
+                self._stored -= evicted
+                self._changed.notify_all()
         return evicted, aborted
 
     def _evict(self, version: int) -> int:
@@ -290,7 +317,8 @@ class ReplayBuffer:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state. RuntimeError while work is running here."""
+        """Go on from a saved state, of which the service is told the version. RuntimeError while work is running
+        here."""
         with self._changed:
             if self._running:
                 raise RuntimeError(f"{len(self._running)} reservations are running; roll them back before loading")
@@ -299,3 +327,4 @@ class ReplayBuffer:
             self._free_places = list(state["free_places"])
             heapq.heapify(self._free_places)
             self._changed.notify_all()
+        self._client.set_version(self._partition, state["version"])

@@ -20,6 +20,7 @@ from dataplane.client import DataPlaneClient
 from dataplane.errors import CallTimeoutError, ClaimTimeoutError, ClientClosedError, DataPlaneError, StaleSampleError
 from dataplane.meta import KVBatchMeta
 from dataplane.schema import Layout, round_up
+from dataplane.staleness import WEIGHT_VERSION
 
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0
@@ -63,9 +64,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     waits and copies leave Python free.
 
     layout, pad_value_dict: see `materialize`; padded columns are as wide as the micro-batch's longest sample, rounded
-    up to `pad_to_multiple`. device: where the tensors end. min_batch_size, where, order, group_by, group_size: see
-    `claim_meta`. lease_s: micro-batches are leased from the moment they are handed out, acknowledged when the next is
-    asked for, and otherwise come back to the pool; `StaleSampleError` where that took too long.
+    up to `pad_to_multiple`. device: where the tensors end. min_batch_size, where, order, group_by, group_size, max_lag,
+    version_tag, partial_after_s, partial: see `claim_meta`. lease_s: micro-batches are leased from the moment they are
+    handed out, acknowledged when the next is asked for, and otherwise come back to the pool; `StaleSampleError` where
+    that took too long.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
     tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank
@@ -96,6 +98,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         order: str = "oldest",
         group_by: str = "group",
         group_size: int | None = None,
+        max_lag: int | None = None,
+        version_tag: str = WEIGHT_VERSION,
+        partial_after_s: float | None = None,
+        partial: str = "release",
         lease_s: float | None = None,
         dp_rank: int | None = None,
         dp_world: int | None = None,
@@ -121,6 +127,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
                 "order": order,
                 "group_by": group_by,
                 "group_size": group_size,
+                "max_lag": max_lag,
+                "version_tag": version_tag,
+                "partial_after_s": partial_after_s,
+                "partial": partial,
                 "lease_s": lease_s,
                 **({} if dp_world is None else {"dp_rank": dp_rank, "dp_world": dp_world}),
             },

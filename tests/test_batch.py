@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,40 @@ def test_rows_stay_together_through_every_method() -> None:
         assert type(part) is BatchedDataDict
         assert part["objects"].dtype == object
         assert is_jagged(part["jagged"])
+
+
+def test_object_columns_survive_every_method() -> None:
+    rows = [{"x": [1, {"y": (2,)}]}, np.arange(2), None, torch.ones(2)]
+    batch = BatchedDataDict({"objects": objects(*rows), "numbers": torch.arange(4), "list": list(rows)})
+    packed, _ = batch.shard_by_batch_size(2, sequence_packing_args={**PACKED, "input_key": "objects"})
+    dynamic, _ = batch.shard_by_batch_size(2, dynamic_batching_args={**DYNAMIC, "input_key": "objects"})
+    made = [
+        *batch.shard_by_batch_size(2),
+        *packed,
+        *dynamic,
+        *(part for shard in packed for part in shard.make_microbatch_iterator_for_packable_sequences()),
+        *(part for shard in dynamic for part in shard.make_microbatch_iterator_with_dynamic_shapes()),
+        *batch.make_microbatch_iterator(2),
+        *(batch.chunk(1, 2), batch.slice(1, 3), batch.slice(2, 2), batch.get_batch(1, 3)),
+        *(batch.select_indices([3, 1, 1]), batch.select_indices([]), batch.repeat_interleave(2)),
+        BatchedDataDict.from_batches([batch.slice(0, 1), batch.slice(1, 1), batch.slice(1, 4)]),
+        BatchedDataDict.from_batches([batch]),
+        batch.to("cpu"),
+        pickle.loads(pickle.dumps(batch)),
+        copy.copy(batch),
+    ]
+    shuffled = batch.select_indices([2, 0, 3, 1])
+    shuffled.reorder_data([1, 3, 0, 2])
+    shuffled.truncate_tensors(1, 1)
+    for part in (*made, shuffled):
+        assert part["objects"].dtype == object
+        assert part["objects"].shape == (part.size,)
+        assert type(part["list"]) is list
+        for number, value, listed in zip(part["numbers"].tolist(), part["objects"], part["list"], strict=True):
+            for found in (value, listed):
+                assert type(found) is type(rows[number])
+                assert repr(found) == repr(rows[number])
+    assert batch.get_dict()["objects"] is batch["objects"]
 
 
 def test_a_slice_of_a_dense_column_is_a_view() -> None:

@@ -19,6 +19,7 @@ from dataplane.packing import (
     get_packer,
 )
 from dataplane.packing.bins import (
+    MOST_OPEN,
     Bins,
     concatenate,
     fewest_bins,
@@ -69,7 +70,16 @@ def test_first_fit_takes_rows_in_the_order_given(given_: tuple[int, list[int]], 
     capacity, lengths = given_
     order = list(range(len(lengths)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    assert first_fit(np.array(lengths), order, capacity) == naive_first_fit(lengths, order, capacity)
+    assert first_fit(np.array(lengths), np.array(order), capacity) == naive_first_fit(lengths, order, capacity)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_first_fit_into_many_bins_with_room(seed: int) -> None:
+    """More of them than are looked through one after another."""
+    draw = np.random.default_rng(seed)
+    lengths = [*draw.integers(51, 70, 2 * MOST_OPEN).tolist(), *draw.integers(0, 60, 100).tolist()]
+    order = list(range(len(lengths)))
+    assert first_fit(np.array(lengths), np.array(order), 100) == naive_first_fit(lengths, order, 100)
 
 
 @budget(100)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dataplane.batch import BatchedDataDict
 from dataplane.meta import KVBatchMeta
 from dataplane.packing import PackingAlgorithm, inverse_permutation, plan_shards, shard_meta_for_dp
-from dataplane.packing.balance import deal, even_runs, level
+from dataplane.packing.balance import deal, even_runs, even_shares, level
 from dataplane.packing.bins import loads_of
 from dataplane.schema import PACKING_KEYS
 from tests.columns_helpers import nested_of
@@ -249,9 +249,12 @@ def test_nothing_to_split() -> None:
 
 
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
-@pytest.mark.parametrize(("size", "capacity"), [(512, 8192), (512, 32768), (1024, 32768), (4096, 16384)])
+@pytest.mark.parametrize(
+    ("size", "capacity"),
+    [(256, 8192), (256, 20480), (512, 8192), (512, 32768), (512, 65536), (1024, 32768), (4096, 16384)],
+)
 def test_tokens_of_ranks_balance(algorithm: PackingAlgorithm, size: int, capacity: int) -> None:
-    for seed in range(3):
+    for seed in range(4):
         lengths = np.minimum(np.random.default_rng(seed).lognormal(6.5, 1.0, size).astype(np.int64), 8192)
         arguments = {"algorithm": algorithm.name, "max_tokens_per_microbatch": capacity}
         plan = plan_shards(size, lambda _, lengths=lengths: lengths, shards=8, sequence_packing_args=arguments)  # type: ignore[misc]
@@ -299,6 +302,34 @@ def test_single_rows_move_to_the_rank_with_room() -> None:
     level(bins, loads, [[0], [1]], sizes, 9)
     assert bins == [[1, 2], [3, 0]]
     assert loads.tolist() == [5, 5]
+
+
+@budget(150)
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_even_shares(ranks: int, each: int, data: st.DataObject) -> None:
+    sizes = np.array(data.draw(st.lists(st.integers(0, 9), min_size=ranks * each, max_size=40)))
+    runs = even_runs(sizes, ranks * each)
+    loads = loads_of(runs, sizes)
+    capacity = int(loads.max()) + data.draw(st.integers(0, 5))
+    before = max(int(loads[numbers].sum()) for numbers in deal(loads, ranks))
+    bins, loads, dealt = even_shares(runs, sizes, ranks, capacity)
+    assert [row for rows in bins for row in rows] == list(range(len(sizes)))
+    assert len(bins) == ranks * each
+    assert all(bins)
+    assert loads.tolist() == [int(sizes[rows].sum()) for rows in bins]
+    assert max(loads) <= capacity
+    assert {len(numbers) for numbers in dealt} == {each}
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(len(bins)))
+    assert max(int(loads[numbers].sum()) for numbers in dealt) <= before
+
+
+def test_ends_of_runs_and_whole_runs_go_where_there_is_less() -> None:
+    sizes = np.array([3, 3, 2, 1, 1])
+    assert even_shares([[0, 1, 2], [3, 4]], sizes, 2, 8)[0] == [[0, 1], [2, 3, 4]]
+    assert even_shares([[0, 1, 2], [3, 4]], sizes, 2, 3)[0] == [[0, 1, 2], [3, 4]], "no room there"
+    sizes = np.array([9, 8, 7, 6, 5, 1])  # dealt: 9 + 6 + 5 and 8 + 7 + 1; then 9 and 7 change ranks
+    _, _, dealt = even_shares([[row] for row in range(6)], sizes, 2, 9)
+    assert dealt == [[2, 3, 4], [0, 1, 5]]
 
 
 def test_even_runs() -> None:

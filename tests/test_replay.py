@@ -132,6 +132,76 @@ def test_what_a_producer_put_in_vain_is_cleared(client: DataPlaneClient, partiti
     assert (buffer.flow.stored, buffer.flow.running) == (0, 0)
 
 
+def test_a_rollback_clears_what_was_put_of_it(client: DataPlaneClient, partition: str) -> None:
+    """A producer elsewhere fails, or is killed, in the middle of a group."""
+    buffer = buffer_of(client, partition, Windowed(batch_size=4, window=0), group_size=2)
+    whole = store(buffer, 2)
+    reservation = buffer.reserve(2, 0.0)
+    client.put_samples(reservation.sample_ids[:1], partition, {"tokens": torch.arange(1)})
+    with pytest.raises(ZeroDivisionError), reservation:
+        raise ZeroDivisionError
+    assert client.list_samples(partition).sample_ids == whole
+    again = store(buffer, 2)
+    buffer.rollback(reservation)
+    assert buffer.take(WAIT_S).sample_ids == [*whole, *again]
+
+
+def test_what_was_committed_is_neither_rolled_back_nor_cleared_by_a_second_commit(
+    client: DataPlaneClient, partition: str
+) -> None:
+    buffer = buffer_of(client, partition, Windowed(batch_size=2, window=0))
+    reservation = buffer.reserve(2, 0.0)
+    put = client.put_samples(reservation.sample_ids, partition, {"tokens": torch.arange(2)})
+    buffer.commit(reservation, put)
+    buffer.rollback(reservation)
+    with pytest.raises(RolloutAbortedError, match="committed before"):
+        buffer.commit(reservation, put)
+    assert client.list_samples(partition).sample_ids == put.sample_ids
+    assert (buffer.flow.stored, buffer.flow.running) == (2, 0)
+
+
+def test_producers_are_told_when_their_work_is_given_up(client: DataPlaneClient, partition: str) -> None:
+    buffer = buffer_of(client, partition, Windowed(batch_size=2, window=0))
+    reservation, told = buffer.reserve(2, 0.0), []
+    reservation.when_aborted(lambda: told.append("first"))
+    reservation.when_aborted(lambda: told.append("second"))
+    assert not told
+    buffer.advance(1)
+    assert sorted(told) == ["first", "second"]
+    reservation.when_aborted(lambda: told.append("late"))
+    buffer.advance(2)
+    assert told[2:] == ["late"]
+    kept = buffer.reserve(1, 0.0)
+    kept.when_aborted(lambda: told.append("never"))
+    buffer.rollback(kept)
+    buffer.advance(3)
+    assert len(told) == 3
+
+
+def test_one_producer_that_cannot_be_told_keeps_nobody_else_from_it(client: DataPlaneClient, partition: str) -> None:
+    buffer, told = buffer_of(client, partition, Windowed(batch_size=2, window=0)), []
+    one, other = buffer.reserve(1, 0.0), buffer.reserve(1, 0.0)
+    one.when_aborted(lambda: told.append(1 / 0))
+    other.when_aborted(lambda: told.append(1))
+    with pytest.raises(ZeroDivisionError):
+        buffer.advance(1)
+    assert told == [1]
+    assert (buffer.flow.version, buffer.flow.running) == (1, 0)
+
+
+def test_claims_with_a_lag_follow_the_buffer(client: DataPlaneClient, partition: str) -> None:
+    buffer = buffer_of(client, partition, ReadyFirst(batch_size=2, window=1))
+    old = store(buffer, 2)
+    buffer.advance(1)
+    fresh = store(buffer, 1)
+    assert client.why_blocked(partition, "train").version == 1
+    assert client.claim_meta(partition, "train", ["tokens"], 4, blocking=False, max_lag=0).sample_ids == fresh
+    other = buffer_of(client, partition, ReadyFirst(batch_size=2, window=1))
+    other.load_state_dict({**buffer.state_dict(), "version": 7})
+    assert client.why_blocked(partition, "train").version == 7
+    assert client.claim_meta(partition, "train", ["tokens"], 4, blocking=False).sample_ids == old
+
+
 def test_what_is_being_stored_is_not_given_up(client: DataPlaneClient, partition: str) -> None:
     """The trainer moves on while a commit is under way."""
 

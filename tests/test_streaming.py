@@ -133,6 +133,18 @@ def test_claims_are_as_asked(client: DataPlaneClient, partition: str) -> None:
     assert not client.check_consumption_status(partition, ["train"])
 
 
+def test_what_is_too_old_or_never_gets_whole_is_passed_over(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(6))
+    tags = [{"group": n // 2, "weight_version": n // 2} for n in range(5)]
+    client.set_tags([f"s{n}" for n in range(5)], partition, tags)
+    client.set_tags(["s5"], partition, [{"group": 3, "weight_version": 2}])
+    client.set_version(partition, 2)
+    client.seal(partition)
+    with loader(client, partition, group_size=2, max_lag=1, partial_after_s=0.0, partial="drop", prefetch=0) as stream:
+        assert rewards(stream) == [[2.0, 3.0]]
+    assert client.list_samples(partition).sample_ids == ["s0", "s1", "s2", "s3"], "partial groups were dropped"
+
+
 def test_a_field_that_is_not_produced_is_waited_for(client: DataPlaneClient, partition: str) -> None:
     meta = put(client, partition, range(2))
     client.seal(partition)

@@ -18,7 +18,7 @@ from dataplane.packing import PackingAlgorithm, get_packer
 RANKS = 8
 LONGEST = 8192
 SAMPLES = 100_000
-BATCHES = ((512, 8192), (512, 16384), (1024, 16384), (1024, 32768), (4096, 32768))
+BATCHES = ((256, 16384), (256, 20480), (512, 8192), (512, 16384), (1024, 16384), (1024, 32768), (4096, 32768))
 """Samples, and tokens of a micro-batch."""
 
 
@@ -41,7 +41,7 @@ def _balance(*, seeds: int) -> list[Figure]:
                 bins = get_packer(algorithm, budget, bin_count_multiple=RANKS).pack(lengths)
                 loads = [int(lengths[rows].sum()) for rows in bins]
                 in_turn.append(_unevenness([sum(loads[rank::RANKS]) for rank in range(RANKS)]))
-        note = f"worst of {len(ours)} log-normal batches of 512 to 4096 samples, {RANKS} ranks"
+        note = f"worst of {len(ours)} log-normal batches of 256 to 4096 samples, {RANKS} ranks"
         name = f"tokens of the heaviest rank, {algorithm.value}"
         figures.append(Figure(name=name, value=max(ours), unit="x mean", note=note))
         turn_note = f"the same bins dealt in turn; median {Spread.of(in_turn).median:.3f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from dataplane.packing.packers import SequencePacker
 CLOSE_ENOUGH = 1.01
 """The heaviest rank's tokens over the mean, at which nothing more is moved."""
 MOVES_PER_RANK = 8
+MOST_EXCHANGED = 256
+"""So many runs may change ranks, to even out what dealing left uneven: every pair of them is looked at."""
 
 
 def deal(loads: Int64s, ranks: int) -> list[list[int]]:
@@ -43,9 +46,7 @@ def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, 
     totals = _totals(loads, dealt)
     if max(totals) * ranks > CLOSE_ENOUGH * sum(totals):
         if packer.keeps_order:
-            bins = even_runs(tokens, len(bins))
-            loads = loads_of(bins, tokens)
-            dealt = deal(loads, ranks)
+            bins, loads, dealt = even_shares(even_runs(tokens, len(bins)), tokens, ranks, packer.bin_capacity)
         else:
             level(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)
     return bins, loads, dealt
@@ -57,6 +58,54 @@ def even_runs(tokens: Int64s, count: int) -> Bins:
     capacities = range(low, int(tokens.sum()) + 1)
     enough = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
     return split(concatenate(tokens, low + enough), tokens, count)
+
+
+def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[Bins, Int64s, list[list[int]]]:
+    """(runs of neighbouring rows, as many as `runs`; their tokens; the runs of each rank).
+
+    Dealt, then evened out step by step until the ranks are close or no step helps: the row at an end of a run goes to
+    the run beside it, or two runs change ranks, whichever brings the ranks' totals together most. No run is emptied,
+    none gets beyond `capacity`.
+    """
+    counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
+    rank_of = np.empty(len(runs), dtype=np.int64)
+    for rank, numbers in enumerate(deal(loads, ranks)):
+        rank_of[numbers] = rank
+    for _ in range(MOVES_PER_RANK * ranks):
+        totals = np.zeros(ranks, dtype=np.int64)
+        np.add.at(totals, rank_of, loads)
+        if totals.max() * ranks <= CLOSE_ENOUGH * totals.sum():
+            break
+        of_run = totals[rank_of]
+        starts = np.cumsum(counts)[:-1]
+        right = _gains(tokens[starts - 1], of_run[:-1] - of_run[1:])  # by the last row of a run, to the next one
+        right[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
+        left = _gains(tokens[starts], of_run[1:] - of_run[:-1])
+        left[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
+        few = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
+        exchanged = _gains(loads[few, None] - loads[None, few], of_run[few, None] - of_run[None, few])
+        best = max(right.max(initial=0), left.max(initial=0), exchanged.max(initial=0))
+        if best <= 0:
+            break
+        if best == exchanged.max(initial=0):
+            one, other = divmod(int(exchanged.argmax()), len(runs))
+            rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
+            continue
+        to_right = best == right.max(initial=0)
+        cut = int((right if to_right else left).argmax())
+        row = starts[cut] - 1 if to_right else starts[cut]
+        change = np.array([-1, 1]) if to_right else np.array([1, -1])
+        counts[cut : cut + 2] += change
+        loads[cut : cut + 2] += change * tokens[row]
+    ends = np.cumsum(counts).tolist()
+    bins = [list(range(start, end)) for start, end in pairwise([0, *ends])]
+    return bins, loads, [np.flatnonzero(rank_of == rank).tolist() for rank in range(ranks)]
+
+
+def _gains(moved: Int64s, gaps: Int64s) -> Int64s:
+    """Half of what the sum of the ranks' squared totals loses when so many tokens go from a rank to one that has so
+    many fewer; where that is positive, the heavier one of both gets lighter."""
+    return moved * (gaps - moved)
 
 
 def level(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes: Sequence[int], capacity: int) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 Bins = list[list[int]]
+MOST_OPEN = 16
+"""First-fit looks through so many bins one after another."""
 
 
 def concatenate(lengths: Int64s, capacity: int) -> Bins:
@@ -29,34 +31,39 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
     return bins
 
 
-def first_fit(lengths: Int64s, order: Sequence[int], capacity: int) -> Bins:
+def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     """Each row of `order` into the first bin with room for it, else into a new one. O(N log bins)."""
-    # Every leaf is a bin: those not opened yet have all their room and stand to the right of the others. There are
-    # enough of them: two bins next to each other are fuller than one can be.
-    leaves = 1
-    while leaves < min(len(order), 2 * int(lengths.sum()) // capacity + 2):
-        leaves *= 2
-    room = [capacity] * (2 * leaves)  # of each node the most room of a bin below it
-    bins: Bins = [[] for _ in range(leaves)]
-    sizes = lengths.tolist()
-    for row in order:
-        size = sizes[row]
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < size:
-                node += 1
-        bins[node - leaves].append(row)
-        room[node] -= size
-        while node > 1:
-            most, other = room[node], room[node ^ 1]
-            if other > most:
-                most = other
-            node //= 2
-            if room[node] == most:
+    # The few bins with room for most rows are in a short list; those that only the shortest rows may fit, in a tree.
+    closes_at = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
+    closed = _Rooms(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
+    numbers: list[int] = []
+    rooms: list[int] = []
+    where: list[int] = []
+    count, most = 0, -1
+    for size in lengths[order].tolist():
+        place = 0
+        for room in rooms:
+            if room >= size:
                 break
-            room[node] = most
-    return [rows for rows in bins if rows]
+            place += 1
+        if most >= size:
+            number = closed.first(size)
+            if place == len(rooms) or number < numbers[place]:
+                most = closed.take(number, size)
+                where.append(number)
+                continue
+        if place == len(rooms):
+            numbers.append(count)
+            rooms.append(capacity)
+            count += 1
+        where.append(numbers[place])
+        rooms[place] = room = rooms[place] - size
+        if place == MOST_OPEN:
+            place = rooms.index(min(rooms))
+        elif room >= closes_at:
+            continue
+        most = closed.put(numbers.pop(place), rooms.pop(place))
+    return _by_bin(order, where)
 
 
 def first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
@@ -128,6 +135,51 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
     for _, number, start, end in sorted(pieces + single, key=lambda piece: piece[2]):
         cut[number].append(bins[number][start:end])
     return [part for number, rows in enumerate(bins) for part in cut.get(number, [rows])]
+
+
+class _Rooms:
+    """The room left in bins, by their numbers below `most_bins`, to find the first one with enough. O(log bins)."""
+
+    def __init__(self, most_bins: int) -> None:
+        self._leaves = 1
+        while self._leaves < most_bins:
+            self._leaves *= 2
+        self._room = [-1] * (2 * self._leaves)  # of each node the most room of a bin below it
+
+    def first(self, size: int) -> int:
+        """The first bin with room for `size`; there must be one."""
+        room, node, leaves = self._room, 1, self._leaves
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        return node - leaves
+
+    def put(self, number: int, free: int) -> int:
+        """Bin `number` has `free` left. Gives the most of any bin."""
+        room, node = self._room, number + self._leaves
+        room[node] = free
+        while node > 1:
+            other = room[node ^ 1]
+            if other > free:
+                free = other
+            node //= 2
+            if room[node] == free:
+                break
+            room[node] = free
+        return room[1]
+
+    def take(self, number: int, size: int) -> int:
+        """`size` of bin `number` is taken. Gives the most that is left in any."""
+        return self.put(number, self._room[number + self._leaves] - size)
+
+
+def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
+    """The rows of each bin, in `order`; `where` is the bin of each."""
+    numbers = np.array(where)
+    counts = np.bincount(numbers)
+    rows = order[_sorted(numbers)[0]].tolist()
+    return [rows[start:end] for start, end in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
 def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, rooms: list[int]) -> None:

@@ -174,7 +174,7 @@ class FirstFitShufflePacker(SequencePacker):
 
     def _bins(self, lengths: Int64s) -> Bins:
         order = np.random.default_rng(0).permutation(len(lengths))
-        return first_fit(lengths, order.tolist(), self.bin_capacity)
+        return first_fit(lengths, order, self.bin_capacity)
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):

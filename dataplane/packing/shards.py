@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from dataplane.errors import InvalidRequestError
 from dataplane.meta import KVBatchMeta
 from dataplane.packing.balance import balanced
-from dataplane.packing.bins import Bins, Int64s
+from dataplane.packing.bins import Int64s
 from dataplane.packing.packers import SequencePacker, get_packer
 from dataplane.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 
@@ -226,17 +226,19 @@ def _packed(tokens: Int64s, packer: SequencePacker, shards: int, per_batch: int,
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         bins, loads, dealt = balanced(packer, tokens[first : first + per_batch], shards)
-        weights = loads.tolist()
-        if largest_first:
-            dealt = [sorted(numbers, key=lambda number: -weights[number]) for numbers in dealt]
-        batches.append([_batch_of_bins(first, [bins[n] for n in each], [weights[n] for n in each]) for each in dealt])
+        counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+        rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
+        batch = []
+        for each in dealt:
+            numbers = np.array(each)
+            if largest_first:
+                numbers = numbers[np.argsort(-loads[numbers], kind="stable")]
+            ends = np.cumsum(counts[numbers])
+            behind = np.cumsum(counts)[numbers] - ends  # how far each bin's rows are behind their place in the shard
+            places = np.arange(ends[-1]) + np.repeat(behind, counts[numbers])
+            batch.append(Shard(rows[places], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
+        batches.append(batch)
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
-
-
-def _batch_of_bins(first: int, bins: Bins, loads: list[int]) -> Shard:
-    ends = list(accumulate(map(len, bins)))
-    rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=ends[-1])
-    return Shard(rows + first, [_ranges(ends)], [loads], [ends[-1]])
 
 
 def _dynamic(lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int) -> list[Shard]:
