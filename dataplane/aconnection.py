@@ -38,7 +38,7 @@ class AsyncConnection:
         """Connect. Errors as `DataPlaneClient.connect`."""
         lock = session_lock(config)
         try:
-            channel = await AsyncChannel.open(config)
+            channel = await AsyncChannel.open(config, "" if lock is None else str(lock.path))
         except BaseException:
             if lock is not None:
                 lock.close()

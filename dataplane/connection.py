@@ -171,7 +171,7 @@ class Connection:
     def __init__(self, config: DataPlaneConfig) -> None:
         lock = session_lock(config)
         try:
-            self._channel = Channel.open(config)
+            self._channel = Channel.open(config, "" if lock is None else str(lock.path))
         except BaseException:
             if lock is not None:
                 lock.close()

@@ -61,11 +61,11 @@ class AsyncChannel(OpenChannel):
         )
 
     @classmethod
-    async def open(cls, config: DataPlaneConfig) -> AsyncChannel:
+    async def open(cls, config: DataPlaneConfig, lock_path: str = "") -> AsyncChannel:
         """Connect to `config.address` and open a session, within `config.connect_timeout_s`. Raises as
-        `open_session`."""
+        `open_session`. lock_path: see there."""
         context: zmq.Context[Socket] = zmq.Context()
-        opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context)
+        opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
         try:
             session, dealer = await asyncio.shield(opening)
         except BaseException:

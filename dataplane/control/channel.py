@@ -46,12 +46,12 @@ class Channel(OpenChannel):
         self._keeper = Keeper(self._calls, config, context, dealer, maintain=self._maintain, moved=self._look_again)
 
     @classmethod
-    def open(cls, config: DataPlaneConfig) -> Channel:
+    def open(cls, config: DataPlaneConfig, lock_path: str = "") -> Channel:
         """Connect to `config.address` and open a session. Blocks for `config.connect_timeout_s` at most. Raises as
-        `open_session`."""
+        `open_session`. lock_path: see there."""
         context: zmq.Context[Socket] = zmq.Context()
         try:
-            session, dealer = open_session(config, context)
+            session, dealer = open_session(config, context, lock_path)
         except BaseException:
             context.destroy(linger=0)
             raise

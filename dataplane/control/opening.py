@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from dataplane.config import DataPlaneConfig
@@ -62,15 +63,16 @@ def door_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
     return dealer
 
 
-def open_session(config: DataPlaneConfig, context: zmq.Context[Socket]) -> tuple[Session, Socket]:
+def open_session(config: DataPlaneConfig, context: zmq.Context[Socket], lock_path: str = "") -> tuple[Session, Socket]:
     """The session, and the socket that its heartbeats are to go through: blocks for `config.connect_timeout_s` at most.
 
+    lock_path: of the lock that the process holds if it may use shared memory.
     Raises `ServiceUnavailableError` (at once where nothing listens), `AuthenticationError`, `ProtocolVersionError`,
     ValueError for a config without an address.
     """
     if not config.address:
         raise ValueError("no address of a data plane service: pass one, set config.address or TQ_ADDRESS")
-    wanted = _wanted(config, secrets.token_hex(16))
+    wanted = msgspec.structs.replace(_wanted(config, secrets.token_hex(16)), lock_path=lock_path)
     return _enter(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
 
 
