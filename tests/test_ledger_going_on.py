@@ -12,11 +12,12 @@ from dataplane.errors import (
     ProtocolVersionError,
     ServiceRestartedError,
     SessionExpiredError,
+    StorageUnitError,
 )
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.types import PROTOCOL_VERSION
-from tests.ledger_driver import MIB, Driver
+from tests.ledger_driver import MIB, Driver, by_ids, commit_columns
 
 EPOCH = 1_760_000_000_000_000_000
 LATER = EPOCH + 1_000_000_000
@@ -143,6 +144,24 @@ def test_a_unit_comes_back_before_its_end_was_noticed() -> None:
     assert isinstance(offer(driver, unit=2).error, InvalidRequestError)
     added = offer(driver, unit=1)
     assert (added.unit, added.error) == (1, None)
+
+
+def test_a_put_under_way_is_committed_though_its_unit_is_not_back_yet() -> None:
+    driver = Driver()
+    client = driver.client(attach=[1])
+    client.register()
+    rooms = [client.post(client.allocate({"x": [64]})) for _ in range(2)]
+    driver.ledger = again(driver.ledger, 8)
+
+    def commit(name: str, room: int) -> c.Commit:
+        columns = commit_columns({"x": [64]})
+        return c.Commit(partition="p", samples=by_ids(name), mode=c.Mode.CREATE, reservation=room, columns=columns)
+
+    client.call(c.Committed, commit("a", rooms[0]))
+    assert offer(driver, unit=1, host="here").error is None
+    driver.apply(c.UnitLost(unit=1))
+    with pytest.raises(StorageUnitError, match="its connection to the controller is lost"):
+        client.raise_(commit("b", rooms[1]))
 
 
 @pytest.mark.parametrize("more", [{"capacity_bytes": 2 * MIB}, {"backed_bytes": 0}, {"epoch": 0}], ids=str)

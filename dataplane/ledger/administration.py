@@ -143,6 +143,7 @@ class UnitReports:
             return
         new_epoch = item.epoch > unit.epoch
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
+        unit.awaited = False
         unit.back(item.backed_bytes, failed=False)
         self._added(unit)
         self.liveness.unit_back(unit.number, new_epoch=new_epoch)

@@ -111,7 +111,7 @@ class Commits:
         if unit.epoch != epoch:
             what = f"the room reserved in storage unit {number}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
-        if not unit.connected:
+        if not (unit.connected or unit.awaited):
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
             raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
 

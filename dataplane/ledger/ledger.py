@@ -300,6 +300,7 @@ class Ledger:
         state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
+            unit.awaited = unit.awaited or unit.connected
             self._units.lost(c.UnitLost(unit=unit.number))
         self._liveness.restarted()
         self._claims.renew_leases()

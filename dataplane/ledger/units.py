@@ -9,7 +9,8 @@ from dataplane.ledger.space import FreeSpace
 class Unit:
     """`ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
     `asked` is the backing asked of the unit and not yet reported (0: none). `room` is what new rows or updates may
-    still take, backed or not."""
+    still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
+    may be there all the time."""
 
     def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
         self.number = number
@@ -19,6 +20,7 @@ class Unit:
         self.ceiling = self.space.capacity_bytes
         self.asked = 0
         self.connected = True
+        self.awaited = False
         self.offer = offer
 
     @property
