@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import ray
+from ray.actor import ActorClass
 
 from workers.raised import portable
 
@@ -84,8 +85,11 @@ _METHODS = (staticmethod, classmethod, type(methods_of))
 
 def _new(base: Any) -> Callable[..., Any]:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ray makes the object in the process's main thread, the only one that may take signals."""
+        """Ray makes the object in the process's main thread, the only one that may take signals; and, where actors are
+        only asked for, one of the actor class itself, which inherits this."""
         self: Any = base.__new__(cls)
+        if issubclass(cls, ActorClass):
+            return self
         self._tq_kept = Kept()
         if cls._tq_catch_failures:
             catch_signals()

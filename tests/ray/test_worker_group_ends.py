@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from tests.ray.talkers import Forgetful, NeedsTwo, Talker
-from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup
+from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup, hosted
 from workers.directory import Kind
 from workers.errors import NameInUseError, NameNotFoundError, WorkerLostError
 
@@ -128,6 +128,14 @@ def test_a_signal_that_ends_a_worker_is_in_its_log(cluster: Cluster) -> None:
         text = log.read_text()
     assert "worker told:0 ends by SIGTERM at" in text
     assert "in end_by" in text
+
+
+def test_a_driver_keeps_its_own_signals(cluster: Cluster) -> None:
+    kept = {number: signal.getsignal(number) for number in hosted._CAUGHT_SIGNALS}
+    assert hosted._end_by_signal not in kept.values()
+    with pytest.raises(TypeError, match="positional arguments"):
+        Talker.create_group(1, 2).launch(cluster, name="odd", catch_system_failure=True)
+    assert {number: signal.getsignal(number) for number in kept} == kept
 
 
 def test_nodes_that_do_not_come_are_an_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,11 @@ GRACE_S = 10.0
 """How long a broker may take to confirm what was given up."""
 LOG_EVERY_S = 30.0
 
-Settle = Callable[[wire.Ack | wire.Nack], None]
+Settle = Callable[[wire.Ack], None]
 
 
 class Arrived:
-    """Items that a get brought, still in the broker's name. `take` or `give_back`, once."""
+    """Items that a get brought, still in the broker's name until they are taken, once."""
 
     def __init__(self, answer: wire.Items, line: Line, payload: Bytes | None, send: Settle) -> None:
         self._answer = answer
@@ -60,9 +60,6 @@ class Arrived:
             raise
         self._send(wire.Ack(self._answer.number))
         return [each.load() for each in held]
-
-    def give_back(self) -> None:
-        self._send(wire.Nack(self._answer.number))
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
@@ -201,7 +198,7 @@ class Line:
         self.stream.send([wire.encode(wire.Cancel(number))], grace)
         return self.stream.receive(grace)
 
-    def _send(self, request: wire.Ack | wire.Nack) -> None:
+    def _send(self, request: wire.Ack) -> None:
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
 
     def shut(self) -> None:

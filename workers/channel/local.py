@@ -35,7 +35,7 @@ class NoMemory:
 
 
 class LocalItems:
-    """Items that a get brought. `take` or `give_back`, once."""
+    """Items that a get brought, to be taken once."""
 
     def __init__(self, answer: wire.Items, send: Callable[[wire.AnyRequest], None]) -> None:
         self._answer = answer
@@ -44,9 +44,6 @@ class LocalItems:
     def take(self) -> list[Any]:
         self._send(wire.Ack(self._answer.number))
         return [item.head for item in self._answer.items]
-
-    def give_back(self) -> None:
-        self._send(wire.Nack(self._answer.number))
 
 
 Reply = wire.AnyAnswer | LocalItems

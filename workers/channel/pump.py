@@ -65,9 +65,9 @@ class PumpEndedError(Exception):
 class Pump:
     """Any thread may begin requests; puts of one thread arrive in the order they were begun.
 
-    Futures are completed in the pump's thread: with an answer, with `Arrived`, whose items are to be taken or given
-    back, or with an error. lost: makes the error that all of them get should the broker die. `PumpEndedError` from
-    `begin` and `begin_put` where the thread has ended.
+    Futures are completed in the pump's thread: with an answer, with `Arrived`, whose items are to be taken or dropped,
+    or with an error. lost: makes the error that all of them get should the broker die. `PumpEndedError` from `begin`
+    and `begin_put` where the thread has ended.
     """
 
     def __init__(self, line: Line, channel: str, lost: Callable[[str, BaseException], Exception]) -> None:
@@ -290,9 +290,9 @@ class Pump:
             self.ended = ChannelClosedError(channel=self._channel, why="this handle let it go")
         return self.ended, done
 
-    def _settle(self, request: wire.Ack | wire.Nack) -> None:
-        """Acknowledge items or give them back. From any thread. What cannot be acknowledged is not ours: it goes to
-        the next getter, and its bytes may have been another's when they were read."""
+    def _settle(self, request: wire.Ack) -> None:
+        """Acknowledge items. From any thread. What cannot be acknowledged is not ours: it goes to the next getter, and
+        its bytes may have been another's when they were read."""
         with self._guard:
             self._arrived.discard(request.number)
             if self.ended is None:
@@ -300,7 +300,7 @@ class Pump:
             ended = self.ended
         if self._retiring:
             self._wake()
-        if ended is not None and isinstance(request, wire.Ack):
+        if ended is not None:
             raise self._lost(f"taking an item of channel {self._channel!r}", ended)
 
     def _answered(self, number: int, answer: Reply, done: list[Callable[[], None]]) -> None:
