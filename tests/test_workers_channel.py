@@ -128,9 +128,16 @@ def test_an_item_that_cannot_be_built_is_the_getters_error_once(make: Callable[.
     channel = make()
     channel.put(Broken())
     channel.put(1)
-    with pytest.raises(NotSerializableError, match="RuntimeError: no"):
+    with pytest.raises(NotSerializableError, match="RuntimeError: no") as alone:
         channel.get()
+    assert not hasattr(alone.value, "__notes__")
     assert channel.get() == 1
+    for item in (1, Broken(), 2, 3):
+        channel.put(item, weight=1)
+    with pytest.raises(NotSerializableError) as caught:
+        channel.get_batch(3)
+    assert caught.value.__notes__ == ["the 2 others of its batch are gone with it"]
+    assert channel.get() == 3
 
 
 @every_wire

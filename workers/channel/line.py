@@ -23,6 +23,7 @@ from workers.channel.errors import ChannelLostError, ChannelTimeoutError
 from workers.channel.items import Parcel
 from workers.channel.stream import Stream, StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE, Message
+from workers.errors import NotSerializableError
 from workers.values import Bytes, Unpacked
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,12 @@ class Arrived:
             self._send(wire.Ack(self._answer.number))
             raise
         self._send(wire.Ack(self._answer.number))
-        return [each.load() for each in held]
+        try:
+            return [each.load() for each in held]
+        except NotSerializableError as error:
+            if len(held) > 1:
+                error.add_note(f"the {len(held) - 1} others of its batch are gone with it")
+            raise
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
