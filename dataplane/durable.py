@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.errors import StateDirError
+from dataplane.failpoints import hit
 from dataplane.host import boot_id
 from dataplane.journal import Journal, Log
 from dataplane.ledger import Ledger, records
@@ -99,9 +100,13 @@ class DurableLedger:
 
     def _put_in(self, item: c.Input) -> list[c.Output]:
         record = records.encode(item)
+        hit("journal.before_append")
         self._journal.append(record)
+        hit("journal.after_append")
         self._images.note(len(record))
-        return self._ledger.apply(item)
+        outputs = self._ledger.apply(item)
+        hit("journal.applied")
+        return outputs
 
     def apply(self, item: c.Input) -> list[c.Output]:
         """As `Ledger.apply`. StateDirError, and nothing is applied, while the journal cannot be written."""

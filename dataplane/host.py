@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
 from pathlib import Path
+
+LOWEST_PORT = 15_000
+"""Below are the ports that well-known servers like."""
 
 
 def boot_id() -> str:
@@ -45,6 +49,13 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((address, port))
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
+
+
+def lasting_port() -> int:
+    """A port, maybe in use, that the kernel gives to nobody by itself: while its server is down, no client's own end of
+    a connection takes it (one that looks for the server on this host could even reach itself)."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    return random.randrange(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 
 def require_token_beyond_loopback(host: str, token: str | None) -> None:

@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dataplane.config import DataPlaneConfig
+from dataplane.control import controller as controller_module
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import ServiceUnavailableError
@@ -111,3 +113,26 @@ def test_a_client_imports_no_grpc() -> None:
     modules = imported_after("import dataplane.control.channel, dataplane.control.achannel")
     assert "zmq" in modules
     assert not modules & {"grpc", "torch", "ray"}
+
+
+def test_a_service_with_state_keeps_its_port(tmp_path: Path) -> None:
+    config = DataPlaneConfig(state_dir=str(tmp_path))
+    with Controller(config) as first:
+        address = first.address
+    with Controller(config) as second:
+        assert second.address == address
+        assert second.recovered
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert int(address.rpartition(":")[2]) + 1 < first_ephemeral
+
+
+def test_a_port_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "PORT_WAIT_S", 0.0)
+    config = DataPlaneConfig(state_dir=str(tmp_path))
+    with Controller(config) as first:
+        host, _, port = first.address.rpartition(":")
+    taken = f"had port {port} before and clients look for it there"
+    with socket.create_server((host, int(port))), pytest.raises(OSError, match=taken):
+        Controller(config).start()
+    with Controller(config) as again:
+        assert again.address == f"{host}:{port}"

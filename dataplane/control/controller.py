@@ -16,6 +16,7 @@ from dataplane.durable import DurableLedger, LedgerSettings
 from dataplane.host import (
     boot_id,
     join_address,
+    lasting_port,
     reachable_host,
     require_free_port,
     require_token_beyond_loopback,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT_TRIES = 64
+PORT_WAIT_S = 5.0
+PORT_PAUSE_S = 0.1
 STOP_S = 5.0
 """How long each part of stopping may take."""
 
@@ -37,7 +40,7 @@ class Controller:
     """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above.
 
     `epoch` must grow from one life of the service to the next (default: the time). With `config.state_dir` the ledger
-    is the one kept there, and port 0 stands for the port of the life before, if it is free. A context manager.
+    is the one kept there, and port 0 stands for the port of the life before. A context manager.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
@@ -114,17 +117,29 @@ class Controller:
             return self._bind_pair(grpc, secret, ZmqDoor(host, self._config.port + 1, secret))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
-            try:
-                return self._bind_pair(grpc, secret, ZmqDoor(host, int(before) + 1, secret))
-            except OSError as error:
-                log.warning("the port of the life before cannot be had, clients will not find this one: %s", error)
+            return self._bind_again(grpc, secret, int(before))
         for _ in range(PORT_TRIES):
-            door = ZmqDoor(host, 0, secret)
+            port = 0 if self._durable is None else lasting_port()
             try:
-                return self._bind_pair(grpc, secret, door)
-            except OSError:
-                log.debug("port %d is taken, trying others", door.port - 1)
+                return self._bind_pair(grpc, secret, ZmqDoor(host, port and port + 1, secret))
+            except OSError as error:
+                log.debug("trying other ports: %s", error)
         raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
+
+    def _bind_again(self, grpc: GrpcDoor, secret: Secret, port: int) -> tuple[int, ZmqDoor]:
+        """Where clients of this state look for it. OSError if somebody else has the port and keeps it."""
+        end = time.monotonic() + PORT_WAIT_S
+        while True:
+            try:
+                return self._bind_pair(grpc, secret, ZmqDoor(self._config.host, port + 1, secret))
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise OSError(
+                        error.errno,
+                        f"the service had port {port} before and clients look for it there: {error.strerror}. Stop "
+                        "what uses it, or name another port and tell the clients",
+                    ) from error
+                time.sleep(PORT_PAUSE_S)
 
     def _bind_pair(self, grpc: GrpcDoor, secret: Secret, door: ZmqDoor) -> tuple[int, ZmqDoor]:
         try:
