@@ -44,14 +44,20 @@ from dataplane.ledger.commands import (
     Opened,
     OpenSession,
     Output,
+    Publish,
+    ReadSaved,
     Register,
     Release,
+    Save,
+    Saved,
+    SavedRows,
     Seal,
     SessionAlive,
     SessionGone,
     SessionSilent,
     SetTags,
     SetVersion,
+    Stage,
     StatsReport,
     Tick,
     Unclaim,
@@ -61,6 +67,7 @@ from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION
 from tests.ledger_claim_checks import LIMITS, ClaimChecks, Client
 from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
+from tests.ledger_save_model import SaveBooks
 from tests.ledger_values import canonical
 
 HOSTS = ("host0", "host1")
@@ -87,6 +94,7 @@ class LedgerDriver(ClaimChecks):
         super().__init__()
         self.ledger = Ledger(7, limits=LIMITS)
         self.model = Model()
+        self.books = SaveBooks(self.model)
         self.log: list[Input] = []
         self.outputs: list[Output] = []
         self.said: list[Any] = []
@@ -160,6 +168,7 @@ class LedgerDriver(ClaimChecks):
         client = self.clients[session]
         assert client.suspect or client.said_bye, f"session {session} was given up without cause"
         client.over = True
+        self.books.ended(session)
         lost = list(self.model.claims_of(session))
         self.model.give_back(lambda held: any(held is one for one in lost))
 
@@ -195,6 +204,11 @@ class LedgerDriver(ClaimChecks):
                 model.check_view(named, result)
             case CheckConsumption(), Consumption():
                 self.check_consumption(command, result)
+            case Save(), Saved():
+                assert name not in self.withdrawn
+                self.books.saved(name, command, result)
+            case ReadSaved(), SavedRows():
+                self.books.read(name[0], command, result)
             case StatsReport() | WhyBlocked(), _:
                 pass
             case _:
@@ -211,6 +225,11 @@ class LedgerDriver(ClaimChecks):
                 model.reserved.pop((session, number), None)
             case Release(located=number):
                 model.pins.pop((session, number), None)
+                self.books.taken.pop((session, number), None)
+            case Stage():
+                self.books.stage(session, command)
+            case Publish():
+                self.books.publish(command)
             case Unclaim(claimed=number):
                 mine = [held for held in model.claims_of(session) if held.name[1] == number]
                 unconfirmed = number >= model.confirmed[session]
@@ -231,6 +250,7 @@ class LedgerDriver(ClaimChecks):
                 merge_tags(model.named(model.partitions[command.partition], command.samples), command.tags)
             case Bye():
                 self.clients[session].said_bye = True
+                self.books.ended(session)
                 lost = list(model.claims_of(session))
                 model.give_back(lambda held: any(held is one for one in lost))
                 self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
@@ -282,7 +302,7 @@ class LedgerDriver(ClaimChecks):
             number = client.next
             client.next += 1
         name = (client.id, number)
-        faults = self.model.faults(client.id, command)
+        faults = self.books.faults(client.id, command) or self.model.faults(client.id, command)
         if name in self.withdrawn:
             faults.must |= {"CallCancelledError"}
         self.model.commands[name] = command

@@ -47,12 +47,13 @@ from dataplane.ledger.commands import (
 from dataplane.types import GRANULE_BYTES, FieldSpec
 from tests.ledger_claim_model import Name, Sample
 from tests.ledger_machine import HOSTS, Unit
+from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
 from tests.ledger_writer import IDS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
-class LedgerMachine(LedgerWriter):
+class LedgerMachine(LedgerSaver):
     # --- rules: sessions, units, time ------------------------------------------------------------------------
 
     @initialize(
