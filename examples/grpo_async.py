@@ -1,10 +1,11 @@
 """GRPO on arithmetic without waiting: rollout actors sample all the time while the policy workers train.
 
-    python examples/grpo_async.py [--window 2] [--producers 2] [--steps 40] [--alone] ...
+    python examples/grpo_async.py [--window 2] [--producers 2] [--steps 64] [--alone] ...
 
 Task, model, workers and warm start are those of `grpo_arithmetic.py`. Samples wait in a replay buffer that lets
-producers begin ahead of the trainer, within the staleness window, and gives the oldest first. From the same weights the
-synchronous loop then runs, too, so that both can be compared.
+producers begin ahead of the trainer, within the staleness window, and gives the oldest first. Producers have time to
+spare, and so sample more than they put: of problems that are answered all right or all wrong nothing can be learned.
+From the same weights the synchronous loop then runs, too, so that both can be compared.
 
 | in `arithmetic/` | holds |
 |---|---|
@@ -51,7 +52,8 @@ def parse(arguments: list[str]) -> tuple[AsyncConfig, Task, dict[str, Any]]:
         ("ahead", "steps whose samples may be made before they are asked for"),
         ("producers", "rollout actors"),
         ("prompts", "problems per step"),
-        ("prompts_at_once", "problems that a producer answers at a time"),
+        ("prompts_at_once", "problems whose samples a producer makes at a time"),
+        ("tries", "times as many problems that it goes through for them"),
     ):
         flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         parser.add_argument(flag, type=int, default=default, help=f"{what} (default: {default})")
@@ -66,9 +68,10 @@ def parse(arguments: list[str]) -> tuple[AsyncConfig, Task, dict[str, Any]]:
 
 def synchronous(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> Run:
     """The loop of `grpo_arithmetic.py`, from the weights that the asynchronous one began with."""
-    ray.get(actors.workers.run_all_workers_single_data("restart"))
+    ray.get(actors.workers.run_all_workers_single_data("restart", config.optimizer))
     actors.sync_weights()
     reporter.stage("synchronous steps", total=config.steps)
+    reporter.table(f"synchronous: sample, then train; {config.prompts} prompts a step")
     start = time.perf_counter()
     steps = []
     for step in range(1, config.steps + 1):
@@ -83,6 +86,8 @@ def asynchronous(config: AsyncConfig, task: Task, actors: Actors, reporter: Repo
     reporter.stage("starting producers")
     with start_crew(config, task, actors) as crew:
         reporter.stage("asynchronous steps", total=config.steps // config.examined)
+        prompts, every = config.prompts, "" if config.examined == 1 else f"; one row for {config.examined} steps"
+        reporter.table(f"asynchronous: sample while training; {prompts} prompts a step{every}")
         course = reinforce(config, task, crew, reporter)
     return Run(Accuracy.of(actors.right(task.held_out)), course.seconds, config.steps, course.steps, course)
 

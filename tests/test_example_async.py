@@ -15,6 +15,7 @@ from dataplane import Flow
 from examples.arithmetic.asynchronous import AsyncConfig, BehaviorLoss, Course, JustInTime
 from examples.arithmetic.comparison import Run, show
 from examples.arithmetic.loss import GRPOLoss
+from examples.arithmetic.producer import groups_to_keep
 from examples.arithmetic.report import Accuracy
 from examples.arithmetic.timeline import Span, common, covered, merged
 
@@ -52,9 +53,17 @@ def test_the_loss_is_relative_to_the_weights_that_sampled() -> None:
     assert metrics["clipped"] > 0
 
 
+def test_groups_that_teach_something_come_first() -> None:
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.2]]
+    assert groups_to_keep(rewards, 2) == [1, 3]
+    assert groups_to_keep(rewards, 3) == [1, 3, 4]
+    assert groups_to_keep(rewards, 4) == [0, 1, 3, 4]
+    assert groups_to_keep(rewards, 9) == [0, 1, 2, 3, 4]
+
+
 def test_a_step_is_made_of_whole_calls() -> None:
     assert AsyncConfig(prompts=32, group_size=4).samples == 128
-    with pytest.raises(ValueError, match="40 prompts per step are not made of 16 at a time"):
+    with pytest.raises(ValueError, match="40 prompts per step are not made of 32 at a time"):
         AsyncConfig(prompts=40)
 
 
@@ -74,7 +83,7 @@ def test_producers_begin_just_in_time_and_never_beyond_the_window(flow: Flow, ro
 
 def test_what_is_shown() -> None:
     course = Course(ages=Counter({0: 10, 2: 30}), trained=[(0, 4)], produced=[(0, 2), (4, 6)], waited=[(4, 5)])
-    course.seconds, course.evicted = 10, 8
+    course.seconds, course.evicted, course.spared = 10, 8, 1234
     console = Console(width=120)
     runs = {
         "asynchronous": Run(Accuracy.of([1, 1, 0, 1]), 10.0, 40, [], course),
@@ -85,6 +94,7 @@ def test_what_is_shown() -> None:
     text = captured.get()
     for expected in (
         "50.0% ± 50.0%",
+        "took 50% of the time of the synchronous ones",
         "75.0% ± 25.0%",
         "overlap: 50%",
         "waited for samples 10.0% of the run",
@@ -92,5 +102,6 @@ def test_what_is_shown() -> None:
         "1        0    0.0%",
         "2       30   75.0%",
         "wasted: 8 of 48 samples (8 too old",
+        "sampled besides: 1,234 responses",
     ):
         assert expected in text, text

@@ -28,6 +28,7 @@ from .actors import TRAIN, Actors
 from .config import JobConfig
 from .data import Problem
 from .job import ROLLOUT_FIELDS, live_bytes
+from .learner import OptimizerConfig
 from .loss import GRPOLoss, Metrics
 from .producer import Produced, Producer
 from .report import Reporter, StepRow
@@ -45,16 +46,20 @@ CLOSE_S = 10.0
 class AsyncConfig(JobConfig):
     """As `JobConfig`, with smaller steps: weights go to the producers after every optimizer step.
 
-    producers: rollout actors, each of which answers `prompts_at_once` problems at a time. window: how many weight
-    versions old the samples of a step may be. ahead: steps whose samples may be made before they are asked for; the
-    fewer, the fresher they are. examined: after every so many steps, how many of the held-out problems are right.
+    producers: rollout actors, each of which makes samples of `prompts_at_once` problems at a time, and goes through
+    `tries` times as many at most: those whose answers are all right or all wrong are left out, since nothing can be
+    learned of them. window: how many weight versions old the samples of a step may be. ahead: steps whose samples may
+    be made before they are asked for; the fewer, the fresher they are. examined: after every so many steps, how many of
+    the held-out problems are right. optimizer: since every sample of a step says something, it may go further.
     """
 
-    steps: int = 100
+    steps: int = 64
     prompts: int = 32
     updates: int = 1
     producers: int = 2
-    prompts_at_once: int = 16
+    prompts_at_once: int = 32
+    tries: int = 3
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5.6e-4, warmup_steps=8))
     window: int = 2
     ahead: int = 1
     examined: int = 2
@@ -94,13 +99,15 @@ class BehaviorLoss(GRPOLoss):
 @dataclass
 class Course:
     """How a run went. ages: samples trained on, by how many versions old they were. evicted, aborted: samples made, or
-    begun, in vain. trained, waited, produced: spans of the trainer's clock; seconds: of all steps together."""
+    begun, in vain. spared: those left out in favour of others, of which more can be learned. trained, waited, produced:
+    spans of the trainer's clock; seconds: of all steps together."""
 
     steps: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
     evicted: int = 0
     aborted: int = 0
     left: int = 0
+    spared: int = 0
     trained: list[Span] = field(default_factory=list)
     waited: list[Span] = field(default_factory=list)
     produced: list[Span] = field(default_factory=list)
@@ -108,7 +115,7 @@ class Course:
 
     @property
     def wasted(self) -> int:
-        """Samples that were begun, and no step used."""
+        """Samples that were begun for a step, and none used."""
         return self.evicted + self.aborted + self.left
 
     @property
@@ -142,13 +149,14 @@ class Production:
     def _keep_busy(self, producer: ActorHandle) -> None:
         for number in self._calls:
             rng = random.Random(f"{self._config.seed}/{number}")
-            problems = rng.sample(self._task.train, self._config.prompts_at_once)
+            least = self._config.prompts_at_once
+            problems = rng.sample(self._task.train, max(least, min(least * self._config.tries, len(self._task.train))))
             while not self._stopping.is_set() and not self._produce(producer, problems):
                 pass
 
     def _produce(self, producer: ActorHandle, problems: list[Problem]) -> bool:
         """Whether it was done: not where there is no room for more samples yet, or they are not wanted any more."""
-        count = len(problems) * self._config.group_size
+        count = self._config.prompts_at_once * self._config.group_size
         try:
             with self._buffer.reserve(count, LOOK_UP_S) as reservation:
                 meta, made = self._made(producer, problems, reservation)
@@ -158,7 +166,6 @@ class Production:
         except RolloutAbortedError:
             self.aborted += count
             return False
-        self.made.append(made)
         return True
 
     def _made(
@@ -174,7 +181,17 @@ class Production:
         meta, made = ray.get(called)
         now = time.perf_counter()
         self.spans.append((now - made.seconds, now))
+        self.made.append(made)
         return meta, made
+
+    @property
+    def spared(self) -> int:
+        """Samples left out in favour of groups whose rewards differ."""
+        return sum(len(made.sampled) - len(made.rewards) for made in self.made)
+
+    def reward(self, first: int) -> float:
+        """Mean reward of all that was sampled in calls from number `first` on, of the last call if there was none."""
+        return fmean(reward for made in self.made[first:] or self.made[-1:] for reward in made.sampled)
 
     def check(self) -> None:
         """Raise what ended a thread."""
@@ -246,7 +263,7 @@ def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -
     """All steps of reinforcement learning, asynchronously, from the policy's weights on."""
     actors = crew.actors
     policy = JustInTime(batch_size=config.samples, window=config.window, ahead=config.ahead)
-    actors.client.register_partition(TRAIN, FIELDS, config.steps * config.samples, ["train"], config.group_size)
+    actors.client.register_partition(TRAIN, FIELDS, None, ["train"], config.group_size)
     buffer = ReplayBuffer(actors.client, TRAIN, policy, required_fields=FIELDS, group_size=config.group_size)
     course = Course()
     crew.begin()
@@ -264,7 +281,7 @@ def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -
         for row, right in asked:
             report(course, reporter, row, right)
         course.produced, course.aborted = production.spans, production.aborted
-        course.left = buffer.flow.stored
+        course.left, course.spared = buffer.flow.stored, production.spared
     actors.client.clear_samples(None, TRAIN)
     actors.sync_weights()
     return course
@@ -272,7 +289,7 @@ def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -
 
 def one_step(crew: Crew, buffer: ReplayBuffer, production: Production, course: Course, step: int) -> StepRow:
     """Train on the next batch and send the new weights out. Accuracy and time in the plane are left to fill in."""
-    start = time.perf_counter()
+    start, before = time.perf_counter(), len(production.made)
     meta = take(buffer, production)
     begun = time.perf_counter()
     actors, tags = crew.actors, meta.tags or []
@@ -286,7 +303,7 @@ def one_step(crew: Crew, buffer: ReplayBuffer, production: Production, course: C
     course.evicted += buffer.advance(step)[0]
     return StepRow(
         step=step,
-        reward=fmean(float(tag["reward"]) for tag in tags),
+        reward=production.reward(before),
         accuracy=math.nan,
         kl=fmean(metrics["kl"]),
         grad_norm=fmean(metrics["grad_norm"]),

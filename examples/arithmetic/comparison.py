@@ -36,6 +36,9 @@ def show(before: Accuracy, runs: Mapping[str, Run], console: Console | None = No
     for name, run in runs.items():
         table.add_row(name, str(run.after), str(run.steps), f"{run.seconds:.1f}")
     out.print(table)
+    if {"asynchronous", "synchronous"} <= set(runs):
+        share = runs["asynchronous"].seconds / runs["synchronous"].seconds
+        out.print(f"the asynchronous steps took {share:.0%} of the time of the synchronous ones", highlight=False)
     for run in runs.values():
         if run.course is not None:
             _show_course(run.course, out)
@@ -53,3 +56,8 @@ def _show_course(course: Course, out: Console) -> None:
         f"wasted: {course.wasted} of {trained + course.wasted:,} samples ({course.evicted} too old, {course.aborted} "
         f"given up while they were made, {course.left} left over)"
     )
+    if course.spared:
+        out.print(
+            f"sampled besides: {course.spared:,} responses to problems that were answered all right or all wrong, or "
+            "that no step had room for"
+        )

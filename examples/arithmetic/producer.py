@@ -8,25 +8,34 @@ from dataclasses import dataclass
 
 import torch
 
-from dataplane import DataPlaneConfig, KVBatchMeta
+from dataplane import BatchedDataDict, DataPlaneConfig, KVBatchMeta
 
 from .data import Problem, reward
 from .loss import group_advantages, token_logprobs
 from .model import ModelConfig, build
 from .parallel import copy_weights
 from .rollout import RolloutWorker, rollout_columns
-from .tokenizer import CharTokenizer
+from .tokenizer import PAD, CharTokenizer
 from .weights import WeightLine
 
 
 @dataclass(frozen=True)
 class Produced:
-    """Of one call: the rewards of its samples, prompt and response tokens, seconds in all and putting."""
+    """Of one call: rewards of the samples put, and of all that were sampled; prompt and response tokens of those put;
+    seconds in all and putting."""
 
     rewards: list[float]
+    sampled: list[float]
     tokens: int
     seconds: float
     put_s: float
+
+
+def groups_to_keep(rewards: Sequence[Sequence[float]], count: int) -> list[int]:
+    """`count` of the groups with these rewards, fewer if there are fewer: those whose responses differ in reward first,
+    since all others have no advantages. In their order."""
+    alike = [len(set(group)) == 1 for group in rewards]
+    return sorted(sorted(range(len(rewards)), key=alike.__getitem__)[:count])
 
 
 class Producer(RolloutWorker):
@@ -56,23 +65,41 @@ class Producer(RolloutWorker):
     def produce(
         self, problems: Sequence[Problem], *, group_size: int, version: int, names: Sequence[str], partition_id: str
     ) -> tuple[KVBatchMeta, Produced]:
-        """Sample `group_size` responses to each problem with weights of `version` or newer (RuntimeError where they are
-        not here), judge them, and put them as `names`, a group's samples one after another."""
+        """Sample `group_size` responses to problems with weights of `version` or newer (RuntimeError where they are not
+        here), judge them, and put those to as many problems as `names` are for, a group's samples one after another.
+
+        It goes through `problems` until it has enough whose responses are neither all right nor all wrong; where there
+        are too few of these, others are put, too.
+        """
         if self._version < version:
             raise RuntimeError(f"asked for samples of weights {version}, but those here are {self._version}")
         start = time.perf_counter()
-        repeated = [problem for problem in problems for _ in range(group_size)]
-        made, texts = self._sampler.answer(repeated, self._generator)
-        rewards = [reward(problem, text) for problem, text in zip(repeated, texts, strict=True)]
-        columns = rollout_columns(made, texts, rewards)
-        advantages = group_advantages(columns["reward"], group_size=group_size)
-        columns["advantages"] = advantages[:, None].expand(made.tokens.shape)
+        wanted = len(names) // group_size
+        parts: list[BatchedDataDict] = []
+        groups: list[list[float]] = []
+        while problems and (missing := wanted - sum(len(set(group)) > 1 for group in groups)) > 0:
+            now, problems = problems[: 2 * missing], problems[2 * missing :]
+            parts.append(self._sampled([problem for problem in now for _ in range(group_size)]))
+            groups += parts[-1]["reward"].view(-1, group_size).tolist()
+        kept = groups_to_keep(groups, wanted)
+        columns = BatchedDataDict.from_batches(parts, {"input_ids": PAD})
+        columns = columns.select_indices([group * group_size + row for group in kept for row in range(group_size)])
+        tokens = columns["input_ids"]
+        columns["advantages"] = group_advantages(columns["reward"], group_size=group_size)[:, None].expand(tokens.shape)
         with torch.no_grad():
-            columns["reference_policy_logprobs"] = token_logprobs(self._reference(made.tokens), made.tokens)
+            columns["reference_policy_logprobs"] = token_logprobs(self._reference(tokens), tokens)
         put = time.perf_counter()
         meta = self._put(columns, list(names), partition_id)
         end = time.perf_counter()
-        return meta, Produced(rewards, int(made.lengths.sum()), end - start, end - put)
+        sampled = [reward for group in groups for reward in group]
+        length = int(columns["input_lengths"].sum())
+        return meta, Produced(columns["reward"].tolist(), sampled, length, end - start, end - put)
+
+    def _sampled(self, problems: Sequence[Problem]) -> BatchedDataDict:
+        """A response to each problem, as `rollout_columns`."""
+        made, texts = self._sampler.answer(problems, self._generator)
+        rewards = [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        return rollout_columns(made, texts, rewards)
 
     def close(self) -> None:
         """Leave the job and the data plane."""

@@ -126,6 +126,11 @@ class Reporter:
         """A line above the bar."""
         self._progress.console.print(text, highlight=False)
 
+    def table(self, title: str) -> None:
+        """Begin a table of steps: `title` is above its header."""
+        self.note(title)
+        self._rows = 0
+
     def advance(self) -> None:
         """A part of the stage is done."""
         self._progress.advance(self._task)

@@ -14,7 +14,7 @@ from dataplane import BatchedDataDict, KVBatchMeta
 from workers import TQWorkerMixin
 
 from .config import JobConfig
-from .learner import Batch, Learner, LossFunction
+from .learner import Batch, Learner, LossFunction, OptimizerConfig
 from .model import ModelConfig
 from .parallel import copy_weights
 from .tokenizer import PAD
@@ -89,10 +89,11 @@ class PolicyWorker(TQWorkerMixin):
         self.learner.freeze_reference()
         self.learner.set_optimizer(self.config.optimizer)
 
-    def restart(self) -> None:
-        """Reinforcement begins anew: the policy is the reference again, and the optimizer fresh."""
+    def restart(self, optimizer: OptimizerConfig | None = None) -> None:
+        """Reinforcement begins anew: the policy is the reference again, and the optimizer fresh, with its settings for
+        RL unless others are given."""
         copy_weights(self.learner.reference, self.learner.policy)
-        self.learner.set_optimizer(self.config.optimizer)
+        self.learner.set_optimizer(optimizer or self.config.optimizer)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The whole weights on the first rank, None elsewhere; all ranks must be called."""

@@ -134,6 +134,7 @@ def test_asynchronous_steps_train_on_every_sample_once(concurrent: AsyncConfig, 
     assert course.ages.total() == 3 * concurrent.samples
     assert set(course.ages) <= {0, 1}
     assert course.wasted == 0
+    assert course.spared > 0, "more were sampled than trained on"
     assert [row.step for row in course.steps] == [1, 2, 3]
     assert course.steps[0].kl < 0.02 < course.steps[-1].kl, "the policy began at its reference and left it"
     assert 0 < course.hidden <= 1
