@@ -118,7 +118,8 @@ class AsyncConnection:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
         await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._patience_s)
-        self._post_leftovers()
+        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+            self._post_leftovers()
         self.desk.close()
         await self._channel.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.desk import Desk
-from dataplane.errors import CallTimeoutError, ClientClosedError
+from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 
 log = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ class Connection:
         """See `DataPlaneClient.close`."""
         self._copies.refuse_more()
         self._copies.wait(self._patience_s)
-        self._post_leftovers()
+        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+            self._post_leftovers()
         self.desk.close()
         self._channel.close()

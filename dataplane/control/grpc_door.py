@@ -246,6 +246,9 @@ class _Service:
                     raise item
                 yield unit_messages.order_to_pb(item)
         except DataPlaneError as error:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait([reading])
             await _abort(context, error)
         finally:
             self._links.discard(orders)

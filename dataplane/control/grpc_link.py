@@ -17,6 +17,8 @@ from dataplane.pb import control_pb2_grpc
 OPTIONS = (
     # The way to a controller in the same cluster never leads through the proxy that downloads use.
     ("grpc.enable_http_proxy", 0),
+    # A link that is made again does not wait until an earlier one's connection may be tried again.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),

@@ -28,7 +28,7 @@ from dataplane.types import PROTOCOL_VERSION
 
 IPC_WAIT_S = 1.0
 """An ipc door that does not answer in this time is not reachable from here (another network namespace)."""
-REPEAT_S = 1.0
+REPEAT_S = 0.5
 GO_ON_S = 2.0
 """How long each step of finding the service again may take; then it is tried again."""
 LOOK_S = 0.1
@@ -173,13 +173,15 @@ def probe(address: str, timeout_s: float) -> None:
 def _ask(
     dealer: Socket, frames: list[bytes], address: str, deadline: float, given_up: Callable[[], bool]
 ) -> wire.Reply:
-    """What answers, asked again after each `REPEAT_S`."""
+    """What answers, asked again after each `REPEAT_S` while something listens."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:
         if given_up():
             raise ClientClosedError()
         if now >= repeat_at:
+            if now > began:
+                probe(address, deadline - now)
             dealer.send_multipart(frames)
             repeat_at = now + REPEAT_S
         if dealer.poll(int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1):

@@ -1,0 +1,183 @@
+"""A service whose controller ends and lives again, beside storage units that live on; and a network that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dataplane.config import MIB, DataPlaneConfig
+from dataplane.control.controller import Controller
+from dataplane.unit import StorageUnit
+
+CONFIG = DataPlaneConfig(
+    capacity_bytes=16 * MIB, heartbeat_s=0.1, session_timeout_s=30.0, call_timeout_s=60.0, reconnect_s=60.0
+)
+WAIT_S = 30.0
+
+
+def wait_until(come: Callable[[], Any], what: str = "") -> Any:
+    """What `come()` returns once it is true."""
+    end = time.monotonic() + WAIT_S
+    while not (found := come()):
+        assert time.monotonic() < end, f"it did not come to {what or come}"
+        time.sleep(0.005)
+    return found
+
+
+class Lives:
+    """`start` a controller on the state in `state_dir`, `stop` it, `forget` its state, and start it again: it has the
+    same port. `unit` starts a storage unit, which needs no controller to live on."""
+
+    def __init__(self, state_dir: Path, config: DataPlaneConfig = CONFIG) -> None:
+        self.state_dir = state_dir
+        self.config = config
+        self.controller: Controller | None = None
+        self.units: list[StorageUnit] = []
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, *, durable: bool = True, elsewhere: bool = False) -> Controller:
+        """Another life, on the port of the last one unless `elsewhere`."""
+        state_dir = str(self.state_dir) if durable else None
+        config = replace(self.config, state_dir=state_dir)
+        for port in range(self.port + 2, 65000, 2) if elsewhere else [self.port]:
+            try:
+                self.controller = Controller(replace(config, port=port)).start()
+                break
+            except OSError:
+                if not elsewhere:
+                    raise
+        assert self.controller is not None
+        self.port = int(self.controller.address.rpartition(":")[2])
+        return self.controller
+
+    def stop(self) -> None:
+        controller, self.controller = self.controller, None
+        if controller is not None:
+            controller.stop()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def forget(self) -> None:
+        """What the controller had written down is gone."""
+        shutil.rmtree(self.state_dir)
+
+    def unit(self, address: str = "", **settings: Any) -> StorageUnit:
+        config = replace(self.config, **settings)
+        self.units.append(StorageUnit(config, address or self.address, name=f"unit{len(self.units)}").start())
+        return self.units[-1]
+
+    def close(self) -> None:
+        for unit in self.units:
+            unit.stop()
+        self.stop()
+
+
+class Proxy:
+    """Carries TCP connections from a port of its own to `target`. `pause`: nothing is carried any more, nobody is told.
+    `cut`: connections break and new ones are refused. `heal` ends either; what was paused goes on."""
+
+    def __init__(self, target: int, port: int = 0) -> None:
+        self._target = target
+        self._listener = self._listen(port)
+        self.port: int = self._listener.getsockname()[1]
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._state = "healthy"
+        self._wanted = "healthy"
+        self._changed = threading.Condition()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _listen(port: int) -> socket.socket:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        return listener
+
+    def pause(self) -> None:
+        self._become("paused")
+
+    def cut(self) -> None:
+        self._become("cut")
+
+    def heal(self) -> None:
+        self._become("healthy")
+
+    def close(self) -> None:
+        self._become("closed")
+        self._thread.join(WAIT_S)
+
+    def _become(self, state: str) -> None:
+        with self._changed:
+            self._wanted = state
+            assert self._changed.wait_for(lambda: self._state == state, WAIT_S)
+
+    def _run(self) -> None:
+        while self._state != "closed":
+            if self._wanted != self._state:
+                self._enter(self._wanted)
+            if self._state in ("healthy",):
+                for key, _ in self._selector.select(0.01):
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._carry(key.fileobj)
+            else:
+                time.sleep(0.01)
+
+    def _enter(self, state: str) -> None:
+        if state in ("cut", "closed"):
+            for each in [*self._pairs, self._listener]:
+                self._drop(each)
+            self._pairs.clear()
+        elif self._listener.fileno() < 0:
+            self._listener = self._listen(self.port)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+    def _drop(self, each: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(each)
+        each.close()
+
+    def _carry(self, source: socket.socket) -> None:
+        if source is self._listener:
+            near, _ = self._listener.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                near.close()
+                return
+            self._pairs |= {near: far, far: near}
+            for each in (near, far):
+                self._selector.register(each, selectors.EVENT_READ)
+            return
+        other = self._pairs.get(source)
+        if other is None:
+            return
+        try:
+            content = source.recv(1 << 16)
+            other.sendall(content)
+        except OSError:
+            content = b""
+        if not content:
+            for each in (source, other):
+                self._pairs.pop(each)
+                self._drop(each)

@@ -1,0 +1,416 @@
+"""Clients and storage units that outlive their controller: they go on with its next life, or are told what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane import connect, connect_async, failpoints
+from dataplane.control import opening
+from dataplane.control.resolve import register_resolver
+from dataplane.control.shell import LedgerShell
+from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
+from tests.contract.conftest import Blocking
+from tests.lives import CONFIG, WAIT_S, Lives, Proxy, wait_until
+
+FIELDS = ["x", "n"]
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    made = Lives(tmp_path / "state")
+    made.start()
+    made.unit()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+@pytest.fixture(params=["local", "remote", "local-async", "remote-async"])
+def style(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def proxy_to() -> Iterator[Callable[[int], Proxy]]:
+    """Makes proxies, which are closed at the end, after the clients."""
+    made: list[Proxy] = []
+
+    def proxy(port: int) -> Proxy:
+        made.append(Proxy(port))
+        return made[-1]
+
+    yield proxy
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Iterator[Open]:
+    """Makes clients, which are closed at the end."""
+    made: list[Any] = []
+
+    def client(style: str = "local", address: str = "", **settings: Any) -> Any:
+        config = {**vars(replace(CONFIG, force_remote=style.startswith("remote"))), **settings}
+        del config["address"]
+        address = address or lives.address
+        made.append(
+            Blocking(connect_async(address, **config)) if style.endswith("async") else connect(address, **config)
+        )
+        made[-1].stats()
+        return made[-1]
+
+    yield client
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(params=["stopped", "killed"])
+def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the controller ends: saying so to whoever waits, or without a word."""
+    if request.param == "killed":
+        monkeypatch.setattr(LedgerShell, "_end", lambda self: self._door.close())
+    return str(request.param)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The road to the controller. An ipc door has another name in each life, a tcp door reconnects by itself."""
+    if request.param == "tcp":
+        monkeypatch.setattr(opening, "boot_id", lambda: "another host")
+    return str(request.param)
+
+
+def register(client: Any) -> None:
+    client.register_partition("p", FIELDS, None, ["train"])
+
+
+def rows(*numbers: int) -> dict[str, Any]:
+    return {
+        "x": torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 1000).contiguous(),
+        "n": torch.tensor(numbers),
+    }
+
+
+def put(client: Any, *numbers: int) -> Any:
+    return client.put_samples([f"s{number}" for number in numbers], "p", rows(*numbers))
+
+
+def check(client: Any, *numbers: int) -> None:
+    found = client.get_samples([f"s{number}" for number in numbers], "p", FIELDS)
+    assert found["n"].tolist() == list(numbers)
+    assert torch.equal(found["x"], rows(*numbers)["x"])
+
+
+def claims_that_wait(client: Any) -> int:
+    return sum(partition.waiting_claims for partition in client.stats().partitions)
+
+
+def calls_of(client: Any) -> Any:
+    """The calls of a client's session."""
+    inner = client._client if isinstance(client, Blocking) else client
+    if isinstance(client, Blocking):
+        return inner._opening.result()._channel._calls
+    return inner._connections.get()._channel._calls
+
+
+# --- the service comes back with its state
+
+
+def test_everything_goes_on(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, door: str
+) -> None:
+    client, other = open_client(style), open_client()
+    register(client)
+    put(client, 1, 2)
+    assert client.claim_meta("p", "train", FIELDS, 1).sample_ids == ["s1"]
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: claims_that_wait(other) == 1)
+    before = client.stats()
+    lives.restart()
+    check(client, 1, 2)
+    put(client, 3)
+    assert waiting.result(WAIT_S).sample_ids == ["s2", "s3"]
+    check(client, 3, 1)
+    after = client.stats()
+    assert after.epoch > before.epoch
+    assert {each.session for each in after.sessions} == {each.session for each in before.sessions}
+    assert client.check_consumption_status("p", ["train"]) is False
+    check(open_client(style), 1, 2, 3)
+
+
+def test_calls_wait_for_its_return(lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str) -> None:
+    client = open_client(style)
+    register(client)
+    put(client, 1)
+    lives.stop()
+    wait_until(lambda: calls_of(client).waiting, "a lost service")
+    calls = [pool.submit(put, client, number) for number in (2, 3, 4)]
+    claim = pool.submit(client.claim_meta, "p", "train", FIELDS, 4)
+    wait_until(lambda: calls_of(client)._numbering.unanswered >= 4, "calls under way")
+    assert not any(call.done() for call in [*calls, claim])
+    lives.start()
+    for call in calls:
+        assert call.result(WAIT_S).size == 1
+    assert sorted(claim.result(WAIT_S).sample_ids) == ["s1", "s2", "s3", "s4"]
+    check(client, 1, 2, 3, 4)
+    with pytest.raises(ClaimTimeoutError):
+        client.claim_meta("p", "train", FIELDS, 1, timeout_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "point", ["put.before_commit", "call.Allocate.after", "call.Commit.after", "call.Commit.before"]
+)
+def test_a_put_in_flight_is_done_once(lives: Lives, open_client: Open, ending: str, point: str) -> None:
+    client = open_client()
+    register(client)
+
+    def restart() -> None:
+        failpoints.disarm()
+        lives.restart()
+
+    failpoints.arm(point, restart)
+    meta = client.put_samples(["s1"], "p", rows(1), mode="create")
+    assert meta.sample_ids == ["s1"]
+    check(client, 1)
+    (partition,) = client.stats().partitions
+    assert (partition.live, partition.born) == (1, 1)
+    assert sum(unit.reserved_bytes for unit in client.stats().units) == 0
+
+
+def test_views_stay_pinned_and_their_release_arrives(lives: Lives, open_client: Open, style: str) -> None:
+    client, other = open_client("local-async" if style.endswith("async") else "local"), open_client(style)
+    register(client)
+    put(client, 1, 2)
+    views = client.get_samples(["s1", "s2"], "p", FIELDS, copy=False)
+    lives.restart()
+    client.clear_samples(["s1", "s2"], "p")
+    for number in range(3, 8):
+        put(other, number)
+    assert torch.equal(views["x"], rows(1, 2)["x"])
+    assert views["n"].tolist() == [1, 2]
+    assert sum(unit.pinned_bytes for unit in other.stats().units) > 0
+    lives.stop()
+    wait_until(lambda: calls_of(client).waiting, "a lost service")
+    del views
+    lives.start()
+    wait_until(lambda: sum(unit.pinned_bytes for unit in other.stats().units) == 0, "an unpinned arena")
+    check(other, 3, 4, 5, 6, 7)
+
+
+def test_an_address_that_names_a_service_is_resolved_again(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+) -> None:
+    register_resolver("moving", lambda rest: lives.address)
+    moving = lives.unit("moving:service")
+    client = open_client(style, "moving:service")
+    lives.units[0].stop()
+    register(client)
+    put(client, 1)
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    before = lives.address
+    lives.stop()
+    lives.start(elsewhere=True)
+    assert lives.address != before
+    check(client, 1)
+    wait_until(lambda: [unit.connected for unit in client.stats().units].count(True) == 1, "the unit")
+    put(client, 2)
+    assert waiting.result(WAIT_S).size == 2
+    assert not moving.lost.is_set()
+
+
+def test_it_goes_on_again_and_again(lives: Lives, open_client: Open, style: str) -> None:
+    client = open_client(style)
+    register(client)
+    for number in range(4):
+        put(client, number)
+        lives.restart()
+    check(client, 0, 1, 2, 3)
+
+
+# --- it does not, or without its state
+
+
+def test_after_the_window_calls_fail_and_a_late_return_is_found(lives: Lives, open_client: Open, style: str) -> None:
+    client = open_client(style, reconnect_s=0.3)
+    register(client)
+    put(client, 1)
+    lives.stop()
+    with pytest.raises(ServiceUnavailableError, match=rf"at {lives.address}: .* not come back within 0\.3 s"):
+        put(client, 2)
+    with pytest.raises(ServiceUnavailableError):
+        client.claim_meta("p", "train", FIELDS, 1)
+    lives.start()
+    wait_until(lambda: not calls_of(client).pointless, "the service")
+    check(client, 1)
+    put(client, 2)
+    assert sorted(client.claim_meta("p", "train", FIELDS, 2).sample_ids) == ["s1", "s2"]
+
+
+def test_a_call_under_way_fails_when_the_window_ends(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+) -> None:
+    client, other = open_client(style, reconnect_s=0.3), open_client()
+    register(client)
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: claims_that_wait(other) == 1)
+    lives.stop()
+    with pytest.raises(ServiceUnavailableError, match=lives.address):
+        waiting.result(WAIT_S)
+
+
+def test_a_lost_state_is_told_to_whoever_waits_and_to_all_later_calls(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, door: str
+) -> None:
+    client, other = open_client(style), open_client()
+    register(client)
+    put(client, 1)
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: claims_that_wait(other) == 1)
+    before = client.stats().epoch
+    lives.stop()
+    lives.forget()
+    lives.start()
+    for call in (waiting.result, lambda *_: check(client, 1), lambda *_: put(client, 2)):
+        with pytest.raises(ServiceRestartedError) as caught:
+            call(WAIT_S)
+        assert (caught.value.expected_epoch, caught.value.got_epoch > before) == (before, True)
+        assert "every partition, sample and claim" in caught.value.lost
+        assert lives.address in str(caught.value)
+    wait_until(lambda: calls_of(other).over, "the other client's end")
+    register(open_client(style))
+
+
+def test_a_service_without_a_state_is_not_waited_for(lives: Lives, open_client: Open, style: str) -> None:
+    lives.stop()
+    lives.start(durable=False)
+    client = open_client(style)
+    register(client)
+    epoch = client.stats().epoch
+    lives.stop()
+    with pytest.raises(ServiceUnavailableError):
+        put(client, 1)
+    lives.start(durable=False)
+
+    def told() -> Any:
+        try:
+            client.stats()
+        except ServiceUnavailableError:
+            return None
+        except ServiceRestartedError as error:
+            return error
+
+    error = wait_until(told)
+    assert error.expected_epoch == epoch
+
+
+def test_closing_while_it_is_gone_ends_calls_and_is_quick(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+) -> None:
+    client = open_client(style)
+    register(client)
+    lives.stop()
+    wait_until(lambda: calls_of(client).waiting, "a lost service")
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: calls_of(client)._numbering.unanswered, "a call under way")
+    client.close()
+    with pytest.raises(ClientClosedError):
+        waiting.result(WAIT_S)
+
+
+# --- storage units
+
+
+def test_a_unit_without_its_service_starts_over_with_one_that_knows_nothing(
+    lives: Lives, open_client: Open, style: str
+) -> None:
+    (unit,) = lives.units
+    client = open_client("local")
+    register(client)
+    put(client, 1)
+    views = client.get_samples(["s1"], "p", FIELDS, copy=False)
+    (before,) = client.stats().units
+    lives.stop()
+    lives.forget()
+    lives.start()
+    after = open_client(style)
+    register(after)
+    wait_until(lambda: [each.connected for each in after.stats().units] == [True], "the unit")
+    assert after.stats().units[0].live_bytes == 0
+    put(after, 7)
+    check(after, 7)
+    assert torch.equal(views["x"], rows(1)["x"])
+    assert before.name == after.stats().units[0].name
+    assert not unit.lost.is_set()
+
+
+def test_a_unit_waits_no_longer_than_it_is_told(lives: Lives) -> None:
+    unit = lives.unit(reconnect_s=0.2)
+    lives.stop()
+    assert unit.lost.wait(WAIT_S)
+    assert not lives.units[0].lost.is_set()
+
+
+# --- the network
+
+
+@pytest.mark.parametrize("failure", ["pause", "cut"])
+def test_a_network_that_heals_is_no_end(
+    lives: Lives,
+    open_client: Open,
+    proxy_to: Callable[[int], Proxy],
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    style: str,
+    failure: str,
+) -> None:
+    monkeypatch.setattr(opening, "boot_id", lambda: "another host")
+    monkeypatch.setattr(opening, "GO_ON_S", 0.2)
+    proxy = proxy_to(lives.port + 1)
+    client, other = open_client(style, f"127.0.0.1:{proxy.port - 1}"), open_client()
+    register(client)
+    put(client, 1)
+    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: claims_that_wait(other) == 1)
+    getattr(proxy, failure)()
+    wait_until(lambda: calls_of(client).waiting, "a lost service")
+    more = pool.submit(put, client, 2)
+    proxy.heal()
+    more.result(WAIT_S)
+    assert waiting.result(WAIT_S).sample_ids == ["s1", "s2"]
+    check(client, 1, 2)
+
+
+def test_a_unit_that_was_cut_off_keeps_its_number_and_its_rows(
+    lives: Lives, open_client: Open, proxy_to: Callable[[int], Proxy], style: str
+) -> None:
+    proxy = proxy_to(lives.port)
+    far = lives.unit(f"127.0.0.1:{proxy.port}")
+    lives.units[0].stop()
+    client = open_client(style)
+    register(client)
+    put(client, 1)
+    before = {unit.unit for unit in client.stats().units if unit.connected}
+    for _ in range(2):
+        proxy.cut()
+        wait_until(lambda: not any(unit.connected for unit in client.stats().units), "a lost unit")
+        check(client, 1)
+        proxy.heal()
+        wait_until(lambda: {u.unit for u in client.stats().units if u.connected} == before, "the unit again")
+    put(client, 2)
+    check(open_client(style), 1, 2)
+    assert not far.lost.is_set()
