@@ -24,10 +24,12 @@ from dataplane.ledger.image import ImageError
 
 log = logging.getLogger(__name__)
 
+SMALL_BYTES = 2 << 20
+"""An image up to this size is written by the service itself, in some ten milliseconds."""
+SMALL_AFTER_RECORDS = 5_000
 IMAGE_AFTER_RECORDS = 20_000
 IMAGE_AFTER_BYTES = 64 << 20
-REST = 9
-"""Between two images the service is left alone for so many times what the last one took."""
+"""Otherwise a process of its own makes it when the log has grown by so much, which takes seconds to go through."""
 NICE = 10
 
 
@@ -43,8 +45,8 @@ class LedgerSettings:
 class DurableLedger:
     """The ledger of the state in a directory, as the shell wants one. Its clock goes on where the last life's stopped.
 
-    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from. Images are made by a
-    process of their own, from the journal, so that nobody waits for them.
+    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from. Images of a large
+    ledger are made by a process of their own, from the journal, so that nobody waits for them.
     """
 
     def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool) -> None:
@@ -54,7 +56,7 @@ class DurableLedger:
         self._journal = journal
         self._ledger = ledger
         self._ahead: float | None = None
-        self._images = _Images(journal, Path(journal.directory))
+        self._images = _Images(journal, ledger)
 
     @classmethod
     def open(cls, directory: str | Path, settings: LedgerSettings) -> DurableLedger:
@@ -86,6 +88,7 @@ class DurableLedger:
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
         durable = cls(journal, ledger, epoch, recovered=recovered)
+        durable._images.begin()
         if recovered:
             durable._put_in(c.Restarted(epoch=epoch, **vars(settings)))
             if booted_before != boot_id():
@@ -159,18 +162,28 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
 class _Images:
     """Has an image made when the log has grown long, and lets the log begin there once it is."""
 
-    def __init__(self, journal: Journal, directory: Path) -> None:
+    def __init__(self, journal: Journal, ledger: Ledger) -> None:
         self._journal = journal
-        self._directory = directory
-        self._records = journal.last - int(journal.fact("image") or 0)
-        self._bytes = 0
+        self._ledger = ledger
+        self._records = self._bytes = 0
+        self._small = False
         self._maker: subprocess.Popen[bytes] | None = None
         self._number = 0
         self._began = 0.0
         self._not_before = 0.0
 
+    def begin(self) -> None:
+        """A life begins: the log, if there is much of it, was gone through once, and need not be again."""
+        self._records = self._journal.last - int(self._journal.fact("image") or 0)
+        if self._records >= SMALL_AFTER_RECORDS:
+            self._make_here()
+        else:
+            self._measure(int(self._journal.fact("image") or 0))
+
     def note(self, nbytes: int) -> None:
-        """Another record was appended."""
+        """Another record is appended, and not applied yet."""
+        if self._small and self._records >= SMALL_AFTER_RECORDS:
+            self._make_here(before_last=1)
         self._records += 1
         self._bytes += nbytes
         if self._records < IMAGE_AFTER_RECORDS and self._bytes < IMAGE_AFTER_BYTES:
@@ -178,11 +191,27 @@ class _Images:
         if self._maker is not None:
             self._look()
         elif time.monotonic() >= self._not_before:
-            self._begin()
+            self._start_maker()
 
-    def _begin(self) -> None:
+    def _make_here(self, before_last: int = 0) -> None:
+        """An image of the ledger as it is: after the last record, or the one before it."""
+        number = self._journal.last - before_last
+        try:
+            self._journal.write_image(number, self._ledger.image())
+            self._journal.begin_from(number)
+        except StateDirError as error:
+            self._records = 0
+            log.error("no image of the ledger could be made, its journal grows on: %s", error)
+            return
+        self._records = self._bytes = 0
+        self._measure(number)
+
+    def _measure(self, number: int) -> None:
+        self._small = self._journal.image_path(number).stat().st_size <= SMALL_BYTES
+
+    def _start_maker(self) -> None:
         self._number, self._began = self._journal.last, time.monotonic()
-        command = [sys.executable, "-m", "dataplane.durable", str(self._directory), str(self._number)]
+        command = [sys.executable, "-m", "dataplane.durable", str(self._journal.directory), str(self._number)]
         try:
             self._maker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         except OSError as error:
@@ -199,11 +228,13 @@ class _Images:
             return
         self._journal.begin_from(self._number)
         self._records, self._bytes = self._journal.last - self._number, 0
+        self._measure(self._number)
         self._rest()
 
     def _rest(self, failed: str = "") -> None:
+        """As long as it took, at least a second: the next one waits."""
         took = time.monotonic() - self._began
-        self._not_before = time.monotonic() + REST * max(took, 1.0)
+        self._not_before = time.monotonic() + max(took, 1.0)
         if failed:
             log.error("no image of the ledger could be made, its journal grows on: %s", failed)
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 LOG_NAME = "journal.sqlite"
-DROPPED_AT_ONCE = 256
+DROPPED_AT_ONCE = 32
 """Records that an image covers go in so small steps that nobody waits for it."""
 PAGE = 1024
 _SCHEMA = """
@@ -121,17 +121,14 @@ class Log:
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
-        """Put an image beside the journal, whole or not at all, and on disk when this returns."""
+        """Put an image beside the journal, whole or not at all."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._named(f"{path.name} cannot be written"):
             with open(aside, "wb") as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(aside, path)
-            _sync_directory(self.directory)
 
     def error(self, why: str, hint: str = "") -> StateDirError:
         return StateDirError(directory=str(self.directory), why=why, hint=hint)
@@ -272,6 +269,8 @@ class Journal(Log):
             return
         try:
             with self._named("cannot be closed"):
+                _sync(self.image_path(int(self.fact("image") or 0)))
+                _sync(self.directory)
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self.set_facts(clean=1)
@@ -281,9 +280,11 @@ class Journal(Log):
         self._lock.close()
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to the disk; nothing if it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

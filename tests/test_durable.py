@@ -72,6 +72,7 @@ def test_it_goes_on_from_an_image_and_what_came_after(tmp_path: Path) -> None:
 
 def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IMAGE_AFTER_RECORDS", 50)
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
     log = a_day(steps=400)
     durable = opened(tmp_path)
     live(durable, log[:100])
@@ -87,10 +88,36 @@ def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.
     durable.close()
 
 
+def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_AFTER_RECORDS", 30)
+    durable = opened(tmp_path)
+    for item in a_day(steps=400):
+        durable.apply(item)
+        number = durable._journal.fact("image")
+        assert isinstance(number, int)
+        assert durable._journal.last - number <= 31
+        assert durable._images._maker is None
+    assert number > 300
+    assert module.rebuild(durable._journal).fingerprint() == durable._ledger.fingerprint()
+    durable.close()
+
+
+def test_a_long_log_is_gone_through_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(tmp_path)
+    live(first, a_day())
+    last = first._journal.last
+    first.close()
+    monkeypatch.setattr(module, "SMALL_AFTER_RECORDS", 50)
+    second = opened(tmp_path)
+    assert second._journal.fact("image") == last
+    second.close()
+
+
 def test_a_failed_image_is_told_and_the_journal_grows_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "IMAGE_AFTER_RECORDS", 10)
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     log = a_day()
     durable = opened(tmp_path)
