@@ -298,8 +298,8 @@ class Storm:
         lost = put - set(acked) - acking
         unknown = (set(acked) | acking) - tried
         if twice or lost or unknown:
-            found = f"consumed twice: {twice[:5]}; lost: {sorted(lost)[:5]}; never put: {sorted(unknown)[:5]}"
-            raise StormError(found)
+            some = f"consumed twice: {twice[:5]}; lost: {sorted(lost)[:5]}; never put: {sorted(unknown)[:5]}"
+            raise StormError(some)
         return (
             f"{len(put)} samples put, {len(acked)} consumed once each ({len(drained)} of them at the end, {left} were "
             f"still there), {len(tried - put)} puts and {len(acking - set(acked))} acknowledgements of unknown outcome; "
