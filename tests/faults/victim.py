@@ -1,8 +1,8 @@
 """A client process that dies, or stops, at a named failpoint. `python -m tests.faults.victim ADDRESS SETTINGS-JSON`.
 
-Settings: road ("local" or "remote"), job ("put", "get", "claim", "views"), at (failpoint, or "" to wait for the
-parent), how ("kill": by SIGKILL at the place; "stop": by SIGSTOP), partition. Prints "there" just before it dies or
-waits.
+Settings: road ("local" or "remote"), job ("put", "get", "claim", "views", or with a path "checkpoint" and "restore"),
+at (failpoint, or "" to wait for the parent), how ("kill": by SIGKILL at the place; "stop": by SIGSTOP), partition.
+Prints "there" just before it dies or waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 import torch
 
@@ -19,10 +20,10 @@ from dataplane import connect, failpoints
 MIB = 1 << 20
 
 
-def main() -> None:
-    address, settings = sys.argv[1], json.loads(sys.argv[2])
+def main(address: str, settings: dict[str, Any]) -> None:
     client = connect(address, force_remote=settings["road"] == "remote", heartbeat_s=0.2, client_name="victim")
-    client.list_samples(settings["partition"])
+    if settings["job"] != "restore":
+        client.list_samples(settings["partition"])
 
     def die() -> None:
         failpoints.disarm()
@@ -41,6 +42,8 @@ def main() -> None:
         views = client.get_samples([f"s{n}" for n in range(5)], partition, ["x"], copy=False)
         die()
         print(views, flush=True)
+    elif settings["job"] in ("checkpoint", "restore"):
+        getattr(client, settings["job"])(settings["path"])
     elif settings["job"] == "claim":
         print("claiming", flush=True)
         client.claim_meta(partition, "train", ["x"], settings.get("batch", 5), timeout_s=600)
@@ -49,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,252 @@
+"""Checkpoints beyond the contract: pieces and pages, other units, too little room, processes at work meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dataplane import (
+    CapacityTimeoutError,
+    DataPlaneClient,
+    DataPlaneError,
+    RequestTooLargeError,
+    Shared,
+    connect,
+    connect_async,
+    failpoints,
+    serve,
+)
+from dataplane.checkpoint import files, manifest, saving
+from dataplane.control import wire
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def client() -> Iterator[DataPlaneClient]:
+    with serve({"capacity_bytes": 32 * MIB}) as server, connect(server.address) as opened:
+        yield opened
+
+
+def another(**settings: Any) -> Iterator[DataPlaneClient]:
+    with serve({"capacity_bytes": 8 * MIB, **settings}) as server, connect(server.address) as opened:
+        yield opened
+
+
+def rows_of(count: int, length: int = 3) -> torch.Tensor:
+    return torch.arange(count * length).reshape(count, length)
+
+
+def ids_of(count: int) -> list[str]:
+    return [f"s{number:04}" for number in range(count)]
+
+
+def contents(client: DataPlaneClient, partition: str, fields: list[str]) -> tuple[Any, ...]:
+    """All that a partition of tensors holds, as plain values."""
+    meta = client.list_samples(partition)
+    found = client.get_data(meta, fields)
+    return meta.sample_ids, meta.tags, {name: [row.tolist() for row in found[name].unbind()] for name in fields}
+
+
+def nothing_there(client: DataPlaneClient) -> bool:
+    """Neither samples nor bytes, nor anybody who holds some."""
+    stats = client.stats()
+    used = [unit.live_bytes + unit.reserved_bytes + unit.retired_bytes for unit in stats.units]
+    return not stats.partitions and not any(used)
+
+
+def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "FILE_BYTES", 4096)
+    monkeypatch.setattr(saving, "ROWS_PER_PIECE", 37)
+    monkeypatch.setattr(saving, "NAMES_PER_READ", 23)
+    monkeypatch.setattr(saving, "CELLS_PER_READ", 31)
+    monkeypatch.setattr(files, "STRETCH_BYTES", 1000)
+    ids = ids_of(200)
+    client.register_partition("p", ["x"], 200, ["train"])
+    client.put_samples(ids, "p", {"x": rows_of(200)}, [{"n": n} if n % 3 else {} for n in range(200)])
+    client.put_samples(ids[::2], "p", {"jagged": [torch.arange(n % 7) for n in range(100)]})
+    index = np.random.default_rng(3).integers(0, 9, 200)
+    client.put_samples(ids, "p", {"shared": Shared(rows_of(9, 40), index)})
+    client.put_samples(ids[:2], "p", {"large": torch.arange(3000).reshape(2, 1500)})
+    client.claim_meta("p", "train", [], 99)
+    before = contents(client, "p", ["x", "shared"])
+    done = client.checkpoint(tmp_path / "c")
+    entry = manifest.read(tmp_path / "c").partitions[0]
+    assert done.files == 7
+    assert len(entry.rows) == 9
+    pieces = {name: [cells for cells in entry.cells if cells.field == name] for name in ("x", "shared", "large")}
+    assert [cells.rows for cells in pieces["x"]] == [37] * 5 + [15]
+    assert sum(cells.values for cells in pieces["shared"]) == 9
+    assert sum(cells.rows for cells in pieces["shared"]) == 200
+    assert [cells.nbytes for cells in pieces["large"]] == [12_000, 12_000]
+    client.restore(tmp_path / "c", replace=True)
+    assert contents(client, "p", ["x", "shared"]) == before
+    jagged = client.get_samples(ids[::2], "p", ["jagged"])["jagged"].unbind()
+    assert [row.tolist() for row in jagged] == [list(range(n % 7)) for n in range(100)]
+    assert client.get_samples(ids[:2], "p", ["large"])["large"].tolist() == torch.arange(3000).reshape(2, 1500).tolist()
+    assert client.claim_meta("p", "train", [], 999, blocking=False).sample_ids == ids[99:]
+
+
+def test_answers_too_large_are_asked_for_in_parts(
+    client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [{"text": "x" * 1000} for _ in range(40)]
+    client.register_partition("p", ["x"], 40, ["train"])
+    client.put_samples(ids_of(40), "p", {"x": rows_of(40)}, tags)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20_000)
+    client.checkpoint(tmp_path / "c")
+    monkeypatch.undo()
+    assert [rows.count for rows in manifest.read(tmp_path / "c").partitions[0].rows] == [16, 16, 8]
+    client.restore(tmp_path / "c", replace=True)
+    assert client.list_samples("p").tags == tags
+
+
+def test_other_tools_read_the_files(client: DataPlaneClient, tmp_path: Path) -> None:
+    client.register_partition("p", ["ids"], 3, ["train"])
+    values = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)
+    jagged = [torch.arange(4), torch.arange(0), torch.arange(2)]
+    client.put_samples(ids_of(3), "p", {"dense": values, "jagged": jagged, "shared": Shared(values[:1], [0, 0, 0])})
+    client.checkpoint(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("data-*/*.safetensors")
+    found = {name.split("/", 1)[1]: tensor for name, tensor in load_file(file).items()}
+    assert found["p/dense/values"].equal(values)
+    assert found["p/jagged/values"].equal(torch.cat(jagged))
+    assert found["p/jagged/lengths"].tolist() == [4, 0, 2]
+    assert found["p/shared/values"].equal(values[:1])
+    assert found["p/shared/index"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("units", "capacity"), [(1, 32 * MIB), (5, 1 * MIB)])
+def test_into_fewer_and_more_and_smaller_units(
+    client: DataPlaneClient, tmp_path: Path, units: int, capacity: int
+) -> None:
+    """Also filled beyond what new rows may take: it was full of them once."""
+    ids = ids_of(47)
+    client.register_partition("p", ["x"], 47, ["train"])
+    client.put_samples(ids, "p", {"x": torch.arange(47 * 25_000, dtype=torch.int32).reshape(47, -1)})
+    client.checkpoint(tmp_path / "c")
+    before = contents(client, "p", ["x"])
+    for other in another(units=units, capacity_bytes=capacity):
+        other.restore(tmp_path / "c")
+        assert contents(other, "p", ["x"]) == before
+        assert sum(unit.live_bytes > 0 for unit in other.stats().units) == units
+
+
+def test_too_little_room_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
+    client.register_partition("p", ["x"], 2, ["train"])
+    client.put_samples(["small"], "p", {"y": rows_of(1)})
+    client.put_samples(["a", "b"], "p", {"x": torch.zeros(2, 3 * MIB, dtype=torch.uint8)})
+    client.checkpoint(tmp_path / "c")
+    for other in another(capacity_bytes=4 * MIB):
+        with pytest.raises(RequestTooLargeError, match="this checkpoint"):
+            other.restore(tmp_path / "c")
+        assert nothing_there(other)
+    for other in another(capacity_bytes=2 * MIB, units=5):
+        with pytest.raises(RequestTooLargeError, match="the largest value"):
+            other.restore(tmp_path / "c")
+        assert nothing_there(other)
+    for other in another(capacity_bytes=8 * MIB):
+        other.register_partition("q", ["x"], 1, ["train"])
+        other.put_samples(["a"], "q", {"x": torch.zeros(1, 3 * MIB, dtype=torch.uint8)})
+        with pytest.raises(CapacityTimeoutError, match="partition 'q' holds 3,145,728"):
+            other.restore(tmp_path / "c")
+        assert [found.partition for found in other.stats().partitions] == ["q"]
+    for other in another(units=0):
+        with pytest.raises(CapacityTimeoutError):
+            other.restore(tmp_path / "c")
+        assert nothing_there(other)
+
+
+def test_an_empty_service_and_empty_partitions(client: DataPlaneClient, tmp_path: Path) -> None:
+    assert client.checkpoint(tmp_path / "none").partitions == {}
+    assert client.restore(tmp_path / "none").partitions == {}
+    client.register_partition("p", ["x"], None, ["train"], strict=True)
+    client.seal("p")
+    client.checkpoint(tmp_path / "empty")
+    client.restore(tmp_path / "empty", replace=True)
+    assert client.check_consumption_status("p", ["train"])
+    with pytest.raises(DataPlaneError, match="sealed"):
+        client.put_samples(["a"], "p")
+
+
+def test_writers_at_work_never_tear_a_checkpoint(client: DataPlaneClient, tmp_path: Path) -> None:
+    """One writes all rows of two fields again and again, another clears and puts: every checkpoint is of one instant,
+    at which the two fields, put together, agree, and so do all rows of one put."""
+    ids = ids_of(64)
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def write(first: int) -> None:
+        try:
+            with connect(client.config.address) as writer:
+                version = 0
+                while not stop.is_set():
+                    version += 1
+                    rows = torch.full((32, 500), version)
+                    if first and version % 3 == 0:
+                        writer.clear_samples(ids[first:], "p")
+                    fields = {"x": rows, "y": [torch.full((version % 5 + 1,), version)] * 32}
+                    writer.put_samples(ids[first : first + 32], "p", fields, [{"version": version}] * 32)
+        except BaseException as error:
+            failed.append(error)
+
+    client.register_partition("p", ["x"], None, ["train"])
+    writers = [threading.Thread(target=write, args=(first,)) for first in (0, 32)]
+    for thread in writers:
+        thread.start()
+    try:
+        for turn in range(6):
+            client.checkpoint(tmp_path / f"c{turn}")
+    finally:
+        stop.set()
+        for thread in writers:
+            thread.join()
+    assert not failed
+    versions: set[tuple[int, ...]] = set()
+    for turn in range(6):
+        for other in another():
+            other.restore(tmp_path / f"c{turn}")
+            meta = other.list_samples("p")
+            found = other.get_data(meta, ["x", "y"]) if meta.size else {"x": torch.zeros(0, 1), "y": torch.zeros(0, 1)}
+            seen: dict[bool, set[int]] = {True: set(), False: set()}
+            for name, tags, x, y in zip(meta.sample_ids, meta.tags or [], found["x"], found["y"].unbind(), strict=True):
+                assert set(x.tolist()) == set(y.tolist()) == {tags["version"]}
+                seen[name in ids[:32]].add(tags["version"])
+            assert all(len(found) <= 1 for found in seen.values())
+            versions.add(tuple(sorted(max(found, default=0) for found in seen.values())))
+    assert len(versions) > 1
+
+
+def test_a_cancelled_checkpoint_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
+    client.register_partition("p", ["x"], 1, ["train"])
+    client.put_samples(["a"], "p", {"x": rows_of(1)})
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop_there() -> None:
+        failpoints.disarm()
+        reached.set()
+        assert go_on.wait(60)
+
+    async def cancelled() -> None:
+        async with connect_async(client.config.address) as other:
+            call = asyncio.create_task(other.checkpoint(tmp_path / "c"))
+            await asyncio.to_thread(reached.wait, 60)
+            assert [unit.pinned_bytes for unit in client.stats().units] == [64]
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert list(tmp_path.iterdir())
+            go_on.set()
+
+    failpoints.arm("checkpoint.mid_file", stop_there)
+    asyncio.run(cancelled())
+    assert not list(tmp_path.iterdir())
+    assert [unit.pinned_bytes for unit in client.stats().units] == [0]

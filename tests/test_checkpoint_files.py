@@ -1,0 +1,337 @@
+"""Checkpoints on disk: whole at their path or not at all, and refused by name when they are not what was written."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane import (
+    CheckpointError,
+    CheckpointWriteError,
+    DataPlaneClient,
+    DataPlaneError,
+    connect,
+    failpoints,
+    serve,
+)
+from dataplane.checkpoint import files, manifest
+from tests.profiles import budget
+
+MIB = 1 << 20
+FEW = budget(150)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[DataPlaneClient]:
+    with serve({"capacity_bytes": 32 * MIB}) as server, connect(server.address) as opened:
+        opened.register_partition("p", ["x"], 3, ["train", "score"])
+        fields = {"x": torch.zeros(3, MIB, dtype=torch.uint8), "y": [torch.arange(n) for n in (2, 0, 5)]}
+        opened.put_samples(["a", "b", "c"], "p", fields, [{"n": 1}, {"n": 2}, {}])
+        opened.put_samples(["a"], "p", {"z": [{"an": "object"}]})
+        yield opened
+
+
+@pytest.fixture
+def saved(client: DataPlaneClient, tmp_path: Path) -> Path:
+    client.checkpoint(tmp_path / "c")
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def bare() -> Iterator[DataPlaneClient]:
+    """A client of a service that must stay empty; the room that the client keeps ahead goes with it."""
+    with serve({"capacity_bytes": 32 * MIB}) as server, connect(server.address) as looking:
+        with connect(server.address) as opened:
+            yield opened
+            assert not looking.stats().partitions
+        for _ in range(6000):
+            (unit,) = looking.stats().units
+            if not unit.live_bytes + unit.reserved_bytes + unit.retired_bytes:
+                return
+            time.sleep(0.01)
+        pytest.fail(f"bytes were left: {unit}")
+
+
+def data_file(path: Path) -> Path:
+    (found,) = path.glob("data-*/*.safetensors")
+    return found
+
+
+def released(client: DataPlaneClient) -> bool:
+    return not any(unit.pinned_bytes for unit in client.stats().units)
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (lambda file: os.truncate(file, file.stat().st_size - 1), "truncated"),
+    "emptied": (lambda file: os.truncate(file, 0), "truncated"),
+    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "too long|not a manifest"),
+    "flipped": (flip, "checksum|not a manifest"),
+    "missing": (lambda file: file.unlink(), "missing"),
+    "a directory": (lambda file: (file.unlink(), file.mkdir()), "directory"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("which", ["manifest", "data"])
+def test_a_damaged_file_is_named_before_anything_is_written(
+    saved: Path, bare: DataPlaneClient, which: str, damage: str
+) -> None:
+    file = saved / manifest.NAME if which == "manifest" else data_file(saved)
+    harm, why = DAMAGE[damage]
+    harm(file)
+    failpoints.arm("restore.verified", lambda: pytest.fail("it was taken for whole"))
+    with pytest.raises(CheckpointError, match=why) as refused:
+        bare.restore(saved)
+    assert refused.value.file == str(file)
+
+
+def test_a_manifest_of_another_version(saved: Path, bare: DataPlaneClient) -> None:
+    outer = json.loads((saved / manifest.NAME).read_bytes())
+    (saved / manifest.NAME).write_text(json.dumps({**outer, "format": 2, "more": 1}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: of format 2; this version .* reads format 1"):
+        bare.restore(saved)
+
+
+def test_files_of_another_checkpoint(saved: Path, client: DataPlaneClient, bare: DataPlaneClient) -> None:
+    client.set_version("p", 0)
+    client.checkpoint(saved.parent / "d", ["p"])
+    content = data_file(saved).read_bytes()
+    changed = content.replace(b'"an"', b'"no"').replace(b"an", b"no")
+    assert len(changed) == len(content)
+    data_file(saved).write_bytes(changed)
+    with pytest.raises(CheckpointError, match="checksum"):
+        bare.restore(saved)
+
+
+def signed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The manifest changed, under a checksum that fits."""
+    outer = json.loads((path / manifest.NAME).read_bytes())
+    change(outer["checkpoint"])
+    inner = json.dumps(outer["checkpoint"])
+    text = f'{{"format":1,"sha256":"{hashlib.sha256(inner.encode()).hexdigest()}","checkpoint":{inner}}}'
+    (path / manifest.NAME).write_text(text)
+
+
+def of_cells(place: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["partitions"][0]["cells"][place].update(changes)
+
+
+def of_partition(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["partitions"][0].update(changes)
+
+
+X, Y, Z = 0, 1, 2
+SENSELESS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a path that leads away": lambda content: content["files"][0].update(name="../../etc/passwd"),
+    "a negative size": lambda content: content["files"][0].update(nbytes=-1),
+    "no such file": of_cells(X, file=1),
+    "no such tensor": of_cells(X, prefix="00009/p/x"),
+    "fewer values": of_cells(X, values=2),
+    "more values": of_cells(Y, values=4),
+    "other bytes": of_cells(X, nbytes=5),
+    "samples that are not there": of_cells(Z, first=3),
+    "samples before the first": of_cells(Z, first=-1),
+    "samples without a list": of_cells(Z, first=None),
+    "more samples than values": of_cells(Z, rows=2),
+    "an index that is not there": of_cells(Z, shared=True),
+    "an open kind": of_cells(Z, spec={}),
+    "an unknown dtype": of_cells(Z, spec={"kind": "dense", "dtype": "int128"}),
+    "another dtype": of_cells(Y, spec={"kind": "jagged", "dtype": "int32", "inner": []}),
+    "a shape beyond all bounds": of_cells(Y, spec={"kind": "jagged", "dtype": "int64", "inner": [1 << 40]}),
+    "a negative shape": of_cells(Y, spec={"kind": "jagged", "dtype": "int64", "inner": [-1]}),
+    "fewer samples": of_partition(live=2),
+    "fewer tasks": of_partition(tasks=["train"]),
+    "a task twice": of_partition(tasks=["train", "train"]),
+    "a name too long": of_partition(partition="x" * 2000),
+    "fewer born": of_partition(born=1),
+    "a field declared otherwise": of_partition(fields=[{"name": "x", "declared": {"kind": "object"}}]),
+    "something new": of_partition(colour="red"),
+    "the partition twice": lambda content: content["partitions"].append(content["partitions"][0]),
+}
+
+
+@pytest.mark.parametrize("what", SENSELESS)
+def test_a_manifest_that_makes_no_sense_is_a_named_error_and_leaves_nothing(
+    saved: Path, bare: DataPlaneClient, what: str
+) -> None:
+    signed(saved, SENSELESS[what])
+    with pytest.raises(DataPlaneError) as refused:
+        bare.restore(saved)
+    assert isinstance(refused.value, ValueError), refused.value
+
+
+@FEW
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_manifest(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"x/manifest\.json"):
+        manifest.decode(Path("x/manifest.json"), content)
+
+
+def test_any_change_of_a_manifest_is_found(saved: Path) -> None:
+    content = (saved / manifest.NAME).read_bytes()
+
+    @FEW
+    @given(st.integers(0, len(content) - 1), st.integers(1, 255))
+    def check(place: int, change: int) -> None:
+        changed = bytearray(content)
+        changed[place] ^= change
+        try:
+            found = manifest.decode(Path("m"), bytes(changed))
+        except CheckpointError:
+            return
+        assert found == manifest.decode(Path("m"), content), "letters of its frame may differ, nothing else"
+
+    check()
+
+
+# --- its place ----------------------------------------------------------------------------------------------------
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_an_older_checkpoint_is_replaced_and_nothing_is_left_of_it(saved: Path, client: DataPlaneClient) -> None:
+    older = data_file(saved)
+    client.checkpoint(saved)
+    assert data_file(saved) != older
+    assert names(saved.parent) == ["c"]
+    assert len(names(saved)) == 2
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("at", ["checkpoint.saved", "checkpoint.mid_file", "checkpoint.before_rename"])
+def test_a_failure_leaves_what_was_there_and_pins_nothing(
+    client: DataPlaneClient, tmp_path: Path, at: str, older: bool
+) -> None:
+    if older:
+        client.checkpoint(tmp_path / "c")
+    before = [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
+
+    def fail() -> None:
+        raise RuntimeError("here")
+
+    failpoints.arm(at, fail)
+    with pytest.raises(RuntimeError, match="here"):
+        client.checkpoint(tmp_path / "c")
+    assert [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()] == before
+    assert names(tmp_path) == (["c"] if older else [])
+    assert released(client)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_full_disk_is_an_error_that_names_the_file(client: DataPlaneClient, tmp_path: Path, older: bool) -> None:
+    if older:
+        client.checkpoint(tmp_path / "c")
+    before = names(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failpoints.arm("checkpoint.saved", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard)))
+    try:
+        with pytest.raises(CheckpointWriteError, match=r"00000\.safetensors: File too large"):
+            client.checkpoint(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == before
+    assert released(client)
+    failpoints.disarm()
+    client.checkpoint(tmp_path / "c")
+
+
+def test_a_disk_that_is_full_for_the_manifest(
+    client: DataPlaneClient, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = files.write_all
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+
+    def full(descriptor: int, data: memoryview) -> None:
+        if bytes(data[:10]) == b'{"format":':
+            raise OSError(28, os.strerror(28))
+        honest(descriptor, data)
+
+    monkeypatch.setattr(files, "write_all", full)
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        client.checkpoint(saved)
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+def test_a_directory_that_cannot_be_made(client: DataPlaneClient, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointWriteError, match="Not a directory"):
+        client.checkpoint(tmp_path / "file" / "c")
+    client.checkpoint(tmp_path / "new" / "parents" / "c")
+
+
+def test_what_is_no_checkpoint_is_left_alone(client: DataPlaneClient, tmp_path: Path, bare: DataPlaneClient) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    for path in (tmp_path / "notes", tmp_path / "notes" / "thesis.txt"):
+        with pytest.raises(CheckpointError, match="is no checkpoint"):
+            client.checkpoint(path)
+    assert names(tmp_path / "notes") == ["thesis.txt"]
+    with pytest.raises(CheckpointError, match="no checkpoint was finished there"):
+        bare.restore(tmp_path / "notes")
+    (tmp_path / "empty").mkdir()
+    client.checkpoint(tmp_path / "empty")
+    assert manifest.NAME in names(tmp_path / "empty")
+
+
+def test_what_crashes_left_is_removed_and_what_is_being_written_is_not(client: DataPlaneClient, saved: Path) -> None:
+    dead, alive = (saved.with_name(f"c.partial-{digit * 16}") for digit in "ab")
+    others = [saved.with_name("c.partial-mine"), saved.with_name("cc.partial-" + "a" * 16)]
+    for directory in (dead, alive, *others, saved / f"data-{'c' * 16}"):
+        directory.mkdir()
+        (directory / "00000.safetensors").write_text("")
+    (saved / f"manifest.json.partial-{'c' * 16}").write_text("")
+    descriptor = os.open(alive, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        client.checkpoint(saved)
+    finally:
+        os.close(descriptor)
+    assert names(saved.parent) == sorted(["c", alive.name, *(path.name for path in others)])
+    assert len(names(saved)) == 2
+
+
+def test_two_at_once_into_one_path(client: DataPlaneClient, saved: Path) -> None:
+    def another() -> None:
+        failpoints.disarm()
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            client.checkpoint(saved)
+
+    failpoints.arm("checkpoint.saved", another)
+    client.checkpoint(saved)
+    assert manifest.read(saved)
+
+
+def test_two_at_once_where_nothing_was(client: DataPlaneClient, tmp_path: Path) -> None:
+    def another() -> None:
+        failpoints.disarm()
+        client.checkpoint(tmp_path / "c")
+
+    failpoints.arm("checkpoint.saved", another)
+    with pytest.raises(CheckpointWriteError, match="it came to be meanwhile"):
+        client.checkpoint(tmp_path / "c")
+    assert names(tmp_path) == ["c"]
+    for file in manifest.read(tmp_path / "c").files:
+        files.verify(tmp_path / "c", file)
