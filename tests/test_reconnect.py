@@ -18,6 +18,7 @@ from dataplane.control.shell import LedgerShell
 from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
 from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, WAIT_S, Lives, Proxy, wait_until
+from tests.test_control_channel import in_fork
 
 FIELDS = ["x", "n"]
 
@@ -212,6 +213,19 @@ def test_views_stay_pinned_and_their_release_arrives(lives: Lives, open_client: 
     check(other, 3, 4, 5, 6, 7)
 
 
+def test_the_end_of_a_service_that_keeps_its_state_is_noticed_at_once(tmp_path: Path, ending: str) -> None:
+    """Not after two heartbeats, which last longer here than the call may take."""
+    lives = Lives(tmp_path / "state", replace(CONFIG, heartbeat_s=600.0, session_timeout_s=6000.0, units=0))
+    lives.start()
+    try:
+        with connect(lives.address, heartbeat_s=600.0, call_timeout_s=WAIT_S) as client:
+            client.register_partition("p", FIELDS, None, ["train"])
+            lives.restart()
+            assert client.check_consumption_status("p", ["train"]) is False
+    finally:
+        lives.close()
+
+
 def test_an_address_that_names_a_service_is_resolved_again(
     lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
 ) -> None:
@@ -330,6 +344,24 @@ def test_closing_while_it_is_gone_ends_calls_and_is_quick(
     client.close()
     with pytest.raises(ClientClosedError):
         waiting.result(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_while_it_is_gone_is_told_so_and_the_parent_goes_on(lives: Lives, open_client: Open) -> None:
+    client = open_client()
+    register(client)
+    put(client, 1)
+    lives.stop()
+    wait_until(lambda: calls_of(client).waiting, "a lost service")
+
+    def child() -> None:
+        with pytest.raises(ServiceUnavailableError, match=lives.address):
+            client.stats()
+        client.close()
+
+    assert in_fork(child) == 0
+    lives.start()
+    check(client, 1)
 
 
 # --- storage units

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
 from dataplane.control.calls import Calls
 from dataplane.control.opening import Socket, go_on
+from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
 from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -28,10 +31,10 @@ FIRST_PAUSE_S = 0.1
 class Keeper:
     """A thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` with each.
 
-    When heartbeats stay unanswered, are answered by another life of the service, or `calls` has a doubt, it looks for
-    the session at its address, resolved anew, and tells `calls` what it found: the session, where it is now; that the
-    service is lost, meanwhile; or that the session is over. Then, and when calls need not wait for the service any
-    longer, it calls `moved`: whoever waits must look again.
+    When heartbeats stay unanswered, are answered by another life of the service, the connection to one that keeps its
+    state breaks, or `calls` has a doubt, it looks for the session at its address, resolved anew, and tells `calls` what
+    it found: the session, where it is now; that the service is lost, meanwhile; or that the session is over. Then, and
+    when calls need not wait for the service any longer, it calls `moved`: whoever waits must look again.
 
     It owns `dealer`, whose connection stands for this process: when it breaks, the service looks at once whether the
     process is gone.
@@ -50,7 +53,7 @@ class Keeper:
         self._calls = calls
         self._config = config
         self._context = context
-        self._dealer = dealer
+        self._hold(dealer)
         self._beat = wire.request(c.Heartbeat(session=calls.session.number), (config.secret() or "").encode())
         self._maintain = maintain
         self._moved = moved
@@ -85,13 +88,30 @@ class Keeper:
         try:
             while not self._closing:
                 patience_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
-                zmq.zmq_poll([(self._dealer, zmq.POLLIN), (self._waker.fd, zmq.POLLIN)], patience_ms)
+                sources = (self._dealer, self._monitor, self._waker.fd)
+                zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], patience_ms)
                 self._waker.clear()
                 self._listen()
+                self._notice_disconnects()
                 if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
                     self._look()
         finally:
-            self._dealer.close(linger=0)
+            self._let_go()
+
+    def _hold(self, dealer: Socket) -> None:
+        self._dealer = dealer
+        self._monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://tq-{secrets.token_hex(8)}")
+
+    def _let_go(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
+        self._dealer.close(linger=0)
+
+    def _notice_disconnects(self) -> None:
+        while readable(self._monitor):
+            recv_monitor_message(self._monitor)
+            if self._calls.session.durable:
+                self._doubted = True
 
     def _look(self) -> None:
         """One beat. Whatever goes wrong in it, the next one comes."""
@@ -149,8 +169,8 @@ class Keeper:
         except DataPlaneError as error:
             self._end(error)
         else:
-            self._dealer.close(linger=0)
-            self._dealer = dealer
+            self._let_go()
+            self._hold(dealer)
             self._here()
             if session.epoch != before.epoch:
                 log.info("session %d goes on in epoch %d of the service", session.number, session.epoch)
