@@ -104,6 +104,29 @@ def test_serve_status_and_a_clean_end(
     assert not litter(service.files)
 
 
+def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "c")
+    with dataplane.serve({"capacity_bytes": 8 * MIB}) as server, connect(server.address) as client:
+        for name in ("train", "val"):
+            client.register_partition(name, ["x"], 2, ["policy"])
+            client.put_samples(["a", "b"], name, {"x": torch.arange(2)})
+        assert main(["checkpoint", server.address, path, "--partition", "val", "--partition", "train"]) == 0
+        assert "checkpoint of val (2 samples), train (2 samples), " in capsys.readouterr().out
+        assert main(["restore", server.address, path]) == 1
+        assert "partition 'val' exists already" in capsys.readouterr().err
+        client.clear_samples(["a"], "train")
+        client.clear_samples(None, "val")
+        assert main(["restore", server.address, path, "--partition", "train", "--replace"]) == 0
+        assert capsys.readouterr().out.startswith("restored train (2 samples), ")
+        assert client.list_samples("train").sample_ids == ["a", "b"]
+        assert [found.partition for found in client.stats().partitions] == ["train"]
+        assert main(["checkpoint", server.address, path, "--partition", "none"]) == 1
+        assert "unknown partition 'none'" in capsys.readouterr().err
+        (tmp_path / "c" / "manifest.json").unlink()
+        assert main(["restore", server.address, path]) == 1
+        assert "manifest.json: missing" in capsys.readouterr().err
+
+
 def test_control_c_reaches_the_units_too_and_is_no_failure(services: list[Service]) -> None:
     service = Service("--units", "2")
     services.append(service)
