@@ -25,7 +25,8 @@ from dataplane.pb import control_pb2 as pb
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
-"""Before the service is looked for a second time; each pause is twice the last, up to a heartbeat, less some chance."""
+LONGEST_PAUSE_S = 2.0
+"""Pauses before the service is looked for again: each twice the last, up to this or a heartbeat, less some chance."""
 
 
 class Keeper:
@@ -119,7 +120,7 @@ class Keeper:
         self._look_at = time.monotonic() + beat_s
         try:
             self._send()
-            if self._doubted or time.monotonic() - self._heard >= 2 * beat_s:
+            if self._doubted or self._misses or time.monotonic() - self._heard >= 2 * beat_s:
                 self._doubted = False
                 self._find()
             self._maintain()
@@ -180,7 +181,7 @@ class Keeper:
     def _miss(self, why: str) -> None:
         """It is not there now."""
         self._calls.lose(why)
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), self._calls.session.heartbeat_s)
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), LONGEST_PAUSE_S, self._calls.session.heartbeat_s)
         self._misses += 1
         self._doubted = False
         self._look_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
