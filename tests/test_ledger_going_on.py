@@ -85,7 +85,8 @@ def test_an_older_service_does_not_take_a_session_of_a_later_life() -> None:
     session = opened(ledger, opening()).session
     error = refused(ledger, opening(session=session, epoch=LATER))
     assert isinstance(error, ServiceRestartedError)
-    assert (error.expected_epoch, error.got_epoch, error.lost) == (LATER, EPOCH, "")
+    assert (error.expected_epoch, error.got_epoch) == (LATER, EPOCH)
+    assert error.lost == f"what session {session} did since"
 
 
 def test_going_on_is_refused_to_another_protocol_version() -> None:

@@ -95,7 +95,10 @@ def go_on(
     if found.number != session.number or found.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(
-            expected_epoch=session.epoch, got_epoch=found.epoch, what=f"the service at {address}"
+            expected_epoch=session.epoch,
+            got_epoch=found.epoch,
+            what=f"the service at {address}",
+            lost=f"what session {session.number} did",
         )
     return found, dealer
 

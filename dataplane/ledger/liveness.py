@@ -60,7 +60,8 @@ class Liveness:
     def _open(self, item: OpenSession) -> Session:
         state = self.state
         if item.epoch > state.epoch:
-            raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service")
+            lost = f"what session {item.session} did since"
+            raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
         known = state.sessions.get(self.nonces.get(item.nonce, 0))
         if known is not None and known.live:
             known.hear(state.now)
