@@ -345,7 +345,8 @@ class DataPlaneClient:
 
         First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
         changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
-        ValueError), or with `replace=True` is dropped when the saved one is there in full: there must be room for both.
+        ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
+        `PartitionDroppedError`): there must be room for both.
         Too little room is `RequestTooLargeError` or `CapacityTimeoutError`. They become visible at the same moment;
         a failure on the way leaves nothing. Samples are born anew: metas from before are stale, list or claim them
         again.

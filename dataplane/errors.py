@@ -479,7 +479,9 @@ class CheckpointWriteError(DataPlaneError, OSError):
     """The file system did not take a checkpoint; an older one at its path is whole."""
 
     def __init__(self, *, file: str, why: str) -> None:
-        super().__init__(f"cannot write the checkpoint: {file}: {why}. What was at its path is whole.", file=file, why=why)
+        super().__init__(
+            f"cannot write the checkpoint: {file}: {why}. What was at its path is whole.", file=file, why=why
+        )
 
 
 class InternalError(DataPlaneError, RuntimeError):

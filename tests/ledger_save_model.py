@@ -17,6 +17,7 @@ from dataplane.ledger.commands import (
     SavedRows,
     Stage,
 )
+from tests.ledger_claim_checks import LIMITS
 from tests.ledger_claim_model import Faults, Held, Name, Partition, Sample
 from tests.ledger_model import Model
 
@@ -37,7 +38,10 @@ class SaveBooks:
         known = self.model.partitions
         match command:
             case Save():
-                return Faults(set() if known.keys() >= set(command.partitions) else {"PartitionNotFoundError"})
+                faults = Faults(set() if known.keys() >= set(command.partitions) else {"PartitionNotFoundError"})
+                if sum(name[0] == session for name in self.taken) >= LIMITS.saves:
+                    faults.must.add("InvalidRequestError")
+                return faults
             case ReadSaved():
                 return Faults(set() if (session, command.saved) in self.taken else {"InvalidRequestError"})
             case Stage():

@@ -22,6 +22,7 @@ from dataplane import (
     CheckpointWriteError,
     DataPlaneClient,
     DataPlaneError,
+    Shared,
     connect,
     failpoints,
     serve,
@@ -203,6 +204,38 @@ def test_any_change_of_a_manifest_is_found(saved: Path) -> None:
         assert found == manifest.decode(Path("m"), content), "letters of its frame may differ, nothing else"
 
     check()
+
+
+def test_any_change_of_the_data_under_a_checksum_that_fits(tmp_path: Path, bare: DataPlaneClient) -> None:
+    """Restored as what it says now, or refused with a named error and nothing left; the service goes on."""
+    bare.register_partition("q", ["x"], 2, ["train"])
+    fields = {"x": [torch.arange(3), torch.arange(2)], "o": [{"a": 1}, "b"], "s": Shared(torch.ones(1), [0, 0])}
+    bare.put_samples(["a", "b"], "q", fields, [{"n": 1 << 70, "t": "x"}, {"n": 2}])
+    bare.checkpoint(tmp_path / "c")
+    bare.clear_samples(None, "q")
+    file = data_file(tmp_path / "c")
+    content = file.read_bytes()
+    refused = []
+
+    @budget(60)
+    @given(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(1, 255)), min_size=1, max_size=3))
+    def check(changes: list[tuple[int, int]]) -> None:
+        changed = bytearray(content)
+        for place, change in changes:
+            changed[place] ^= change
+        file.write_bytes(changed)
+        digest = hashlib.sha256(changed).hexdigest()
+        signed(tmp_path / "c", lambda found: found["files"][0].update(sha256=digest))
+        try:
+            bare.restore(tmp_path / "c")
+        except DataPlaneError as error:
+            refused.append(error)
+        bare.clear_samples(None, "q")
+        assert not bare.stats().partitions
+
+    check()
+    assert refused
+    assert all(isinstance(error, ValueError) for error in refused)
 
 
 # --- its place ----------------------------------------------------------------------------------------------------

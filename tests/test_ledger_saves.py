@@ -15,7 +15,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     SchemaError,
 )
-from dataplane.ledger import Ledger
+from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
 from dataplane.types import FieldKind, FieldSpec
 from tests.ledger_driver import BYTES, Client, Driver, by_ids, handles
@@ -124,6 +124,17 @@ def test_a_save_is_all_or_nothing_and_reads_are_checked() -> None:
         client.raise_(c.ReadSaved(saved=number, partition="r", first=0, last=0))
     with pytest.raises(InvalidRequestError, match="nothing saved"):
         client.driver.client().raise_(c.ReadSaved(saved=number, partition="p", first=0, last=0))
+
+
+def test_a_session_holds_few_saves_at_once() -> None:
+    client = Driver(limits=Limits(saves=2)).client()
+    client.register()
+    first, _ = save(client)
+    save(client)
+    with pytest.raises(InvalidRequestError, match="holds 2 saves already"):
+        client.raise_(c.Save())
+    client.do(c.Release(located=first))
+    save(client)
 
 
 def test_a_release_that_overtakes_its_save_keeps_it_from_happening() -> None:

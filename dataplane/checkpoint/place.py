@@ -16,6 +16,7 @@ lock on the directory, which goes with the process, tells what is being written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -171,5 +172,8 @@ def _sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system has no such thing
+            raise
     finally:
         os.close(descriptor)

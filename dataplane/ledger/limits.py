@@ -14,6 +14,7 @@ class Limits:
     id_bytes: UTF-8 bytes of a sample id, partition, task, field or tag name. tag_bytes: characters of one string tag.
     ahead_part: one session's room ahead is at most this part (1/ahead_part) of what new rows may take in a unit.
     steps: steps of a task whose shares are remembered.
+    saves: what one session has taken with `Save` and not released, at once; each holds 20 bytes a cell.
     interests: (task, fields) combinations per partition whose ready samples are tracked; more are tracked in turns.
     """
 
@@ -27,4 +28,5 @@ class Limits:
     tag_bytes: int = 1 << 16
     ahead_part: int = 64
     steps: int = 256
+    saves: int = 4
     interests: int = 64

@@ -55,6 +55,8 @@ class Saves:
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
         """All or none: an unknown partition pins nothing."""
+        if len(session.saves) >= self.state.limits.saves:
+            raise InvalidRequestError(f"this session holds {len(session.saves)} saves already, the most; release one")
         every = [name for name, partition in self.state.partitions.items() if partition.owner is None]
         names = command.partitions or tuple(every)
         if len(set(names)) != len(names):
@@ -63,9 +65,11 @@ class Saves:
         unconfirmed = self._unconfirmed()
         taken = {partition.name: self._snapshot(partition) for partition in found}
         described = [self._described(partition, unconfirmed) for partition in found]
-        extents = [field.extents for partition in found for field in partition.fields.values() if field.live]
-        pinned = np.unique(np.concatenate(extents)) if extents else np.zeros(0, np.int32)
-        pinned = pinned[pinned > 0]
+        held = np.zeros(self.state.extents.high, np.bool_)
+        for field in [field for partition in found for field in partition.fields.values()]:
+            held[field.extents] = True
+        held[0] = False
+        pinned = np.flatnonzero(held).astype(np.int32)
         self.state.extents.pin(pinned)
         session.pins[number] = pinned
         session.saves[number] = taken
