@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-async test soak bench lint format proto clean setup
+.PHONY: demo demo-async test soak faults bench lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -34,6 +34,9 @@ test: setup ## the test suite
 
 soak: setup ## the ledger's model test and simulator, twenty times longer, on fresh random examples
 	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+
+faults: setup ## kill and stop every process of a working service in turn, 200 times; ARGS="--seed N" repeats a storm
+	@$(BIN)/python -m tests.faults.storm --faults 200 $(ARGS)
 
 bench: $(BENCH_VENV)/.ready ## what it costs, beside its peers; ARGS=--quick takes two minutes
 	@$(BENCH_VENV)/bin/python -m benchmarks $(ARGS)

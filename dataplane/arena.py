@@ -128,12 +128,13 @@ class Arena:
     def adopt(cls, path: str | Path, *, epoch: int) -> Arena:
         """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch.
 
-        OSError if it is not there, ValueError if it is no arena of this version, or another process holds it.
+        OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena of
+        this version.
         """
         os.stat(path)
         file = HeldFile.take(Path(path))
         if file is None:
-            raise ValueError(f"{path}: another process holds it")
+            raise BlockingIOError(errno.EAGAIN, "another process holds it", str(path))
         try:
             raw = os.pread(file.fd, _HEADER.size, 0)
             capacity = _check_header(raw, path, None)

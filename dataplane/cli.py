@@ -85,6 +85,8 @@ def serve(arguments: argparse.Namespace) -> int:
         for unit in units:
             _await_unit(unit)
             threading.Thread(target=_end_with, args=(unit, stop), daemon=True).start()
+        if controller.recovered:
+            print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
         print(f"data plane service at {controller.address}", flush=True)
         stop.wait()
         dead = [number for number, unit in enumerate(units) if unit.poll() is not None]
@@ -110,6 +112,8 @@ def _end_with(unit: subprocess.Popen[str], stop: Stop) -> None:
 def _start_unit(address: str, config: DataPlaneConfig, name: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "dataplane", "unit", address, "--name", name, "--host", config.host]
     command += ["--arena-dir", config.arena_dir, "--until-stdin-closes"]
+    if config.state_dir is not None:
+        command += ["--state-dir", config.state_dir]
     if config.capacity_bytes is not None:
         command += ["--capacity", str(config.capacity_bytes)]
     token = config.secret()
@@ -158,6 +162,7 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         arena_dir=arguments.arena_dir,
         token_file=arguments.token_file,
         reconnect_s=getattr(arguments, "reconnect", 60.0),
+        state_dir=arguments.state_dir,
     ).with_environment()
 
 
@@ -247,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
             "--capacity", type=size, help="bytes per unit, as 512m or 4g (default: a share of the arena dir)"
         )
         made.add_argument("--arena-dir", default="/dev/shm", help="local directory for arenas")
+        made.add_argument("--state-dir", help="local directory from which the service goes on after its end")
 
     made = command("serve", serve, "Run a controller and its storage units until SIGTERM or SIGINT.")
     memory(made)

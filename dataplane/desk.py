@@ -58,11 +58,15 @@ class Pins:
 
 
 class Desk:
-    """The client-side state of a session."""
+    """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
+    restart."""
 
-    def __init__(self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None) -> None:
+    def __init__(
+        self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None, durable: bool = False
+    ) -> None:
         self.config = config
         self.session = session
+        self.durable = durable
         self.schemas: dict[str, dict[str, FieldSpec]] = {}
         self.pins = Pins()
         self.ahead = RoomAhead()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
@@ -16,9 +17,14 @@ from urllib.parse import quote
 import msgspec
 
 from dataplane.arena import Arena, sweep_kept
+from dataplane.errors import StateDirError
 from dataplane.host import boot_id
 
 log = logging.getLogger(__name__)
+
+HELD_S = 20.0
+"""A storage unit that is told to end takes up to so long."""
+PAUSE_S = 0.05
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +51,7 @@ class UnitRecord:
 
     def adopt(self, *, epoch: int) -> tuple[Arena, int] | None:
         """The arena of the life before, and the unit's number; None where there is none to go on with, which the log
-        explains. An arena that nobody can go on with is removed."""
+        explains. Waits up to `HELD_S` for the life before to end; StateDirError if it does not."""
         try:
             content = self.path.read_bytes()
             if not content:
@@ -61,11 +67,24 @@ class UnitRecord:
                 "%s was left on another boot, or in another container: beginning with an empty arena", kept.arena
             )
             return None
-        try:
-            return Arena.adopt(kept.arena, epoch=epoch), kept.unit
-        except (OSError, ValueError) as error:
-            log.warning("cannot go on with the arena of the life before (%s): beginning with an empty one", error)
-            return None
+        end = time.monotonic() + HELD_S
+        while True:
+            try:
+                return Arena.adopt(kept.arena, epoch=epoch), kept.unit
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise self._held(kept.arena) from None
+                time.sleep(PAUSE_S)
+            except (OSError, ValueError) as error:
+                log.warning("cannot go on with the arena of the life before (%s): beginning with an empty one", error)
+                return None
+
+    def _held(self, arena: str) -> StateDirError:
+        return StateDirError(
+            directory=str(self.path.parent),
+            why=f"another process runs the storage unit of {self.path.name}, and holds its arena {arena}",
+            hint="Stop that one first, or give this one another name",
+        )
 
     def write(self, arena: Arena, unit: int) -> None:
         """From now on the next life goes on with this arena. Written whole or not at all."""

@@ -28,6 +28,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
+from dataplane.patience import know, patient
 from dataplane.roads import units_of
 from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
 from dataplane.schema import Layout
@@ -43,6 +44,7 @@ APPEND_TRIES = 8
 # --- put ------------------------------------------------------------------------------------------------------
 
 
+@patient
 def put(
     desk: Desk,
     names: Names,
@@ -303,12 +305,6 @@ def naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:
         raise error.with_ids(ids) from None
 
 
-def know(desk: Desk, units: set[int]) -> Operation[None]:
-    if desk.roads.unknown(units):
-        listed = yield Send(c.Units())
-        desk.roads.learn(listed.result.units)
-
-
 def _put_meta(
     ids: list[str],
     partition: str,
@@ -336,6 +332,7 @@ def _put_meta(
 # --- get ------------------------------------------------------------------------------------------------------
 
 
+@patient
 def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], copy: bool) -> Operation[TensorDict]:
     """The fields of the samples as a TensorDict; with `copy=False`, views where rows lie together."""
     if copy:
@@ -347,6 +344,7 @@ def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], 
     return (yield from _read_views(desk, names, partition, select_fields))
 
 
+@patient
 def get_batch(
     desk: Desk,
     meta: KVBatchMeta,

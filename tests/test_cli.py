@@ -18,6 +18,7 @@ import torch
 import dataplane
 from dataplane import connect
 from dataplane.cli import main, size
+from dataplane.kept import discard
 
 from .conftest import litter, our_files
 
@@ -102,6 +103,28 @@ def test_serve_status_and_a_clean_end(
     assert service.end(number) == 0
     assert service.errors == ""
     assert not litter(service.files)
+
+
+def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    first = Service("--units", "2", "--state-dir", str(state))
+    services.append(first)
+    with connect(first.address, heartbeat_s=0.2) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        client.put_samples(["a", "b"], "train", {"x": [torch.arange(2), torch.arange(3)]})
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(60)
+        second = Service("--units", "2", "--state-dir", str(state))
+        services.append(second)
+        assert second.address == first.address
+        rows = client.get_samples(["a", "b"], "train", ["x"])["x"].unbind()
+        assert [row.tolist() for row in rows] == [[0, 1], [0, 1, 2]]
+        client.put_samples(["c"], "train", {"x": [torch.arange(1)]})
+        assert client.claim_meta("train", "policy", ["x"], 3).sample_ids == ["a", "b", "c"]
+    assert second.end(signal.SIGTERM) == 0
+    assert f"going on with what was in {state}" in second.errors
+    assert len(discard(state, ["/dev/shm"])) == 2
+    assert not litter(first.files)
 
 
 def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dataplane import kept
 from dataplane.arena import Arena, MappedArena, sweep, sweep_kept
 from dataplane.config import MIB
+from dataplane.errors import StateDirError
 from dataplane.kept import UnitRecord, discard
 
 
@@ -86,13 +89,26 @@ def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, 
     assert record.adopt(epoch=2) is None
 
 
-def test_two_lives_at_once_share_nothing(record: UnitRecord, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "HELD_S", 0.0)
     left_by(record, memory)
     found = record.adopt(epoch=2)
     assert found is not None
-    with found[0]:
-        assert record.adopt(epoch=3) is None
-        assert "another process holds it" in caplog.text
+    with found[0], pytest.raises(StateDirError, match=r"runs the storage unit of unit-unit%2F0\.json"):
+        record.adopt(epoch=3)
+
+
+def test_the_next_life_waits_for_the_one_before_to_end(record: UnitRecord, memory: Path) -> None:
+    left_by(record, memory)
+    found = record.adopt(epoch=2)
+    assert found is not None
+    held = threading.Timer(0.2, found[0].close, kwargs={"unlink": False})
+    held.start()
+    again = record.adopt(epoch=3)
+    held.join()
+    assert again is not None
+    with again[0] as arena:
+        assert arena.data[100:105].tobytes() == b"hello"
 
 
 def test_a_reserved_record_is_no_arena_yet(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:

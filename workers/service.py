@@ -35,14 +35,17 @@ class ServiceConfig(DataPlaneConfig):
 
 
 class ControllerActor:
-    """The controller in a process of its own."""
+    """The controller in a process of its own. One that Ray started again goes on by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._config = config
         self._controller: Controller | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.start()
 
-    def start(self, config: DataPlaneConfig) -> str:
+    def start(self) -> str:
         """Listen on this node's address; returns "host:port"."""
-        self._controller = Controller(replace(config, host=ray.util.get_node_ip_address())).start()
+        self._controller = Controller(replace(self._config, host=ray.util.get_node_ip_address())).start()
         return self._controller.address
 
     def address(self) -> str:
@@ -58,15 +61,21 @@ class ControllerActor:
 
 
 class StorageUnitActor:
-    """A storage unit in a process of its own, on the node whose memory it serves."""
+    """A storage unit in a process of its own, on the node whose memory it serves. One that Ray started again goes on by
+    itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DataPlaneConfig, controller_address: str, name: str) -> None:
+        self._config = config
+        self._where = controller_address
+        self._name = name
         self._unit: StorageUnit | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.start()
 
-    def start(self, config: DataPlaneConfig, controller_address: str, name: str) -> None:
+    def start(self) -> None:
         """Make the arena, listen on this node's address, register with the controller."""
-        here = replace(config, host=ray.util.get_node_ip_address(), port=0)
-        self._unit = StorageUnit(here, controller_address, name=name).start()
+        here = replace(self._config, host=ray.util.get_node_ip_address(), port=0)
+        self._unit = StorageUnit(here, self._where, name=self._name).start()
 
     def stop(self) -> None:
         if self._unit is not None:
@@ -117,8 +126,10 @@ def launch_service(
     driver's namespace, and `config.units` storage units on every node, pinned there. All take no CPU slot.
 
     config: `capacity_bytes` is per unit; `host` is not looked at, each actor listens on its node's address; a token is
-    made unless one is set. Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not
-    start in time, or why it could not; ValueError if a controller of that name runs already, or an address is set.
+    made unless one is set. With `state_dir`, a path that is local on every node, actors that die are started again on
+    their nodes (the controller on the driver's), and go on with what they held. Blocks until every part is ready, up to
+    `timeout_s`. `ServiceStartError` naming what did not start in time, or why it could not; ValueError if a controller
+    of that name runs already, or an address is set.
     """
     settings = DataPlaneConfig.of(config)
     if settings.address is not None:
@@ -127,25 +138,24 @@ def launch_service(
     token = settings.secret() or secrets.token_urlsafe(32)
     told = replace(settings, token=token, token_file=None)
     end = time.monotonic() + timeout_s
-    controller = _controller(name, namespace)
+    controller = _controller(name, namespace, told)
+    where_to_look = actor_address(name, namespace)
     actors: list[ActorHandle] = []
     try:
         where = "the controller"
-        address = _started({where: controller.start.remote(told)}, end, timeout_s)[where]
+        _started({where: controller.start.remote()}, end, timeout_s)
         starting = {}
         for node in _nodes():
             for number in range(settings.units):
-                unit = _unit_on(node)
-                actors.append(unit)
                 label = f"unit-{node['NodeID'][:8]}-{number}"
-                starting[f"storage unit {label} on node {node['NodeManagerAddress']}"] = unit.start.remote(
-                    told, address, label
-                )
+                unit = _unit_on(node, told, where_to_look, label)
+                actors.append(unit)
+                starting[f"storage unit {label} on node {node['NodeManagerAddress']}"] = unit.start.remote()
         _started(starting, end, timeout_s)
     except BaseException:
         _end([*actors, controller])
         raise
-    reached = ServiceConfig(**{**vars(told), "address": actor_address(name, namespace)})
+    reached = ServiceConfig(**{**vars(told), "address": where_to_look})
     return LaunchedService(reached, controller, actors)
 
 
@@ -153,9 +163,16 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _controller(name: str, namespace: str) -> ActorHandle:
+def _lasting(config: DataPlaneConfig, node: str) -> dict[str, Any]:
+    """Options of an actor that takes no CPU slot; if it has a state to go on with, Ray starts it again, and there."""
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return {"num_cpus": 0, "max_restarts": 0 if config.state_dir is None else -1, "scheduling_strategy": there}
+
+
+def _controller(name: str, namespace: str, config: DataPlaneConfig) -> ActorHandle:
+    options = _lasting(config, ray.get_runtime_context().get_node_id())
     try:
-        return ray.remote(ControllerActor).options(name=name, namespace=namespace, num_cpus=0).remote()
+        return ray.remote(ControllerActor).options(name=name, namespace=namespace, **options).remote(config)
     except ValueError as error:
         raise ValueError(
             f"an actor {name!r} is in namespace {namespace!r} already: attach to {actor_address(name, namespace)}, or "
@@ -163,9 +180,9 @@ def _controller(name: str, namespace: str) -> ActorHandle:
         ) from error
 
 
-def _unit_on(node: Mapping[str, Any]) -> ActorHandle:
-    there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-    return ray.remote(StorageUnitActor).options(num_cpus=0, scheduling_strategy=there).remote()
+def _unit_on(node: Mapping[str, Any], config: DataPlaneConfig, controller_address: str, name: str) -> ActorHandle:
+    options = _lasting(config, node["NodeID"])
+    return ray.remote(StorageUnitActor).options(**options).remote(config, controller_address, name)
 
 
 def _started(starting: Mapping[str, Any], end: float, timeout_s: float) -> dict[str, Any]:

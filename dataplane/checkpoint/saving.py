@@ -22,7 +22,8 @@ from dataplane.desk import Desk
 from dataplane.errors import InvalidRequestError, RequestTooLargeError
 from dataplane.ledger import commands as c
 from dataplane.objects import encode_object
-from dataplane.operations import know, name_tuple
+from dataplane.operations import name_tuple
+from dataplane.patience import know
 from dataplane.roads import units_of
 from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import FieldKind
@@ -49,8 +50,11 @@ def checkpoint(
             for described in saved.result.partitions:
                 entries.append((yield from _partition(writer, saved.number, described)))
             yield from writer.flush()
-        finally:
+            # Waited for: it is answered only if the session, and so its pins, lived until here.
+            yield Send(c.Release(located=saved.number))
+        except BaseException:
             yield Post(c.Release(located=saved.number))
+            raise
         content = manifest.Manifest(package=manifest.package(), partitions=tuple(entries), files=tuple(writer.entries))
         yield Work(lambda: place.finish(content))
     except BaseException:

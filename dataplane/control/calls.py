@@ -261,6 +261,11 @@ class OpenChannel:
         return self._calls.session.epoch
 
     @property
+    def durable(self) -> bool:
+        """Whether the service keeps its state over a restart."""
+        return self._calls.session.durable
+
+    @property
     def units(self) -> tuple[c.UnitInfo, ...]:
         """The storage units there were when the session was found; a `Units` call tells of later ones."""
         return self._calls.session.units

@@ -302,7 +302,7 @@ class Storm:
             raise StormError(some)
         return (
             f"{len(put)} samples put, {len(acked)} consumed once each ({len(drained)} of them at the end, {left} were "
-            f"still there), {len(tried - put)} puts and {len(acking - set(acked))} acknowledgements of unknown outcome; "
+            f"still there), {len(tried - put)} and {len(acking - set(acked))} of unknown outcome; "
             f"errors that clients saw: {dict(errors.most_common()) or 'none'}"
         )
 

@@ -1,0 +1,41 @@
+"""Actors of a service with a state directory are started again by Ray, and go on with what they held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import dataplane
+from dataplane.kept import discard
+from workers import launch_service
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[str]:
+    """A state directory, discarded when its service has ended."""
+    yield str(tmp_path)
+    discard(tmp_path, ["/dev/shm"])
+
+
+def test_what_was_put_outlives_controller_and_units(state: str) -> None:
+    settings = {"capacity_bytes": 8 << 20, "state_dir": state, "heartbeat_s": 0.2}
+    with (
+        launch_service(settings, name="lasting") as service,
+        dataplane.connect(service.address, token=service.token, heartbeat_s=0.2) as client,
+    ):
+        client.register_partition("p", ["x"], None, ["t"])
+        meta = client.put_samples(["a", "b"], "p", {"x": [torch.arange(3), torch.arange(5)]})
+        ray.kill(service._controller, no_restart=False)
+        assert client.list_samples("p").sample_ids == ["a", "b"]
+        more = client.put_samples(["c"], "p", {"x": [torch.arange(2)]})
+        assert client.claim_meta("p", "t", ["x"], 3).sample_ids == ["a", "b", "c"]
+        ray.kill(service._units[0], no_restart=False)
+        rows = client.get_samples([*meta.sample_ids, *more.sample_ids], "p", ["x"])["x"].unbind()
+        assert [row.tolist() for row in rows] == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1]]
+        client.put_samples(["d"], "p", {"x": [torch.arange(4)]})
