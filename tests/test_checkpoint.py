@@ -109,6 +109,19 @@ def test_answers_too_large_are_asked_for_in_parts(
     assert client.list_samples("p").tags == tags
 
 
+def test_an_answer_too_large_in_any_parts_pins_nothing(
+    client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.register_partition("p", ["x"], 1, ["task" * 100])
+    client.put_samples(["a"], "p", {"x": rows_of(1)})
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 300)
+    with pytest.raises(RequestTooLargeError, match="the answer"):
+        client.checkpoint(tmp_path / "c")
+    monkeypatch.undo()
+    assert client.stats().units[0].pinned_bytes == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_tools_read_the_files(client: DataPlaneClient, tmp_path: Path) -> None:
     client.register_partition("p", ["ids"], 3, ["train"])
     values = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)

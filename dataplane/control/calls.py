@@ -19,6 +19,7 @@ from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
     DataPlaneError,
+    RequestTooLargeError,
     ServiceUnavailableError,
     SessionExpiredError,
     StateDirError,
@@ -194,7 +195,9 @@ class Calls:
         if isinstance(error, SessionExpiredError):
             self.end(error)
         if error is not None:
-            self._answered(reply)
+            # An answer too large to be sent is no refusal: what it gave must be undone, so the call stays open.
+            if not isinstance(error, RequestTooLargeError):
+                self._answered(reply)
             raise error
         result = codec.decode_result(outgoing.method, reply.body)
         self._answered(reply)
