@@ -141,12 +141,11 @@ class UnitReports:
             error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
-        new_epoch = item.epoch > unit.epoch
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
         unit.back(item.backed_bytes, failed=False)
         self._added(unit)
-        self.liveness.unit_back(unit.number, new_epoch=new_epoch)
+        self.liveness.unit_back(unit.number)
 
     def _added(self, unit: Unit) -> None:
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))

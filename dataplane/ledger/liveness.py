@@ -217,13 +217,11 @@ class Liveness:
 
     # --- units
 
-    def unit_back(self, unit: int, *, new_epoch: bool) -> None:
-        """A lost unit answers again. A new epoch of it serves no remote session of the old one; who may be local,
-        whether or not the unit came to report it, keeps what it holds until it gives it back or is proven gone."""
+    def unit_back(self, unit: int) -> None:
+        """A lost unit answers again. Whoever holds bytes there, local or not, keeps them until it gives them back or is
+        proven gone, also in a new epoch of the unit: it may have learned of that epoch between the answer that told it
+        where its bytes are and their use."""
         for session in list(self.state.sessions.values()):
-            known = unit in session.attached or unit in session.fencing
-            if new_epoch and not known and not self._lock_near(session, unit):
-                self._free_on(session, unit)
             if unit in session.fencing:
                 self._fence(session, unit, session.fencing[unit])
             elif session.silent and unit in session.attached:

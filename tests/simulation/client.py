@@ -112,6 +112,7 @@ class Client:
         self.alive = True
         self.paused = False
         self.session = 0
+        self.epoch = 0
         self.state = "closed"
         self.opens = 0
         self.nonce = ""
@@ -160,11 +161,41 @@ class Client:
             )
         )
 
+    def go_on(self) -> None:
+        """Ask whoever is the service now for the session, and where the units are."""
+        self.world.call(
+            OpenSession(
+                nonce=self.nonce,
+                host=self.host,
+                name=self.name,
+                protocol_version=PROTOCOL_VERSION,
+                lock_path=self.lock_path,
+                session=self.session,
+                epoch=self.epoch,
+            )
+        )
+
+    def found(self, opened: Opened) -> None:
+        """The session again, or its end."""
+        if isinstance(opened.error, SessionExpiredError):
+            self.session_over()
+            return
+        assert opened.error is None, opened.error
+        assert opened.session == self.session, "a session went on under another number"
+        self.world.record.counts["sessions found again"] += 1
+        self.epoch = max(self.epoch, opened.epoch)
+        for unit in opened.units:
+            if unit.unit not in self.units or unit.epoch > self.units[unit.unit].epoch:
+                self.units[unit.unit] = unit
+
     def opened(self, opened: Opened) -> None:
+        if self.alive and self.state in ("open", "closing") and opened.nonce == self.nonce:
+            self.found(opened)
         if not self.alive or self.state != "opening" or opened.nonce != self.nonce:
             return
         assert opened.error is None, opened.error
         self.session = opened.session
+        self.epoch = opened.epoch
         assert self.session not in self.world.by_session, "a session number was given twice"
         self.world.by_session[self.session] = self
         self.locks.add(self.session)
@@ -246,9 +277,11 @@ class Client:
         return sorted({*waited, *self.numbering.due(float("inf")), self.bye} - {0})
 
     def retry(self, pick: Callable[[int], int]) -> None:
-        """Resend something unanswered."""
+        """Resend something unanswered, or look for the session."""
         if self.state == "opening":
             self.send_open()
+        elif self.state in ("open", "closing") and not pick(4):
+            self.go_on()
         elif self.state in ("open", "closing") and self.unanswered():
             numbers = self.unanswered()
             self.world.call(self.numbering.repeat(numbers[pick(len(numbers))], now=self.world.now))

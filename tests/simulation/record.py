@@ -39,7 +39,6 @@ from dataplane.ledger.commands import (
     Located,
     Nack,
     Opened,
-    OpenSession,
     Output,
     Release,
     Restarted,
@@ -162,8 +161,7 @@ class Recorder:
         self.heard: dict[int, float] = {}
         self.attached: dict[int, set[int]] = defaultdict(set)
         self.connected: set[int] = set()
-        self.hosts: dict[int, str] = {}
-        self.offered: dict[str, tuple[int, AddUnit]] = {}
+        self.epochs: dict[str, int] = {}
         self.counts: dict[str, int] = defaultdict(int)
 
     def add_memory(self, unit: int, capacity: int) -> None:
@@ -181,12 +179,12 @@ class Recorder:
         for output in outputs:
             if isinstance(output, Answer):
                 self.answered(output)
-            if isinstance(output, Opened) and isinstance(item, OpenSession):
+            if isinstance(output, Opened) and output.error is None:
                 self.heard.setdefault(output.session, self.now)
-                self.hosts[output.session] = item.host
             if isinstance(output, UnitAdded) and isinstance(item, AddUnit):
                 self.connected.add(output.unit)
-                self.offered[item.cookie] = (output.unit, item)
+                self.counts["units restarted"] += item.epoch > self.epochs.get(item.cookie, item.epoch)
+                self.epochs[item.cookie] = item.epoch
                 if output.unit not in self.memory:
                     self.add_memory(output.unit, item.capacity_bytes)
         self.check_space()
@@ -202,8 +200,6 @@ class Recorder:
                         self.over.add(session)
             case Restarted():
                 self.restarted()
-            case AddUnit(cookie=cookie) if cookie in self.offered and item.epoch > self.offered[cookie][1].epoch:
-                self.unit_restarted(*self.offered[cookie])
             case Heartbeat(session=session):
                 self.heard[session] = self.now
             case SessionAttached(unit=unit, session=session):
@@ -224,12 +220,6 @@ class Recorder:
         for holder in self.holders.values():
             if holder.lease_until is not None and holder.lease_until > self.now:
                 holder.lease_until = self.now + holder.lease_s
-
-    def unit_restarted(self, unit: int, offer: AddUnit) -> None:
-        """No frame of a session of another host is taken any more that was under way."""
-        self.counts["units restarted"] += 1
-        for session in [session for session, host in self.hosts.items() if host != offer.host]:
-            self.nothing_touches(session, unit)
 
     def end_use(self, item: Call) -> None:
         """A command by which a client says that it no longer uses something."""

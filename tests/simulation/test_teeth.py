@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 
+from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
@@ -68,8 +69,17 @@ def an_abort_overtakes_its_frames(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unit, "stop", lambda self, grant, epoch: "stopped")
 
 
-def a_restarted_unit_takes_who_did_not_attach_for_remote(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "_lock_near", lambda self, session, unit: "")
+def a_new_epoch_of_a_unit_frees_what_remote_sessions_hold(patch: pytest.MonkeyPatch) -> None:
+    add_again = UnitReports._add_again
+
+    def hasty(self: UnitReports, unit: Any, item: Any) -> None:
+        if item.epoch > unit.epoch:
+            for session in self.state.sessions.values():
+                if session.host != unit.host:
+                    self.liveness._free_on(session, unit.number)
+        add_again(self, unit, item)
+
+    patch.setattr(UnitReports, "_add_again", hasty)
 
 
 def a_restarted_unit_takes_everybody_for_gone(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,7 @@ def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
         births_are_not_checked,
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,
-        a_restarted_unit_takes_who_did_not_attach_for_remote,
+        a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,
         a_restarted_unit_takes_everybody_for_gone,
         units_take_frames_of_earlier_lives,
     ],
