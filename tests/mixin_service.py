@@ -1,0 +1,48 @@
+"""Fixtures of the mixin's tests: a service, a partition for each test, and a worker without siblings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import dataplane
+from dataplane import DataPlaneClient, FieldSpec, Server
+from tests.mixin_worker import LAYOUTS, LENGTHS, Worker
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with dataplane.serve({"capacity_bytes": 32 << 20}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[DataPlaneClient]:
+    with dataplane.connect(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def partition(client: DataPlaneClient) -> Iterator[str]:
+    name = f"p{next(_numbers)}"
+    fields = {
+        **dict.fromkeys(["input_ids", "generation_logprobs", "token_mask", "routed_experts"]),
+        "fp8": FieldSpec("jagged"),
+        "prev_logprobs": None,
+        "reference_policy_logprobs": None,
+    }
+    client.register_partition(name, fields, len(LENGTHS), ["train"])
+    yield name
+    client.clear_samples(None, name)
+
+
+@pytest.fixture
+def alone(server: Server) -> Iterator[Worker]:
+    worker = Worker(LAYOUTS["dp2"], 0)
+    worker.setup_data_plane({"address": server.address})
+    yield worker
+    worker.close_data_plane()
