@@ -74,6 +74,7 @@ EXPECTED = [
     "StaleCallError",
     "StaleSampleError",
     "StalenessPolicy",
+    "StateDirError",
     "StorageUnitError",
     "StreamingDataLoader",
     "TOKEN_ALIGNED_FIELDS",
