@@ -19,6 +19,7 @@ from dataplane import (
     DataPlaneError,
     RequestTooLargeError,
     Shared,
+    StorageUnitError,
     connect,
     connect_async,
     failpoints,
@@ -26,6 +27,7 @@ from dataplane import (
 )
 from dataplane.checkpoint import files, manifest, saving
 from dataplane.control import wire
+from dataplane.roads import Roads
 
 MIB = 1 << 20
 
@@ -236,6 +238,38 @@ def test_writers_at_work_never_tear_a_checkpoint(client: DataPlaneClient, tmp_pa
             assert all(len(found) <= 1 for found in seen.values())
             versions.add(tuple(sorted(max(found, default=0) for found in seen.values())))
     assert len(versions) > 1
+
+
+def test_a_unit_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where units come back with what they held, saving and restoring begin anew until they are there."""
+    calls: list[str] = []
+
+    def at_first_gone(name: str) -> None:
+        honest = getattr(Roads, name)
+
+        def once(self: Roads, *arguments: Any, **more: Any) -> Any:
+            calls.append(name)
+            if calls.count(name) == 1:
+                raise StorageUnitError(unit=1, endpoint="ipc://gone", why="it is being restarted")
+            return honest(self, *arguments, **more)
+
+        monkeypatch.setattr(Roads, name, once)
+
+    for name in ("state", "arenas", "saved"):
+        (tmp_path / name).mkdir()
+    for other in another(state_dir=str(tmp_path / "state"), arena_dir=str(tmp_path / "arenas")):
+        other.register_partition("p", ["x"], 1, ["train"])
+        other.put_samples(ids_of(9), "p", {"x": rows_of(9)})
+        before = contents(other, "p", ["x"])
+        at_first_gone("gather")
+        other.checkpoint(tmp_path / "saved" / "c")
+        at_first_gone("write")
+        other.restore(tmp_path / "saved" / "c", replace=True)
+        assert (calls.count("gather"), calls.count("write")) == (2, 2)
+        assert contents(other, "p", ["x"]) == before
+        assert [unit.pinned_bytes for unit in other.stats().units] == [0]
+        assert [found.partition for found in other.stats().partitions] == ["p"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["c"]
 
 
 def test_a_cancelled_checkpoint_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:

@@ -33,10 +33,12 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.objects import decode_object
 from dataplane.operations import store
+from dataplane.patience import patient
 from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import GRANULE_BYTES
 
 
+@patient
 def restore(
     desk: Desk, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
 ) -> Operation[CheckpointInfo]:

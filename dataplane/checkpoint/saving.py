@@ -23,7 +23,7 @@ from dataplane.errors import InvalidRequestError, RequestTooLargeError
 from dataplane.ledger import commands as c
 from dataplane.objects import encode_object
 from dataplane.operations import name_tuple
-from dataplane.patience import know
+from dataplane.patience import know, patient
 from dataplane.roads import units_of
 from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import FieldKind
@@ -34,6 +34,7 @@ ROWS_PER_PIECE = 1 << 18
 """A piece is put back by one commit; the service takes 2^20 samples in one. A value has as many samples at most."""
 
 
+@patient
 def checkpoint(
     desk: Desk, path: str | os.PathLike[str], partitions: Sequence[str] | None = None
 ) -> Operation[CheckpointInfo]:
