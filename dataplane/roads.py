@@ -96,6 +96,8 @@ class Roads:
 
     def _connect(self, unit: int) -> None:
         """Shake hands; the outcome is kept unless another life of the unit was learned of meanwhile."""
+        if self._closed:
+            raise ClientClosedError()
         info = self._infos.get(unit)
         if info is None:
             raise StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")

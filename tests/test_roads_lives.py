@@ -1,0 +1,129 @@
+"""Roads to a storage unit that fails, or that has another life than the client knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.bulk.server import BulkServer
+from dataplane.config import DataPlaneConfig
+from dataplane.errors import ClientClosedError, ServiceRestartedError, StorageUnitError
+from dataplane.ledger import commands as c
+from dataplane.roads import Roads
+from dataplane.types import FieldKind, FieldSpec
+from dataplane.warm import WarmMemory
+from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
+
+ROW = c.FieldLocations(
+    name="x",
+    spec=FieldSpec(FieldKind.DENSE, "uint8", (64,)),
+    units=np.full(1, UNIT, np.int32),
+    offsets=np.zeros(1, np.int64),
+    lengths=np.ones(1, np.int64),
+)
+
+
+@pytest.fixture
+def unit() -> Iterator[Unit]:
+    with Unit() as made:
+        yield made
+
+
+@pytest.fixture
+def roads(unit: Unit) -> Iterator[Roads]:
+    config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
+    made = Roads(config, session=1, lock=None, memory=WarmMemory(0))
+    made.learn([unit.info])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A unit that reads nothing: (a read came, go on)."""
+    came, go_on = threading.Event(), threading.Event()
+    read = BulkServer._read
+
+    def slow(server: BulkServer, request: Any) -> Any:
+        came.set()
+        assert go_on.wait(WAIT_S)
+        return read(server, request)
+
+    monkeypatch.setattr(BulkServer, "_read", slow)
+    yield came, go_on
+    go_on.set()
+
+
+def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, roads: Roads) -> None:
+    roads.gather([ROW], {UNIT})
+    assert not roads.unknown({UNIT})
+    unit.server.stop()
+    with pytest.raises(StorageUnitError):
+        roads.gather([ROW], {UNIT})
+    assert roads.unknown({UNIT})
+    roads.learn([unit.info])
+    assert not roads.unknown({UNIT})
+
+
+def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
+    config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
+    roads = Roads(config, session=1, lock=None, memory=WarmMemory(0))
+    roads.learn([changed(unit.info, epoch=EPOCH - 1)])
+    with pytest.raises(ServiceRestartedError):
+        roads.gather([ROW], {UNIT})
+    assert roads.unknown({UNIT})
+    roads.learn([unit.info])
+    roads.gather([ROW], {UNIT})
+    roads.close()
+
+
+def test_a_call_under_way_in_a_life_that_is_over_says_so(
+    unit: Unit, roads: Roads, held_up: tuple[threading.Event, threading.Event]
+) -> None:
+    came, _ = held_up
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        roads.learn([changed(unit.info, epoch=EPOCH + 1)])
+        with pytest.raises(ServiceRestartedError, match=f"storage unit {UNIT} belongs to epoch 4, expected 3"):
+            reading.result(WAIT_S)
+
+
+def test_a_call_under_way_when_the_client_closes_says_so(
+    roads: Roads, held_up: tuple[threading.Event, threading.Event]
+) -> None:
+    came, _ = held_up
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        roads.close()
+        with pytest.raises(ClientClosedError):
+            reading.result(WAIT_S)
+    with pytest.raises(ClientClosedError):
+        roads.gather([ROW], {UNIT})
+
+
+def test_learning_does_not_wait_for_a_handshake(unit: Unit, roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats bring what is learned."""
+    came, go_on = threading.Event(), threading.Event()
+    attach = BulkServer._answer
+
+    def slow(server: BulkServer, peer: bytes, request: Any) -> None:
+        came.set()
+        assert go_on.wait(WAIT_S)
+        attach(server, peer, request)
+
+    monkeypatch.setattr(BulkServer, "_answer", slow)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        other = changed(unit.info, unit=UNIT + 1)
+        roads.learn([unit.info, other])
+        assert not roads.unknown({UNIT + 1})
+        go_on.set()
+        assert set(reading.result(WAIT_S)) == {"x"}
