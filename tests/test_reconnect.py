@@ -38,7 +38,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-@pytest.fixture(params=["local", "remote", "local-async", "remote-async"])
+@pytest.fixture(params=["local", "remote-async"])
 def style(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
