@@ -124,7 +124,7 @@ class StorageUnit:
 
     @property
     def lost(self) -> threading.Event:
-        """Set when the controller is gone, or its link: the unit gets no new rows any more."""
+        """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
         assert self._link is not None, "not started"
         return self._link.lost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -254,6 +255,54 @@ def test_it_goes_on_again_and_again(lives: Lives, open_client: Open, style: str)
         put(client, number)
         lives.restart()
     check(client, 0, 1, 2, 3)
+
+
+def test_work_under_way_is_done_exactly_once(
+    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str
+) -> None:
+    """Producers and consumers do not notice that the controller ends and lives again all the time."""
+    each, producers = 25, [open_client(style) for _ in range(2)]
+    consumers, done = [open_client(style) for _ in range(2)], threading.Event()
+    finished: list[int] = []
+    register(producers[0])
+
+    def produce(which: int) -> None:
+        for number in range(which * each, (which + 1) * each):
+            producers[which].put_samples([f"s{number}"], "p", rows(number), mode="create")
+            finished.append(number)
+
+    def consume(client: Any) -> list[str]:
+        found: list[str] = []
+        while True:
+            meta = client.claim_meta("p", "train", FIELDS, 4, min_batch_size=1, timeout_s=WAIT_S)
+            if not meta.size:
+                return found
+            check(client, *[int(sample[1:]) for sample in meta.sample_ids])
+            found += meta.sample_ids
+
+    def restart() -> int:
+        count = 0
+        while not done.is_set():
+            before = len(finished)
+            wait_until(lambda before=before: len(finished) >= before + 5 or done.is_set(), "puts of this life")
+            lives.restart()
+            count += 1
+        return count
+
+    restarting = pool.submit(restart)
+    try:
+        claims = [pool.submit(consume, client) for client in consumers]
+        for work in [pool.submit(produce, which) for which in range(2)]:
+            work.result(WAIT_S)
+        producers[0].seal("p")
+        claimed = [sample for work in claims for sample in work.result(WAIT_S)]
+    finally:
+        done.set()
+    assert restarting.result(WAIT_S) > 0
+    assert sorted(claimed) == sorted(f"s{number}" for number in range(2 * each))
+    (partition,) = producers[0].stats().partitions
+    assert (partition.live, partition.born) == (2 * each, 2 * each)
+    wait_until(lambda: not sum(u.reserved_bytes + u.pinned_bytes for u in producers[0].stats().units), "all given back")
 
 
 # --- it does not, or without its state
