@@ -1,12 +1,10 @@
 """Producers and trainers of one partition as processes of their own, which a test may kill.
 
-Each is started in a fork of a server that has imported this module, so that a scene costs no import of torch. What a
-process did comes back through the pipe that it was given.
+What a process did comes back through the pipe that it was given.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -15,11 +13,10 @@ from typing import Any
 import torch
 
 from dataplane import connect
+from tests.faults.forks import forks
 
 PARTITION, TASK = "p", "train"
 GROUP = 4
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.faults.market"])
 
 
 def start(role: Any, address: str, *arguments: Any) -> tuple[Any, Connection]:

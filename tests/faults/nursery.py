@@ -18,7 +18,7 @@ def main() -> None:
         child = os.fork()
         if not child:
             try:
-                victim.main(sys.argv[1], json.loads(line))
+                victim.main(sys.argv[1], json.loads(line), lambda text: print(text, flush=True))
             except BaseException:
                 traceback.print_exc()
             os._exit(1)

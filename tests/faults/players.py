@@ -6,7 +6,6 @@ is about to do, and what it has done, before it goes on; so the rest can be reck
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -40,8 +39,6 @@ MOST_TOKENS = 3000
 CLIENT = {"heartbeat_s": 0.2, "reconnect_s": 120.0, "put_timeout_s": 120.0, "call_timeout_s": 120.0}
 SERVICE = {"reconnect_s": 600.0, "heartbeat_s": 0.2, "session_timeout_s": 2.0, "capacity_bytes": 16 << 20}
 LEASE_S = 4.0
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.faults.players"])
 
 
 def content(name: str) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from typing import Any
 
 from dataplane import connect
 from dataplane.kept import discard
+from dataplane.lockfile import sweep
+from tests.faults.forks import forks
 from tests.faults.players import (
     CLIENT,
     PARTITION,
     TASK,
     consume,
-    forks,
     play,
     produce,
     serve_controller,
@@ -312,6 +313,7 @@ class Storm:
                 player.process.kill()
                 player.process.join(START_S)
         discard(self.state, ["/dev/shm"])
+        sweep("/dev/shm")  # the locks of the dead, as the next storage unit here would
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

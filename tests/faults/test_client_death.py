@@ -6,23 +6,60 @@ samples.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
+from tests.faults.forks import forks
+from tests.faults.victim import play
 
 MIB = 1 << 20
-ROOT = Path(__file__).parents[2]
-Victim = Callable[..., "subprocess.Popen[str]"]
+WAIT_S = 60
+
+
+class Dying:
+    """A victim, and what it says."""
+
+    def __init__(self, address: str, settings: dict[str, Any]) -> None:
+        self._pipe, theirs = forks.Pipe()
+        self._process = forks.Process(target=play, args=(theirs, address, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def said(self) -> Any:
+        """The next thing it says; None once it is dead."""
+        assert self._pipe.poll(WAIT_S), "the victim is silent"
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            return None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ended(self) -> int | None:
+        """Its exit code; waits for it."""
+        self._process.join(WAIT_S)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.ended()
+
+    def close(self) -> None:
+        self.kill()
+        self._pipe.close()
+
+
+Victim = Callable[..., Dying]
 
 
 @pytest.fixture
@@ -42,27 +79,15 @@ def survivor(server: Server) -> Iterator[DataPlaneClient]:
 
 @pytest.fixture
 def victim(server: Server) -> Iterator[Victim]:
-    started: list[subprocess.Popen[str]] = []
+    started: list[Dying] = []
 
-    def start(**settings: Any) -> subprocess.Popen[str]:
-        text = json.dumps({"how": "kill", "partition": "p", "at": "", **settings})
-        command = [sys.executable, "-m", "tests.faults.victim", server.address, text]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        started.append(process)
-        return process
+    def start(**settings: Any) -> Dying:
+        started.append(Dying(server.address, {"how": "kill", "partition": "p", "at": "", **settings}))
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.wait(60)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    """The next line the victim prints."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    for dying in started:
+        dying.close()
 
 
 def rows(count: int, value: int = 1) -> torch.Tensor:
@@ -87,8 +112,8 @@ REMOTE_PUT = ["bulk.write.between_frames", "put.before_commit", "call.Allocate.a
 )
 def test_killed_in_a_put(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     dying = victim(road=road, job="put", at=at)
-    assert line(dying) == "there"
-    assert dying.wait(60) == -signal.SIGKILL
+    assert dying.said() == "there"
+    assert dying.ended() == -signal.SIGKILL
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
@@ -97,7 +122,7 @@ def test_killed_in_a_put(survivor: DataPlaneClient, victim: Victim, road: str, a
 
 def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: Victim) -> None:
     dying = victim(road="local", job="put", at="call.Commit.after")
-    assert dying.wait(60) == -signal.SIGKILL
+    assert dying.ended() == -signal.SIGKILL
     back = survivor.get_samples(names(5, "v"), "p", ["x"])
     assert torch.equal(back["x"], rows(5, 0))
 
@@ -119,8 +144,8 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
 def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": rows(5)})
     dying = victim(road=road, job="get", at=at)
-    assert line(dying) == "there"
-    dying.wait(60)
+    assert dying.said() == "there"
+    dying.ended()
     survivor.clear_samples(names(5), "p")
     survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7, 2))
@@ -131,18 +156,17 @@ def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, a
 def test_killed_around_a_claim(survivor: DataPlaneClient, victim: Victim, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
     dying = victim(road="local", job="claim", at=at)
-    assert line(dying) == "claiming"
-    assert dying.wait(60) == -signal.SIGKILL
+    assert dying.said() == "claiming"
+    assert dying.ended() == -signal.SIGKILL
     assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
 
 
 def test_killed_while_a_claim_waits(survivor: DataPlaneClient, victim: Victim) -> None:
     dying = victim(road="local", job="claim")
-    assert line(dying) == "claiming"
+    assert dying.said() == "claiming"
     while not any(part.waiting_claims for part in survivor.stats().partitions):
-        assert dying.poll() is None
+        assert dying.alive
     dying.kill()
-    dying.wait(60)
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
     assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
 
@@ -151,15 +175,14 @@ def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClien
     """SIGSTOP for longer than every time-out: the bytes under its views are not reused, and come back at its death."""
     survivor.put_samples(names(5), "p", {"x": rows(5)})
     stopped = victim(road="local", job="views", how="stop")
-    assert line(stopped) == "there"
+    assert stopped.said() == "there"
     survivor.clear_samples(names(5), "p")
     with (
         connect(survivor.config.address, heartbeat_s=0.2, put_timeout_s=4.0) as hurried,
         pytest.raises(TimeoutError, match="victim"),
     ):
         hurried.put_samples(names(7), "p", {"x": rows(7, 2)})
-    os.kill(stopped.pid, signal.SIGKILL)
-    stopped.wait(60)
+    stopped.kill()
     survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
     assert nothing_held(survivor)
 
@@ -167,9 +190,9 @@ def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClien
 def test_a_stopped_remote_writer_is_fenced(survivor: DataPlaneClient, victim: Victim) -> None:
     """It is given up after its silence; when it wakes, its frames and its commit are refused."""
     stopped = victim(road="remote", job="put", at="bulk.write.between_frames", how="stop")
-    assert line(stopped) == "there"
+    assert stopped.said() == "there"
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     os.kill(stopped.pid, signal.SIGCONT)
-    assert stopped.wait(60) == 1
+    assert stopped.ended() == 1
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))

@@ -1,0 +1,9 @@
+"""Processes for scenes of faults, forked from a server that has imported all they need: a scene costs no import of
+torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tests.faults.players", "tests.faults.market", "tests.faults.victim"])
