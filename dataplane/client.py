@@ -40,14 +40,16 @@ class DataPlaneClient:
     Every call has a deadline: commands `config.call_timeout_s`; puts also wait up to `config.put_timeout_s` for room,
     claims up to their `timeout_s`. When the service is gone, calls fail at once, or, where it keeps its state
     (`state_dir`), wait up to `config.reconnect_s` for its return, each no longer than its own deadline; then they go on
-    as if nothing had happened: what was under way is done once, claims and views stay. A service that comes back without
-    its state is a `ServiceRestartedError`, which says what was lost, for every call from then on: open another client.
+    as if nothing had happened: what was under way is done once, claims and views stay. A service that comes back
+    without its state is a `ServiceRestartedError`, which says what was lost, for every call from then on: open another
+    client.
 
     Errors are those of `dataplane.errors`; besides those named below any call may raise `ServiceUnavailableError`,
     `SessionExpiredError`, `ServiceRestartedError`, `CallTimeoutError` or `ClientClosedError`.
 
     Samples are named by ids, or by a `KVBatchMeta` that the service minted, which also says *which* sample of that id
-    was meant: after a clear, a read or write through the older meta is a `StaleSampleError`, never another sample's data.
+    was meant: after a clear, a read or write through the older meta is a `StaleSampleError`, never another sample's
+    data.
     """
 
     def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None) -> None:
