@@ -233,7 +233,7 @@ class Journal(Log):
     def begin_from(self, number: int) -> None:
         """From now on the image of record `number`, which is there, is where the next life begins."""
         before = self.fact("image")
-        self.set_facts(image=number)
+        self._set_facts(image=number)
         self._covered = number
         if before is not None and before != number:
             self.image_path(int(before)).unlink(missing_ok=True)
@@ -243,15 +243,19 @@ class Journal(Log):
         with self._named("cannot be written"):
             self._db.execute("PRAGMA synchronous = FULL")
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
-                    self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
-                    self._db.execute("COMMIT")
-                except BaseException:
-                    self._db.execute("ROLLBACK")
-                    raise
+                self._set_facts(**facts)
             finally:
                 self._db.execute("PRAGMA synchronous = OFF")
+
+    def _set_facts(self, **facts: int | str) -> None:
+        with self._named("cannot be written"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
 
     def set_aside(self, folder: Path) -> Journal:
         """A new journal in this one's place, which is closed and moved to `folder`. The lock stays held."""
