@@ -137,6 +137,8 @@ class Log:
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield
+        except StateDirError:
+            raise
         except (sqlite3.Error, OSError) as error:
             raise self.error(f"{LOG_NAME if isinstance(error, sqlite3.Error) else 'it'} {what}: {error}") from error
 
