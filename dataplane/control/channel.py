@@ -91,7 +91,8 @@ class Channel(OpenChannel):
 
     def _exchange(self, outgoing: Outgoing) -> wire.Reply:
         while True:
-            with self._line() as (door, dealer):
+            door, dealer = self._take()
+            try:
                 send(dealer, outgoing.frames)
                 while not door.shut:
                     reply = self._await(door, dealer, outgoing)
@@ -100,6 +101,8 @@ class Channel(OpenChannel):
                     self._calls.check()
                     if time.monotonic() >= outgoing.wake_at:
                         send(dealer, self._calls.again(outgoing))
+            finally:
+                door.put_back(dealer)
             outgoing.frames = self._calls.again(outgoing)
 
     def _await(self, door: Door, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
@@ -120,8 +123,11 @@ class Channel(OpenChannel):
             self._send_once(undo)
 
     def _send_once(self, outgoing: Outgoing) -> None:
-        with self._line() as (_, dealer):
+        door, dealer = self._take()
+        try:
             send(dealer, outgoing.frames)
+        finally:
+            door.put_back(dealer)
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""
@@ -132,7 +138,8 @@ class Channel(OpenChannel):
                 for reply in arrived(dealer):
                     self._calls.heard(reply)
         finally:
-            door.put_back(dealers)
+            for dealer in dealers:
+                door.put_back(dealer)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             for command in [] if self._calls.pointless else self.leftovers():
@@ -145,20 +152,15 @@ class Channel(OpenChannel):
 
     # --- sockets
 
-    @contextlib.contextmanager
-    def _line(self) -> Iterator[tuple[Door, Socket]]:
-        """A socket to the door there is now."""
+    def _take(self) -> tuple[Door, Socket]:
+        """A socket to the door there is now, to be put back there."""
         while True:
             door = self._door
             dealer = door.take()
             if dealer is not None:
-                break
+                return door, dealer
             if self._closing:
                 raise ClientClosedError()
-        try:
-            yield door, dealer
-        finally:
-            door.put_back([dealer])
 
     def _look_again(self) -> None:
         """The session is elsewhere, or over, or not waited for any longer: calls under way leave the door they wait

@@ -34,7 +34,8 @@ class Door:
         try:
             return door_socket(self._context, self.endpoint)
         except BaseException:
-            self._back([], 1)
+            with self._changed:
+                self._less()
             raise
 
     def take_idle(self) -> list[Socket]:
@@ -44,16 +45,16 @@ class Door:
             self._using += len(idle)
             return idle
 
-    def put_back(self, dealers: list[Socket]) -> None:
-        """Of what was taken."""
-        self._back(dealers, len(dealers))
-
-    def _back(self, dealers: list[Socket], count: int) -> None:
+    def put_back(self, dealer: Socket) -> None:
+        """What was taken."""
         with self._changed:
-            self._using -= count
-            self._idle += dealers
-            if self.shut:
-                self._let_go()
+            self._idle.append(dealer)
+            self._less()
+
+    def _less(self) -> None:
+        self._using -= 1
+        if self.shut:
+            self._let_go()
 
     def close(self) -> None:
         """Shut the door: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
