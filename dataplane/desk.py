@@ -83,7 +83,8 @@ class Desk:
     def leftovers(self) -> list[Command]:
         """Commands to post, each once: pins whose last view is gone and room that nobody uses go back."""
         released = [Release(located=number) for number in self.pins.dropped()]
-        return [*released, *[Abort(reservation=number) for number in self.ahead.returned()]]
+        unused = [*self.ahead.returned(), *self.roads.settled()]
+        return [*released, *[Abort(reservation=number) for number in unused]]
 
     def idle_leftovers(self) -> list[Command]:
         """The same with every heartbeat."""

@@ -288,7 +288,7 @@ def _store_ahead(
 
 def _give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:
     """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
-    reserved until the session ends: then the service has the unit fence it first."""
+    reserved until those have another life, or the session ends: then the service has the unit fence it first."""
     try:
         if unfinished:
             yield Work(lambda: desk.roads.stop(reservation, unfinished))

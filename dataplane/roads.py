@@ -61,6 +61,7 @@ class Roads:
         self._connections: dict[int, UnitConnection] = {}
         self._left: dict[int, int] = {}
         self._doubted: set[int] = set()
+        self._unstopped: dict[int, dict[int, int]] = {}
         self._guard = threading.Lock()
         self._shaking_hands = threading.Lock()
         self._closed = False
@@ -172,8 +173,30 @@ class Roads:
         """Make the `unfinished` units refuse every write of the reservation; those that will are taken from the set.
 
         Blocks up to the connect timeout for each unit. A unit that does not acknowledge stays in the set, with a
-        warning in the log: the room must then stay reserved.
+        warning in the log: the room must then stay reserved until it is among `settled`.
         """
+        epochs = {unit: self._infos[unit].epoch for unit in unfinished}
+        try:
+            self._stop(reservation, unfinished)
+        finally:
+            if unfinished:
+                with self._guard:
+                    self._unstopped[reservation] = {unit: epochs[unit] for unit in unfinished}
+
+    def settled(self) -> list[int]:
+        """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
+        question has another life by now, which takes no frame meant for an earlier one."""
+        with self._guard:
+            over = [
+                reservation
+                for reservation, epochs in self._unstopped.items()
+                if all(self._infos[unit].epoch != epoch for unit, epoch in epochs.items())
+            ]
+            for reservation in over:
+                del self._unstopped[reservation]
+        return over
+
+    def _stop(self, reservation: int, unfinished: set[int]) -> None:
         for unit in sorted(unfinished):
             try:
                 self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
@@ -182,7 +205,7 @@ class Roads:
             except BaseException as error:
                 log.warning(
                     "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
-                    "%d): %s; the put's room stays reserved until this client closes",
+                    "%d): %s; the put's room stays reserved until the unit has another life or this client closes",
                     unit,
                     reservation,
                     self._session,

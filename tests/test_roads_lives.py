@@ -12,6 +12,7 @@ import pytest
 
 from dataplane.bulk.server import BulkServer
 from dataplane.config import DataPlaneConfig
+from dataplane.desk import Desk
 from dataplane.errors import ClientClosedError, ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.roads import Roads
@@ -127,3 +128,28 @@ def test_learning_does_not_wait_for_a_handshake(unit: Unit, roads: Roads, monkey
         assert not roads.unknown({UNIT + 1})
         go_on.set()
         assert set(reading.result(WAIT_S)) == {"x"}
+
+
+def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(unit: Unit, roads: Roads) -> None:
+    roads.gather([ROW], {UNIT})
+    unit.server.stop()
+    unfinished = {UNIT}
+    roads.stop(5, unfinished)
+    assert unfinished == {UNIT}
+    assert roads.settled() == []
+    roads.learn([unit.info])
+    assert roads.settled() == []
+    roads.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert roads.settled() == [5]
+    assert roads.settled() == []
+
+
+def test_a_desk_gives_such_room_back(unit: Unit) -> None:
+    desk = Desk(DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None)
+    desk.roads.learn([unit.info])
+    unit.server.stop()
+    desk.roads.stop(5, {UNIT})
+    desk.roads.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert [command.reservation for command in desk.leftovers() if isinstance(command, c.Abort)] == [5]
+    assert desk.leftovers() == []
+    desk.close()
