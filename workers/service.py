@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -40,7 +41,7 @@ class ControllerActor:
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
         self._controller: Controller | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _started_again():
             self.start()
 
     def start(self) -> str:
@@ -69,7 +70,7 @@ class StorageUnitActor:
         self._where = controller_address
         self._name = name
         self._unit: StorageUnit | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _started_again():
             self.start()
 
     def start(self) -> None:
@@ -157,6 +158,13 @@ def launch_service(
         raise
     reached = ServiceConfig(**{**vars(told), "address": where_to_look})
     return LaunchedService(reached, controller, actors)
+
+
+def _started_again() -> bool:
+    """Whether Ray made this actor anew after its process had ended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, on the way there
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _nodes() -> list[dict[str, Any]]:
