@@ -1,6 +1,6 @@
 """Makes victims quickly: a process that has imported everything and forks one for each line of settings it is given.
 
-`python -m tests.faults.nursery ADDRESS`; prints "dead" when a victim is.
+`python -m tests.faults.nursery ADDRESS`; prints "ready" at first, and "dead" when a victim is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.faults import victim
 
 
 def main() -> None:
+    print("ready", flush=True)
     for line in sys.stdin:
         child = os.fork()
         if not child:

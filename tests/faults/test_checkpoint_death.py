@@ -47,6 +47,7 @@ def kill(server: Server) -> Iterator[Kill]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as nursery:
         assert nursery.stdin is not None
         assert nursery.stdout is not None
+        assert nursery.stdout.readline() == "ready\n"
 
         def run(job: str, at: str, path: Path, road: str) -> None:
             settings = {"how": "kill", "partition": "p", "at": at, "job": job, "path": str(path), "road": road}
