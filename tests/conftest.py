@@ -8,12 +8,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from dataplane import failpoints
 from dataplane.lockfile import is_held, open_own
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 
 SHARED_MEMORY = Path("/dev/shm")
+
+# Hypothesis tries the constants that it finds in whatever modules are loaded. Examples are the same whichever tests ran
+# before only if it does not.
+providers.HypothesisProvider._local_constants = providers._local_constants
 
 
 def our_files() -> set[str]:

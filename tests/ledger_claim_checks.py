@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from dataplane.ledger import Ledger, Limits
+from dataplane.ledger import Ledger, Limits, shares
 from dataplane.ledger.commands import Claim, Claimed
 from dataplane.ledger.tasks import HELD, Task
 from tests.ledger_claim_model import Held, Name, Selection
@@ -38,12 +39,24 @@ class Client:
 
 
 class ClaimChecks(RuleBasedStateMachine):
-    """Of the driver: `parked` are the calls that wait, with their deadlines."""
+    """Of the driver: `parked` are the calls that wait, with their deadlines; `fixed` are the selections of steps."""
 
     ledger: Ledger
     model: Model
     parked: dict[Name, float]
     clients: dict[int, Client]
+    fixed: dict[tuple[Task, int], shares.Selection]
+
+    def watch_selections(self) -> None:
+        """From now on `fixed` has every selection that the ledger fixes."""
+        fix = self.ledger._claims._fix
+
+        def watched(partition: Any, task: Task, command: Claim, chosen: Any) -> shares.Selection:
+            selection = fix(partition, task, command, chosen)
+            self.fixed[task, command.step or 0] = selection
+            return selection
+
+        self.ledger._claims._fix = watched  # type: ignore[method-assign]
 
     def check_claim(self, name: Name, command: Claim, result: Claimed) -> None:
         if command.step is not None:
@@ -82,9 +95,11 @@ class ClaimChecks(RuleBasedStateMachine):
         assert list(result.ids) == [sample.id for sample in chosen]
 
     def selection_of(self, command: Claim) -> Selection | None:
-        """What the ledger fixed while the model could not know which samples are free."""
+        """What the ledger fixed while the model could not know which samples are free, though it may be forgotten by
+        now."""
         partition = self.model.partitions[command.partition]
-        fixed = self.ledger._state.partitions[command.partition].tasks[command.task].selections.get(command.step or 0)
+        kept = self.ledger._state.partitions[command.partition].tasks[command.task]
+        fixed = self.fixed.get((kept, command.step or 0))
         if fixed is None:
             return None
         births = {sample.birth: sample for sample in partition.samples.values()}

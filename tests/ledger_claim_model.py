@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.ledger import samplers
-from dataplane.ledger.commands import Claim, Order, Predicate
+from dataplane.ledger.commands import Claim, Command, Order, Predicate
 from dataplane.types import FieldSpec, Scalar
 
 Name = tuple[int, int]
@@ -187,6 +187,13 @@ class ClaimModel:
         return None if command.blocking or command.step is not None else units
 
     # --- shares
+
+    def parked_faults(self, command: Command) -> Faults:
+        """What a claim that waits may come to be refused with; a schema that became strict meanwhile does not count."""
+        faults = Faults()
+        if isinstance(command, Claim) and command.step is not None:
+            self.share_faults(self.partitions[command.partition], command, faults)
+        return faults
 
     def share_faults(self, partition: Partition, command: Claim, faults: Faults) -> None:
         assert command.step is not None

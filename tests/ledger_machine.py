@@ -92,7 +92,8 @@ class LedgerDriver(ClaimChecks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(7, limits=LIMITS)
+        self.ledger, self.fixed = Ledger(7, limits=LIMITS), {}
+        self.watch_selections()
         self.model = Model()
         self.books = SaveBooks(self.model)
         self.log: list[Input] = []
@@ -160,7 +161,7 @@ class LedgerDriver(ClaimChecks):
             }
             assert allowed.get(kind), (name, command, error)
             if kind in ("InvalidRequestError", "ShareTakenError"):
-                faults = self.model.faults(name[0], command)
+                faults = self.model.parked_faults(command)
                 assert kind in faults.must | faults.may, (name, command, error)
 
     def expired(self, session: int) -> None:

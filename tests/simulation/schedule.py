@@ -12,6 +12,8 @@ from tests.simulation.scripts import drop
 from tests.simulation.world import World
 
 MOST_CLIENTS = 10
+MOST_STEPS = 10_000
+"""Far more than a world ever takes to come to rest."""
 
 
 class Schedule:
@@ -164,7 +166,7 @@ def settle(world: World) -> None:
 
 def flow(world: World) -> None:
     """Deliver and run until nothing moves."""
-    for _ in range(100_000):
+    for _ in range(MOST_STEPS):
         places = world.deliverable()
         able = [(client, thread) for client in world.clients for thread in client.runnable()]
         if places:
