@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +107,10 @@ class DurableLedger:
         hit("journal.before_append")
         self._journal.append(record)
         hit("journal.after_append")
-        self._images.note(len(record))
-        outputs = self._ledger.apply(item)
+        try:
+            outputs = self._ledger.apply(item)
+        finally:
+            self._images.note(len(record))
         hit("journal.applied")
         return outputs
 
@@ -174,48 +177,44 @@ class _Images:
 
     def begin(self) -> None:
         """A life begins: the log, if there is much of it, was gone through once, and need not be again."""
-        self._records = self._journal.last - int(self._journal.fact("image") or 0)
+        covered = self._journal.covered
+        self._records = self._journal.last - covered
+        self._small = self._journal.image_path(covered).stat().st_size <= SMALL_BYTES
         if self._records >= SMALL_AFTER_RECORDS:
-            self._make_here()
-        else:
-            self._measure(int(self._journal.fact("image") or 0))
+            self._guarded(self._make_here)
 
     def note(self, nbytes: int) -> None:
-        """Another record is appended, and not applied yet."""
-        if self._small and self._records >= SMALL_AFTER_RECORDS:
-            self._make_here(before_last=1)
+        """Another record was appended, and applied. Raises nothing: what was done is done."""
         self._records += 1
         self._bytes += nbytes
-        if self._records < IMAGE_AFTER_RECORDS and self._bytes < IMAGE_AFTER_BYTES:
-            return
         if self._maker is not None:
-            self._look()
-        elif time.monotonic() >= self._not_before:
-            self._start_maker()
+            self._guarded(self._look)
+        elif self._small and self._records >= SMALL_AFTER_RECORDS:
+            self._guarded(self._make_here)
+        elif self._records >= IMAGE_AFTER_RECORDS or self._bytes >= IMAGE_AFTER_BYTES:
+            self._guarded(self._start_maker)
 
-    def _make_here(self, before_last: int = 0) -> None:
-        """An image of the ledger as it is: after the last record, or the one before it."""
-        number = self._journal.last - before_last
-        try:
-            self._journal.write_image(number, self._ledger.image())
-            self._journal.begin_from(number)
-        except StateDirError as error:
-            self._records = 0
-            log.error("no image of the ledger could be made, its journal grows on: %s", error)
+    def _guarded(self, make: Callable[[], None]) -> None:
+        """Unless the last one was a moment ago."""
+        if time.monotonic() < self._not_before:
             return
-        self._records = self._bytes = 0
-        self._measure(number)
+        try:
+            make()
+        except OSError as error:
+            log.error("no image of the ledger could be made, its journal grows on: %s", error)
+            self._rest()
 
-    def _measure(self, number: int) -> None:
-        self._small = self._journal.image_path(number).stat().st_size <= SMALL_BYTES
+    def _make_here(self) -> None:
+        """An image of the ledger as it is."""
+        self._began = time.monotonic()
+        image = self._ledger.image()
+        self._journal.write_image(self._journal.last, image)
+        self._begins_from(self._journal.last, len(image))
 
     def _start_maker(self) -> None:
         self._number, self._began = self._journal.last, time.monotonic()
         command = [sys.executable, "-m", "dataplane.durable", str(self._journal.directory), str(self._number)]
-        try:
-            self._maker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        except OSError as error:
-            self._rest(f"cannot start {sys.executable}: {error}")
+        self._maker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _look(self) -> None:
         assert self._maker is not None
@@ -224,19 +223,19 @@ class _Images:
             return
         self._maker = None
         if code:
-            self._rest(f"the process that makes it ended with code {code}")
-            return
-        self._journal.begin_from(self._number)
-        self._records, self._bytes = self._journal.last - self._number, 0
-        self._measure(self._number)
+            raise ChildProcessError(f"the process that makes it ended with code {code}")
+        self._begins_from(self._number, self._journal.image_path(self._number).stat().st_size)
         self._rest()
 
-    def _rest(self, failed: str = "") -> None:
+    def _begins_from(self, number: int, nbytes: int) -> None:
+        self._journal.begin_from(number)
+        self._records, self._bytes = self._journal.last - number, 0
+        self._small = nbytes <= SMALL_BYTES
+
+    def _rest(self) -> None:
         """As long as it took, at least a second: the next one waits."""
-        took = time.monotonic() - self._began
-        self._not_before = time.monotonic() + max(took, 1.0)
-        if failed:
-            log.error("no image of the ledger could be made, its journal grows on: %s", failed)
+        now = time.monotonic()
+        self._not_before = now + max(now - self._began, 1.0)
 
     def stop(self) -> None:
         if self._maker is not None:

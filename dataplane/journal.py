@@ -101,6 +101,11 @@ class Log:
             raise self.error(f"{path.name} is damaged (its checksum differs)", _DAMAGED)
         return int(number), content[4:]
 
+    @property
+    def covered(self) -> int:
+        """The number of the last record in the last image; 0 if there is none."""
+        return int(self.fact("image") or 0)
+
     def image_path(self, number: int) -> Path:
         return self.directory / f"image-{number}"
 
@@ -160,7 +165,7 @@ class Journal(Log):
         """Use `open`."""
         self._lock = lock
         self._last = 0
-        self._covered = 0
+        self._droppable = 0
         super().__init__(directory)
         self._tidy()
 
@@ -202,12 +207,11 @@ class Journal(Log):
     def _tidy(self) -> None:
         """Find where the log ends; remove what an interrupted life left aside."""
         with self._named("cannot be read"):
-            first, last = self._db.execute("SELECT min(number), max(number) FROM log").fetchone()
-        covered = int(self.fact("image") or 0)
-        self._last = max(last or 0, covered)
-        self._covered = covered if first is not None and first <= covered else 0
+            (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
+        self._droppable = self.covered
+        self._last = max(last or 0, self._droppable)
         for path in self.directory.glob("image-*"):
-            if path != self.image_path(covered):
+            if path != self.image_path(self._droppable):
                 path.unlink(missing_ok=True)
 
     @property
@@ -218,27 +222,27 @@ class Journal(Log):
     def append(self, record: bytes) -> None:
         """The next record. StateDirError, and nothing is appended, where it cannot be written (a full disk)."""
         with self._named("cannot be written"):
+            if self._droppable:
+                self._drop_some()
             self._db.execute("INSERT INTO log VALUES (?, ?, ?)", (self._last + 1, record, zlib.crc32(record)))
         self._last += 1
-        if self._covered:
-            self._drop_some()
 
     def _drop_some(self) -> None:
-        with self._named("cannot be written"):
-            (first,) = self._db.execute("SELECT min(number) FROM log").fetchone()
-            if first > self._covered:
-                self._covered = 0
-                return
-            upto = min(first + DROPPED_AT_ONCE - 1, self._covered)
-            self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
+        (first,) = self._db.execute("SELECT min(number) FROM log").fetchone()
+        if first is None or first > self._droppable:
+            self._droppable = 0
+            return
+        upto = min(first + DROPPED_AT_ONCE - 1, self._droppable)
+        self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
 
     def begin_from(self, number: int) -> None:
         """From now on the image of record `number`, which is there, is where the next life begins."""
         before = self.fact("image")
         self._set_facts(image=number)
-        self._covered = number
+        self._droppable = number
         if before is not None and before != number:
-            self.image_path(int(before)).unlink(missing_ok=True)
+            with self._named("cannot be written"):
+                self.image_path(int(before)).unlink(missing_ok=True)
 
     def set_facts(self, **facts: int | str) -> None:
         """Set these, all or none, and on disk when this returns."""
@@ -275,7 +279,7 @@ class Journal(Log):
             return
         try:
             with self._named("cannot be closed"):
-                _sync(self.image_path(int(self.fact("image") or 0)))
+                _sync(self.image_path(self.covered))
                 _sync(self.directory)
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
