@@ -3,9 +3,8 @@ restored."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
 from dataplane.checkpoint import files, manifest
+from tests.faults.dying import Dying
 
 MIB = 1 << 20
-ROOT = Path(__file__).parents[2]
 IDS = [f"s{number}" for number in range(5)]
 Kill = Callable[..., None]
 
@@ -43,19 +42,14 @@ def client(server: Server) -> Iterator[DataPlaneClient]:
 @pytest.fixture(scope="module")
 def kill(server: Server) -> Iterator[Kill]:
     """Runs a client that does its job until it kills itself at a failpoint."""
-    command = [sys.executable, "-m", "tests.faults.nursery", server.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as nursery:
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        assert nursery.stdout.readline() == "ready\n"
 
-        def run(job: str, at: str, path: Path, road: str) -> None:
-            settings = {"how": "kill", "partition": "p", "at": at, "job": job, "path": str(path), "road": road}
-            print(json.dumps(settings), file=nursery.stdin, flush=True)
-            assert [nursery.stdout.readline().strip() for _ in range(2)] == ["there", "dead"]
+    def run(job: str, at: str, path: Path, road: str) -> None:
+        settings = {"how": "kill", "partition": "p", "at": at, "job": job, "path": str(path), "road": road}
+        with contextlib.closing(Dying(server.address, settings)) as dying:
+            assert dying.said() == "there"
+            assert dying.ended() == -signal.SIGKILL
 
-        yield run
-        nursery.stdin.close()
+    yield run
     # The locks of victims that no unit came to know are swept when a unit starts.
     serve({"capacity_bytes": MIB}).close()
 

@@ -1,0 +1,50 @@
+"""A client process that is to die, and what it says before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.faults.forks import forks
+from tests.faults.victim import play
+
+WAIT_S = 60
+
+
+class Dying:
+    """A victim, and what it says. settings: see `tests.faults.victim`."""
+
+    def __init__(self, address: str, settings: dict[str, Any]) -> None:
+        self._pipe, theirs = forks.Pipe()
+        self._process = forks.Process(target=play, args=(theirs, address, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def said(self) -> Any:
+        """The next thing it says; None once it is dead."""
+        assert self._pipe.poll(WAIT_S), "the victim is silent"
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            return None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it lives."""
+        return self._process.is_alive()
+
+    def ended(self) -> int | None:
+        """Its exit code; waits for it."""
+        self._process.join(WAIT_S)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """By SIGKILL; it is dead when this returns."""
+        self._process.kill()
+        self.ended()
+
+    def close(self) -> None:
+        """Kill it, if it lives, and let go of its pipe."""
+        self.kill()
+        self._pipe.close()
