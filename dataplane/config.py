@@ -11,6 +11,8 @@ from typing import Any
 MIB = 1 << 20
 GIB = 1 << 30
 
+DURABILITIES = ("process", "machine")
+
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
 
@@ -36,6 +38,8 @@ class DataPlaneConfig:
     copy_threads: how many threads of a client copy large columns to and from shared memory, the calling one included
         (1: it alone); None takes one for each core it may use, up to four.
     state_dir: a local directory from which the service goes on after its end, whatever way it ended; None: it does not.
+    durability: which end a service with a state_dir survives: "process", its own; "machine", that of its machine too:
+        rows and journal are forced to the disk before a call returns, and arena_dir has to be on a disk.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -57,6 +61,7 @@ class DataPlaneConfig:
     result_memory_bytes: int = 512 * MIB
     copy_threads: int | None = None
     state_dir: str | None = None
+    durability: str = "process"
     force_remote: bool = False
     client_name: str = ""
 
@@ -67,6 +72,10 @@ class DataPlaneConfig:
             raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
         if self.copy_threads is not None and self.copy_threads < 1:
             raise ValueError(f"copy_threads={self.copy_threads}: expected 1 or more")
+        if self.durability not in DURABILITIES:
+            raise ValueError(f"durability={self.durability!r}: expected one of {', '.join(DURABILITIES)}")
+        if self.durability == "machine" and self.state_dir is None:
+            raise ValueError('durability="machine" needs a state_dir on a disk, from which the service goes on')
         if self.units < 0:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:

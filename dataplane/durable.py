@@ -33,6 +33,8 @@ IMAGE_AFTER_BYTES = 64 << 20
 """Otherwise a process of its own makes it when the log has grown by so much, which takes seconds to go through."""
 NICE = 10
 
+_PASSING = (c.Tick, c.Heartbeat, c.SessionAlive, c.Locate, c.Release, c.List, c.Stats, c.WhyBlocked, c.Units)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSettings:
@@ -46,41 +48,49 @@ class LedgerSettings:
 class DurableLedger:
     """The ledger of the state in a directory, as the shell wants one. Its clock goes on where the last life's stopped.
 
-    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from. Images of a large
-    ledger are made by a process of their own, from the journal, so that nobody waits for them.
+    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from; `forced` whether it
+    survives the machine's end, too. Images of a large ledger are made by a process of their own, from the journal, so
+    that nobody waits for them.
     """
 
-    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool) -> None:
+    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool, forced: bool) -> None:
         """Use `open`."""
         self.epoch = epoch
         self.recovered = recovered
+        self.forced = forced
+        self._unforced = False
         self._journal = journal
         self._ledger = ledger
         self._ahead: float | None = None
         self._images = _Images(journal, ledger)
 
     @classmethod
-    def open(cls, directory: str | Path, settings: LedgerSettings) -> DurableLedger:
+    def open(cls, directory: str | Path, settings: LedgerSettings, *, forced: bool = False) -> DurableLedger:
         """Take the state in `directory` over, or begin one there. Blocks while it is read: about a second for 20,000
-        commands.
+        commands. forced: what `sync` returned for survives the end of the machine.
 
         StateDirError if another process uses it, or it cannot be read, is damaged, or of another version. A state that
-        the machine's end may have damaged (no orderly stop, and another boot since) is set aside, and a new one begun.
+        the machine's end may have damaged (not forced to the disk, no orderly stop, and another boot since) is set
+        aside, and a new one begun.
         """
         journal = Journal.open(directory)
         try:
             if _may_lack_its_end(journal):
                 journal = _set_aside(journal)
-            return cls._of(journal, settings)
+            return cls._of(journal, settings, forced)
         except BaseException:
             journal.close()
             raise
 
     @classmethod
-    def _of(cls, journal: Journal, settings: LedgerSettings) -> DurableLedger:
+    def _of(cls, journal: Journal, settings: LedgerSettings, forced: bool) -> DurableLedger:
         epoch = max(time.time_ns(), int(journal.fact("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
-        booted_before = journal.fact("boot")
+        booted_before, forced_before = journal.fact("boot"), journal.forced
+        if forced:
+            journal.force()
+        elif forced_before:
+            journal.set_facts(forced=0)
         if recovered:
             ledger = rebuild(journal)
         else:
@@ -88,12 +98,13 @@ class DurableLedger:
             journal.write_image(0, ledger.image())
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
-        durable = cls(journal, ledger, epoch, recovered=recovered)
+        durable = cls(journal, ledger, epoch, recovered=recovered, forced=forced)
         durable._images.begin()
         if recovered:
             durable._put_in(c.Restarted(epoch=epoch, **vars(settings)))
-            if booted_before != boot_id():
+            if booted_before != boot_id() and not forced_before:
                 durable._drop_units_of(str(booted_before))
+        durable.sync()
         return durable
 
     def _drop_units_of(self, host: str) -> None:
@@ -107,6 +118,7 @@ class DurableLedger:
         hit("journal.before_append")
         self._journal.append(record)
         hit("journal.after_append")
+        self._unforced = self._unforced or (self.forced and not _is_told_again(item))
         try:
             outputs = self._ledger.apply(item)
         finally:
@@ -121,6 +133,13 @@ class DurableLedger:
                 self._ahead = self._ledger.now - item.now if self.recovered else 0.0
             item = c.Tick(now=item.now + self._ahead)
         return self._put_in(item)
+
+    def sync(self) -> None:
+        """What was applied is on the disk when this returns, if it is to survive the machine's end, so that its outputs
+        may leave. StateDirError if that failed: nothing that was applied may be told, and this life has to end."""
+        if self._unforced:
+            self._journal.sync()
+            self._unforced = False
 
     def next_deadline(self) -> float | None:
         """As `Ledger.next_deadline`, by the clock that ticks are given by."""
@@ -244,9 +263,14 @@ class _Images:
             self._maker = None
 
 
+def _is_told_again(item: c.Input) -> bool:
+    """Whether nobody would miss the input in a life after the machine's end: it changes nothing that outlives this."""
+    return isinstance(item.command if isinstance(item, c.Call) else item, _PASSING)
+
+
 def _may_lack_its_end(journal: Journal) -> bool:
     booted = journal.fact("boot")
-    return booted is not None and booted != boot_id() and not journal.fact("clean")
+    return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.forced
 
 
 def _set_aside(journal: Journal) -> Journal:

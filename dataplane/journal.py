@@ -4,8 +4,9 @@
     journal.sqlite   `log`: a record for every input, in order; `facts`: what is known of the state as a whole
     image-N          the ledger as it was after record N; the log goes on from there
 
-What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. It is
-not forced to the disk, so the death of the machine may take the last of it, or all; `clean` tells whether it did not.
+What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. The
+death of the machine may take all that was not forced to the disk: in a forced journal nothing from before the last
+`sync`, in another one all of it, unless the fact `clean` tells that it was closed in order.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ class Log:
         return int(number), content[4:]
 
     @property
+    def forced(self) -> bool:
+        """Whether what is in it may be forced to the disk, and is to survive the death of the machine."""
+        return bool(self.fact("forced"))
+
+    @property
     def covered(self) -> int:
         """The number of the last record in the last image; 0 if there is none."""
         return int(self.fact("image") or 0)
@@ -126,14 +132,20 @@ class Log:
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
-        """Put an image beside the journal, whole or not at all."""
+        """Put an image beside the journal, whole or not at all; on the disk when this returns if the journal is forced
+        there."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._named(f"{path.name} cannot be written"):
             with open(aside, "wb") as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
+                if self.forced:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(aside, path)
+            if self.forced:
+                sync_path(self.directory)
 
     def error(self, why: str, hint: str = "") -> StateDirError:
         return StateDirError(directory=str(self.directory), why=why, hint=hint)
@@ -166,6 +178,8 @@ class Journal(Log):
         self._lock = lock
         self._last = 0
         self._droppable = 0
+        self._forced = False
+        self._log_fd = -1
         super().__init__(directory)
         self._tidy()
 
@@ -204,6 +218,22 @@ class Journal(Log):
         if self.fact("format") is None:
             self.set_facts(format=FORMAT)
 
+    def force(self) -> None:
+        """From now on `sync` forces what was appended to the disk. What is there already is forced now."""
+        with self._named("cannot be written"):
+            self._forced = True
+            self._checkpoint()
+            # SQLite orders its own writes so that the log is whole after the machine's end; `sync` does the rest.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._log_fd = os.open(self.directory / f"{LOG_NAME}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        self.set_facts(forced=1)
+
+    def sync(self) -> None:
+        """All that was appended is on the disk when this returns. Blocks for as long as the disk takes, a millisecond
+        on a fast one. StateDirError if it is not there, and maybe never will be: do not go on with this journal."""
+        with self._named("cannot be forced to the disk"):
+            os.fdatasync(self._log_fd)
+
     def _tidy(self) -> None:
         """Find where the log ends; remove what an interrupted life left aside."""
         with self._named("cannot be read"):
@@ -239,6 +269,8 @@ class Journal(Log):
         """From now on the image of record `number`, which is there, is where the next life begins."""
         before = self.fact("image")
         self._set_facts(image=number)
+        if self._forced:
+            self.sync()
         self._droppable = number
         if before is not None and before != number:
             with self._named("cannot be written"):
@@ -251,7 +283,7 @@ class Journal(Log):
             try:
                 self._set_facts(**facts)
             finally:
-                self._db.execute("PRAGMA synchronous = OFF")
+                self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._forced else 'OFF'}")
 
     def _set_facts(self, **facts: int | str) -> None:
         with self._named("cannot be written"):
@@ -265,7 +297,7 @@ class Journal(Log):
 
     def set_aside(self, folder: Path) -> Journal:
         """A new journal in this one's place, which is closed and moved to `folder`. The lock stays held."""
-        super().close()
+        self._let_go()
         with self._named("cannot be set aside"):
             folder.mkdir(mode=0o700)
             for path in list(self.directory.iterdir()):
@@ -279,18 +311,28 @@ class Journal(Log):
             return
         try:
             with self._named("cannot be closed"):
-                _sync(self.image_path(self.covered))
-                _sync(self.directory)
-                self._db.execute("PRAGMA synchronous = FULL")
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._checkpoint()
             self.set_facts(clean=1)
         except StateDirError as error:
             log.warning("%s; the next life takes it for that of a process that was killed", error)
-        super().close()
+        self._let_go()
         self._lock.close()
 
+    def _checkpoint(self) -> None:
+        """Write everything to the disk, again if need be."""
+        sync_path(self.image_path(self.covered))
+        sync_path(self.directory)
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-def _sync(path: Path) -> None:
+    def _let_go(self) -> None:
+        super().close()
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+
+
+def sync_path(path: Path) -> None:
     """Force a file, or the names in a directory, to the disk; nothing if it is not there."""
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -15,6 +15,8 @@ from dataplane import DataPlaneConfig, build_data_plane_client, connect
     [
         {"capacity_bytes": 10},
         {"units": -1},
+        {"durability": "for ever"},
+        {"durability": "machine"},
         {"result_memory_bytes": -1},
         {"copy_threads": 0},
         {"reserve_fraction": 1.0},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,11 @@ from dataplane.control.handlers import Facts, Reply
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
-from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError
+from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
 
-Serve = Callable[[ScriptedLedger], LedgerShell]
+Serve = Callable[..., LedgerShell]
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
 WAIT_S = 20.0
 
@@ -26,10 +28,10 @@ WAIT_S = 20.0
 def serve() -> Iterator[Serve]:
     shells = []
 
-    def start(ledger: ScriptedLedger) -> LedgerShell:
+    def start(ledger: ScriptedLedger, **settings: Any) -> LedgerShell:
         door = ZmqDoor("127.0.0.1", 0, Secret(None))
         door.introduce(FACTS)
-        shells.append(LedgerShell(ledger, door, FACTS))
+        shells.append(LedgerShell(ledger, door, FACTS, **settings))
         shells[-1].start()
         return shells[-1]
 
@@ -107,6 +109,65 @@ def test_a_failing_ledger_is_logged_and_answered_and_goes_on(serve: Serve, caplo
     assert "bad one" in caplog.text
     shell.submit(call(2), inbox.reply)
     assert isinstance(result(inbox.take()), c.Done)
+
+
+def test_what_the_journal_cannot_take_is_refused_and_the_service_goes_on(serve: Serve) -> None:
+    def full(item: c.Call) -> c.Result:
+        if item.number == 1:
+            raise StateDirError(directory="here", why="no space left")
+        return c.Done()
+
+    inbox, shell = Inbox(), serve(ScriptedLedger(full))
+    shell.submit(call(1), inbox.reply)
+    assert isinstance(result(inbox.take()), StateDirError)
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+class Disk:
+    """What `sync` waits for."""
+
+    def __init__(self) -> None:
+        self.may_return = threading.Event()
+        self.asked = threading.Semaphore(0)
+        self.synced = 0
+        self.fails = False
+
+    def sync(self) -> None:
+        self.asked.release()
+        assert self.may_return.wait(WAIT_S)
+        if self.fails:
+            raise StateDirError(directory="here", why="the disk is broken")
+        self.synced += 1
+
+
+def test_outputs_wait_for_the_disk_and_share_it(serve: Serve) -> None:
+    inbox, disk, ledger = Inbox(), Disk(), ScriptedLedger()
+    shell = serve(ledger, sync=disk.sync)
+    shell.submit(call(1), inbox.reply)
+    assert disk.asked.acquire(timeout=WAIT_S)
+    for number in range(2, 30):
+        shell.submit(call(number), inbox.reply)
+    assert inbox.outputs.empty()
+    disk.may_return.set()
+    answers = [inbox.take() for _ in range(1, 30)]
+    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 30))
+    assert disk.synced == 2
+
+
+def test_when_the_disk_fails_nobody_is_told_and_the_service_ends(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, disk = Inbox(), Disk()
+    disk.fails = True
+    disk.may_return.set()
+    shell = serve(ScriptedLedger(), sync=disk.sync)
+    shell.submit(call(1), inbox.reply)
+    assert isinstance(result(inbox.take()), ServiceUnavailableError)
+    assert shell.ended.wait(WAIT_S)
+    assert "the service ends" in caplog.text
+    with pytest.raises(ServiceUnavailableError):
+        shell.submit(call(2))
 
 
 def test_a_reply_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,23 @@ def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch
     durable.close()
 
 
+def test_an_input_counts_though_the_image_after_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> None:
+        raise StateDirError(directory=str(tmp_path), why="it is full")
+
+    monkeypatch.setattr(module, "SMALL_AFTER_RECORDS", 1)
+    durable = opened(tmp_path)
+    monkeypatch.setattr(durable._journal, "begin_from", fail)
+    (answer,) = durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    assert isinstance(answer, c.Opened)
+    assert "no image of the ledger could be made" in caplog.text
+    durable.close()
+    with Journal.open(tmp_path) as journal:
+        assert answer.session in module.rebuild(journal)._state.sessions
+
+
 def test_a_long_log_is_gone_through_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(tmp_path)
     live(first, a_day())
@@ -202,6 +219,37 @@ def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
     (aside,) = tmp_path.glob("before-*")
     assert {path.name for path in aside.iterdir()} >= {"journal.sqlite", "image-0"}
     second.close()
+
+
+def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path) -> None:
+    first = DurableLedger.open(tmp_path, SETTINGS, forced=True)
+    live(first, a_day())
+    first.sync()
+    units = set(first._ledger._state.units)
+    assert units
+    first._journal.set_facts(boot="another boot")
+    first._journal._lock.close()  # as a killed process lets go
+    second = opened(tmp_path)
+    assert second.recovered
+    assert set(second._ledger._state.units) == units
+    second._journal.set_facts(boot="yet another boot")
+    second._journal._lock.close()
+    assert not opened(tmp_path).recovered  # it was not forced in its second life
+
+
+def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable = DurableLedger.open(tmp_path, SETTINGS, forced=True)
+    synced: list[int] = []
+    monkeypatch.setattr(durable._journal, "sync", lambda: synced.append(1))
+    durable.apply(c.Tick(now=1.0))
+    durable.sync()
+    assert not synced
+    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    durable.apply(c.Tick(now=2.0))
+    for _ in range(2):
+        durable.sync()
+    assert synced == [1]
+    durable.close()
 
 
 def test_an_orderly_stop_survives_a_boot_but_memory_does_not(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -53,6 +54,70 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     with Journal.open(tmp_path) as journal:
         assert everything(journal) == [b"%d" % number for number in range(500)]
         assert not journal.fact("clean")
+
+
+def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path) -> None:
+    lost, kept = tmp_path / "lost", tmp_path / "kept"
+    journal = Journal.open(tmp_path / "state")
+    journal.force()
+    journal.write_image(0, b"image")
+    journal.begin_from(0)
+    for number in range(100):
+        journal.append(b"%d" % number)
+    journal.sync()
+    synced = (journal.directory / f"{LOG_NAME}-wal").stat().st_size
+    for number in range(100, 200):
+        journal.append(b"%d" % number)
+    for folder in (lost, kept):
+        shutil.copytree(journal.directory, folder)
+    os.truncate(lost / f"{LOG_NAME}-wal", synced)  # what a disk may lack that was never told to have it
+    journal.close()
+    for folder, count in ((lost, 100), (kept, 200)):
+        with Journal.open(folder) as after:
+            assert after.forced
+            assert everything(after) == [b"%d" % number for number in range(count)]
+            assert after.image() == (0, b"image")
+
+
+def test_what_must_be_on_the_disk_is_forced_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[str] = []
+
+    def record(fd: int) -> None:
+        forced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "fdatasync", record)
+    with Journal.open(tmp_path / "state") as journal:
+        journal.append(b"a")
+        assert forced == []
+        journal.force()
+        journal.append(b"b")
+        forced.clear()
+        journal.sync()
+        assert forced == [f"{LOG_NAME}-wal"]
+        forced.clear()
+        journal.write_image(2, b"image")
+        assert forced == ["image-2.aside", "state"]
+        journal.begin_from(2)
+        assert forced[2:] == [f"{LOG_NAME}-wal"]
+
+
+def test_a_record_is_refused_whole_when_making_room_for_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with Journal.open(tmp_path) as journal:
+        journal.append(b"one")
+        journal.write_image(1, b"image")
+        journal.begin_from(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "_drop_some", fail)
+            with pytest.raises(StateDirError, match="disk I/O error"):
+                journal.append(b"two")
+        journal.append(b"three")
+        assert everything(journal, 1) == [b"three"]
 
 
 def test_an_orderly_end_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -62,6 +63,12 @@ class Controller:
         """Whether it went on with the state of an earlier life."""
         return self._durable is not None and self._durable.recovered
 
+    @property
+    def ended(self) -> threading.Event:
+        """Set when it no longer answers: stopped, or ended by itself because it could not go on."""
+        assert self._shell is not None, "not started"
+        return self._shell.ended
+
     def start(self) -> Self:
         """Returns when both doors answer. Raises ValueError for a host beyond loopback without a token, OSError where
         a port is taken, `StateDirError` for a state that cannot be gone on from; nothing is left running then."""
@@ -91,7 +98,8 @@ class Controller:
         door.introduce(facts)
         if self._durable is not None:
             self._durable.remember(port=port)
-        self._shell = LedgerShell(ledger, door, facts)
+        sync = self._durable.sync if self._durable is not None and self._durable.forced else None
+        self._shell = LedgerShell(ledger, door, facts, sync=sync)
         self._shell.start()
         self._grpc.serve(self._shell, facts)
 
@@ -106,7 +114,7 @@ class Controller:
             return self._given
         if config.state_dir is None:
             return Ledger(self._epoch, **vars(settings))
-        self._durable = DurableLedger.open(config.state_dir, settings)
+        self._durable = DurableLedger.open(config.state_dir, settings, forced=config.durability == "machine")
         self._epoch = self._durable.epoch
         return self._durable
 

@@ -25,6 +25,8 @@ TICK_S = 0.005
 """The ledger's clock is at most this old when it handles something."""
 FORGET_S = 300.0
 """A caller of the ZMQ door repeats its unanswered calls far more often than this; older ones have nobody waiting."""
+TOGETHER = 64
+"""How many messages of the door may share one wait for the disk."""
 COMPLAIN_S = 10.0
 """How often the log says that the journal cannot be written."""
 
@@ -54,12 +56,23 @@ class LedgerShell:
     Every wake handles what `submit` brought and one message of the door, each in order of arrival, after a `Tick` if
     the last is older than `TICK_S`; outputs leave in the ledger's order. An exception in the ledger is logged with its
     input and answered with `InternalError`; an input that its journal cannot take is refused and changes nothing.
+
+    With `sync`, outputs leave once it has returned, for all that one wake brought, up to `TOGETHER` messages of the
+    door. When it fails, nobody learns what came of his call, and the shell ends. `ended` is set when it has.
     """
 
     def __init__(
-        self, ledger: LedgerLike, door: ZmqDoor, facts: Facts, *, clock: Callable[[], float] = time.monotonic
+        self,
+        ledger: LedgerLike,
+        door: ZmqDoor,
+        facts: Facts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sync: Callable[[], None] | None = None,
     ) -> None:
         self._ledger = ledger
+        self._sync = sync
+        self._outgoing: list[c.Output] = []
         self._door = door
         self._facts = facts
         self._clock = clock
@@ -71,6 +84,7 @@ class LedgerShell:
         self._asked: dict[Key, _Asked] = {}
         self._units: dict[int, Orders] = {}
         self._stopping = threading.Event()
+        self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
 
     # --- any thread
@@ -131,12 +145,31 @@ class LedgerShell:
                     while self._inbox:
                         self._inbox.popleft()()
                 if self._door.socket in ready:
-                    self._door.serve(self)
+                    self._serve_door()
                 if self._door.monitor in ready:
                     self._door.notice_disconnects(self)
                 self._sweep()
+                self._send()
+        except StateDirError as error:
+            log.critical("the service ends, as nobody may be told what it did last: %s", error)
+        except Exception:
+            log.critical("the service ends: its thread failed", exc_info=True)
         finally:
             self._end()
+
+    def _serve_door(self) -> None:
+        """One message, or as many as are there to share a wait for the disk."""
+        for _ in range(1 if self._sync is None else TOGETHER):
+            if not self._door.serve(self):
+                return
+
+    def _send(self) -> None:
+        """Let the outputs leave that wait for the disk."""
+        if self._sync is not None and self._outgoing:
+            self._sync()
+            outgoing, self._outgoing = self._outgoing, []
+            for output in outgoing:
+                self._deliver(output)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
         if deadline is None:
@@ -181,6 +214,9 @@ class LedgerShell:
             log.exception("the ledger failed on %r", item)
             answer = refused(item, InternalError(what=f"{_name(item)}: {error!r}"))
             outputs = [] if answer is None else [answer]
+        if self._sync is not None:
+            self._outgoing += outputs
+            return
         for output in outputs:
             self._deliver(output)
 
@@ -228,6 +264,7 @@ class LedgerShell:
             del self._asked[key]
 
     def _end(self) -> None:
+        self._stopping.set()
         error: DataPlaneError = self._unavailable()
         for kind, first, second in list(self._asked):
             asked = self._asked.pop((kind, first, second))
@@ -243,6 +280,7 @@ class LedgerShell:
             for reply in asked.replies.values():
                 _hand_over(reply, answer)
         self._door.close()
+        self.ended.set()
 
 
 def _hand_over(reply: Reply, output: c.Output) -> None:
