@@ -93,11 +93,13 @@ class DurableLedger:
             journal.set_facts(forced=0)
         if recovered:
             ledger = rebuild(journal)
+            hit("journal.replayed")
         else:
             ledger = Ledger(epoch, **vars(settings))
             journal.write_image(0, ledger.image())
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
+        hit("journal.taken_over")
         durable = cls(journal, ledger, epoch, recovered=recovered, forced=forced)
         durable._images.begin()
         if recovered:
@@ -170,6 +172,7 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
         ledger = Ledger.restored(image)
         for number, record in journal.records(last, upto):
             last = number
+            hit("journal.replaying")
             item = records.decode(record)
             try:
                 ledger.apply(item)

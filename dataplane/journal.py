@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dataplane.errors import StateDirError
+from dataplane.failpoints import hit
 from dataplane.lockfile import HeldFile, file_system, is_local
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class Log:
                 if self.forced:
                     file.flush()
                     os.fsync(file.fileno())
+            hit("image.before_rename")
             os.replace(aside, path)
             if self.forced:
                 sync_path(self.directory)
@@ -267,11 +269,13 @@ class Journal(Log):
 
     def begin_from(self, number: int) -> None:
         """From now on the image of record `number`, which is there, is where the next life begins."""
+        hit("image.before_begin")
         before = self.fact("image")
         self._set_facts(image=number)
         if self._forced:
             self.sync()
         self._droppable = number
+        hit("image.begun")
         if before is not None and before != number:
             with self._named("cannot be written"):
                 self.image_path(int(before)).unlink(missing_ok=True)

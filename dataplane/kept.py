@@ -18,6 +18,7 @@ import msgspec
 
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
+from dataplane.failpoints import hit
 from dataplane.host import boot_id
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class UnitRecord:
         end = time.monotonic() + HELD_S
         while True:
             try:
-                return Arena.adopt(kept.arena, epoch=epoch), kept.unit
+                arena = Arena.adopt(kept.arena, epoch=epoch)
+                hit("unit.adopted")
+                return arena, kept.unit
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise self._held(kept.arena) from None
@@ -90,6 +93,7 @@ class UnitRecord:
         """From now on the next life goes on with this arena. Written whole or not at all."""
         aside = self.path.with_name(f"{self.path.name}.aside")
         aside.write_bytes(msgspec.json.encode(Kept(arena=str(arena.path), unit=unit, place=self._place)))
+        hit("unit.record.before_rename")
         aside.replace(self.path)
 
     def reserve(self) -> None:

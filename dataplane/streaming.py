@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dataplane.batch import BatchedDataDict, materialize
 from dataplane.client import DataPlaneClient
 from dataplane.errors import CallTimeoutError, ClaimTimeoutError, ClientClosedError, DataPlaneError, StaleSampleError
+from dataplane.failpoints import hit
 from dataplane.meta import KVBatchMeta
 from dataplane.schema import Layout, round_up
 from dataplane.staleness import WEIGHT_VERSION
@@ -261,7 +262,10 @@ class _Claims:
         if not meta.size:
             return None
         try:
-            return MicroBatch(self._read(self.client, meta), meta)
+            hit("stream.claimed")
+            taken = MicroBatch(self._read(self.client, meta), meta)
+            hit("stream.read")
+            return taken
         except BaseException:
             self.give_back(meta)
             raise
@@ -329,6 +333,7 @@ class _Taking:
             log.warning("leases of %d samples ended before they were asked for; fetch fewer ahead", meta.size)
             return False
         self._out = meta
+        hit("stream.handed_out")
         return True
 
     def close(self) -> None:

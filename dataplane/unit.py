@@ -15,6 +15,7 @@ from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import Order, UnitLink
 from dataplane.errors import ClientClosedError
+from dataplane.failpoints import hit
 from dataplane.host import boot_id, reachable_host
 from dataplane.kept import UnitRecord
 from dataplane.ledger import commands as c
@@ -77,6 +78,7 @@ class StorageUnit:
             report=link.report,
         )
         self._bulk.start()
+        hit("unit.before_add")
         return c.AddUnit(
             name=self.name,
             host=boot_id(),
@@ -107,6 +109,7 @@ class StorageUnit:
                 raise ClientClosedError(why="the storage unit is stopped")
             self._bulk.stop()
             self._arena.close()
+            hit("unit.start_over")
             return self._begin(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> tuple[Arena, int]:
@@ -118,6 +121,7 @@ class StorageUnit:
             if kept is not None:
                 return kept
             self._record.reserve()
+            hit("unit.reserved")
             keeper = self._record.path
         capacity = config.capacity_bytes or default_capacity(config.arena_dir)
         return Arena.create(config.arena_dir, capacity, epoch=epoch, keeper=keeper), 0

@@ -31,6 +31,7 @@ from dataplane.bulk.frames import (
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.wire import Wire, WireLostError, WireSilentError
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
+from dataplane.failpoints import hit
 from dataplane.host import boot_id
 from dataplane.ledger.commands import UnitInfo
 from dataplane.pb import bulk_pb2 as pb
@@ -153,6 +154,7 @@ class UnitConnection:
             return
         header = self._header(wire)
         header.proof.seen = arena.header(challenge.offset, challenge.length)
+        hit("attach.before_proof")
         wire.send(header, held=[])
         try:
             wire.receive(header.call, time.monotonic() + timeout_s)
@@ -160,6 +162,7 @@ class UnitConnection:
             log.warning("session %d is remote to unit %d: %s", self._session, self.info.unit, error)
             arena.close()
             return
+        hit("attach.proven")
         self.arena, self.local = arena, True
 
     # --- the remote road ----------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from dataplane.errors import (
     StorageUnitError,
     to_wire,
 )
+from dataplane.failpoints import hit
 from dataplane.ledger.commands import (
     FenceSession,
     GrowArena,
@@ -205,7 +206,9 @@ class BulkServer:
         while self._orders:
             match self._orders.popleft():
                 case FenceSession(unit=unit, session=session, lock_path=path):
+                    hit("unit.fence.before")
                     gone = self._sessions.fence(session, path)
+                    hit("unit.fence.after")
                     self._report((SessionGone if gone else SessionAlive)(unit=unit, session=session))
                 case GrowArena() as order:
                     self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
@@ -223,6 +226,7 @@ class BulkServer:
             error = f"{type(caught).__name__}: {caught}"
             log.exception("unit %d cannot grow to %d bytes", self._unit, order.backed_bytes)
         self._growth.popleft()
+        hit("unit.before_grown")
         self._report(Grown(unit=order.unit, backed_bytes=self._arena.backed_bytes, error=error))
 
     def _serve_some(self) -> None:
@@ -293,10 +297,12 @@ class BulkServer:
     def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:
         match verb:
             case "attach":
+                hit("unit.attach")
                 self._bury_dead()
                 return pb.BulkReply(challenge=self._sessions.attach(request.session, request.attach)), None
             case "proof":
                 path = self._sessions.prove(request.session, request.proof.seen)
+                hit("unit.attached")
                 self._report(SessionAttached(unit=self._unit, session=request.session, lock_path=path))
                 return pb.BulkReply(attached=pb.Attached()), None
             case "write":
@@ -304,6 +310,7 @@ class BulkServer:
                 return pb.BulkReply(written=pb.Written(size=self._write(request.write))), None
             case "read":
                 payload = self._read(request.read)
+                hit("unit.read.copied")
                 return pb.BulkReply(bytes=pb.ReadBytes(size=len(payload))), payload
             case "stop":
                 self._stop_put(request.session, request.stop.reservation)
@@ -334,6 +341,7 @@ class BulkServer:
                 raise self._fault("a payload frame fills ranges that were not named")
             if not self._more():
                 raise self._fault("a payload frame is missing")
+            hit("unit.write.between_frames")
             if count == 1:
                 self._receive_one(arena[offsets[at] : offsets[at] + sizes[at]])
             else:

@@ -14,6 +14,7 @@ from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.failpoints import hit
 from dataplane.host import (
     boot_id,
     join_address,
@@ -98,6 +99,7 @@ class Controller:
         door.introduce(facts)
         if self._durable is not None:
             self._durable.remember(port=port)
+        hit("controller.bound")
         sync = self._durable.sync if self._durable is not None and self._durable.forced else None
         self._shell = LedgerShell(ledger, door, facts, sync=sync)
         self._shell.start()

@@ -19,6 +19,7 @@ from dataplane.control.opening import Socket, go_on
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
 from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError
+from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 
@@ -175,6 +176,7 @@ class Keeper:
             self._here()
             if session.epoch != before.epoch:
                 log.info("session %d goes on in epoch %d of the service", session.number, session.epoch)
+            hit("session.found")
             self._calls.adopt(session)
             self._moved()
 

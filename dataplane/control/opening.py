@@ -21,6 +21,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
 from dataplane.control.resolve import resolve
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceRestartedError, ServiceUnavailableError
+from dataplane.failpoints import hit
 from dataplane.host import boot_id, join_address, split_address
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
@@ -73,7 +74,10 @@ def open_session(config: DataPlaneConfig, context: zmq.Context[Socket], lock_pat
     if not config.address:
         raise ValueError("no address of a data plane service: pass one, set config.address or TQ_ADDRESS")
     wanted = msgspec.structs.replace(_wanted(config, secrets.token_hex(16)), lock_path=lock_path)
-    return _enter(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
+    hit("session.before_open")
+    opened = _enter(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
+    hit("session.opened")
+    return opened
 
 
 def go_on(

@@ -17,6 +17,7 @@ from dataplane.control.handlers import Facts, Key, Reply, key_of, refused
 from dataplane.control.waker import Waker
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
+from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ FORGET_S = 300.0
 """A caller of the ZMQ door repeats its unanswered calls far more often than this; older ones have nobody waiting."""
 TOGETHER = 64
 """How many messages of the door may share one wait for the disk."""
+_BEFORE = {"open": "controller.before_opened", "add": "controller.before_added"}
 COMPLAIN_S = 10.0
 """How often the log says that the journal cannot be written."""
 
@@ -232,6 +234,7 @@ class LedgerShell:
             assert isinstance(output, c.FenceSession | c.GrowArena)
             orders = self._units.get(output.unit)
             if orders is not None:
+                hit("controller.before_order")
                 orders(output)
             return
         asked = self._asked.pop(key, None)
@@ -239,6 +242,7 @@ class LedgerShell:
             return
         if isinstance(output, c.UnitAdded) and output.error is None and asked.orders is not None:
             self._units[output.unit] = asked.orders
+        hit(_BEFORE.get(key[0], "controller.before_reply"))
         for reply in asked.replies.values():
             _hand_over(reply, output)
 

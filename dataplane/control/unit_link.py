@@ -24,6 +24,7 @@ from dataplane.errors import (
     ServiceRestartedError,
     ServiceUnavailableError,
 )
+from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ class Outbox:
                 item = self._items[0]
             if item is None:
                 return
+            hit("unit.report.before")
             yield item
+            hit("unit.report.after")
             with self._changed:
                 if self._stream == stream:
                     self._items.popleft()
