@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, ClientClosedError
+from dataplane.forced import force_ranges, sync_path
 from dataplane.lockfile import (
     KEPT_ARENA_NAME,
     HeldFile,
@@ -83,10 +84,18 @@ class Arena:
     """The unit's side: owns the file, its lock and its memory. One thread at a time."""
 
     def __init__(
-        self, path: Path, file: HeldFile, capacity_bytes: int, epoch: int, cookie: bytes, backed_bytes: int
+        self,
+        path: Path,
+        file: HeldFile,
+        capacity_bytes: int,
+        epoch: int,
+        cookie: bytes,
+        backed_bytes: int,
+        forced: bool,
     ) -> None:
         """Use `create` or `adopt`."""
         self.path = path
+        self.forced = forced
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.backed_bytes = backed_bytes
@@ -98,13 +107,24 @@ class Arena:
         self._map.madvise(mmap.MADV_DONTDUMP)
         header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header
-        self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES:]
+        self._whole: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._data: Bytes | None = self._whole[HEADER_BYTES:]
+        self._force_header()
 
     @classmethod
-    def create(cls, directory: str | Path, capacity_bytes: int, *, epoch: int, keeper: Path | None = None) -> Arena:
+    def create(
+        cls,
+        directory: str | Path,
+        capacity_bytes: int,
+        *,
+        epoch: int,
+        keeper: Path | None = None,
+        forced: bool = False,
+    ) -> Arena:
         """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
 
-        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. Raises
+        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. forced: it is to
+        outlive the machine too: its header is kept on the disk, and `force` puts the rest there. Raises
         ArenaSpaceError if that much could not be had in `directory` even now.
         """
         capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
@@ -114,8 +134,11 @@ class Arena:
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)
-            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0)
+            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0, forced)
             arena._name_keeper(keeper)
+            arena._force_header()
+            if forced:
+                sync_path(path.parent)
             return arena
         except BaseException as error:
             path.unlink()
@@ -125,7 +148,7 @@ class Arena:
             raise
 
     @classmethod
-    def adopt(cls, path: str | Path, *, epoch: int) -> Arena:
+    def adopt(cls, path: str | Path, *, epoch: int, forced: bool = False) -> Arena:
         """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch.
 
         OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena of
@@ -143,7 +166,7 @@ class Arena:
             *_, cookie, before, _, backed = _HEADER.unpack(raw)
             if epoch <= before or backed > capacity:
                 raise ValueError(f"{path}: its epoch is {before} and {backed} of its {capacity} bytes are backed")
-            return cls(Path(path), file, capacity, epoch, cookie, backed)
+            return cls(Path(path), file, capacity, epoch, cookie, backed, forced)
         except BaseException:
             file.close()
             raise
@@ -159,6 +182,15 @@ class Arena:
         assert self._map is not None, "the arena is closed"
         self.backed_bytes = backed_bytes
         self._map[_BACKED_AT : _HEADER.size] = backed_bytes.to_bytes(8, "little")
+        self._force_header()
+
+    def _force_header(self) -> None:
+        if self.forced and self._whole is not None:
+            force_ranges(self._whole, [0], [_HEADER.size])
+
+    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        """Force what was written to these ranges to the disk, and return when it is there. OSError if it fails."""
+        force_ranges(self.data, offsets, sizes)
 
     @property
     def data(self) -> Bytes:
@@ -212,6 +244,7 @@ class Arena:
         """Let the file go: unlock it and, unless told otherwise, remove it. Idempotent. The memory itself lives until
         the last process that maps it is gone. A forked child only lets go of its own hold."""
         self._data = None
+        self._whole = None
         self._map = None
         if unlink and self._file.fd >= 0 and os.getpid() == self._owner:
             self.path.unlink(missing_ok=True)
@@ -269,6 +302,10 @@ class MappedArena:
     def writable(self, offset: int, nbytes: int) -> Bytes:
         """Bytes [offset, offset + nbytes) of the usable area, to be written only while they are reserved by us."""
         return self._slice(self._open(self._writable), offset, nbytes)
+
+    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        """Force what was written to these ranges to the disk, and return when it is there. OSError if it fails."""
+        force_ranges(self._open(self._writable)[HEADER_BYTES:], offsets, sizes)
 
     def readonly(self, offset: int, nbytes: int) -> Bytes:
         """The same bytes from the read-only mapping: writing to them, even past numpy's flag, faults."""

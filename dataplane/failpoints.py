@@ -18,6 +18,7 @@ NAMES = frozenset(
         "call.*.before",
         "call.*.after",
         "put.mid_copy",
+        "put.before_force",
         "put.before_commit",
         "get.mid_copy",
         "get.before_release",

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
+from dataplane.forced import sync_path
 from dataplane.lockfile import HeldFile, file_system, is_local
 
 log = logging.getLogger(__name__)
@@ -334,13 +335,3 @@ class Journal(Log):
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1
-
-
-def sync_path(path: Path) -> None:
-    """Force a file, or the names in a directory, to the disk; nothing if it is not there."""
-    with contextlib.suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

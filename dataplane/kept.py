@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ import msgspec
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
+from dataplane.forced import sync_path
 from dataplane.host import boot_id
 
 log = logging.getLogger(__name__)
@@ -29,11 +31,25 @@ PAUSE_S = 0.05
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """arena: its path. unit: the unit's number. place: where its clients' session locks were, see `place_of`."""
+    """arena: its path; cookie: what identifies it. unit: the unit's number. place: where its clients' session locks
+    were, see `place_of`. forced: what was written there is on the disk, and outlives the machine."""
 
     arena: str
     unit: int
     place: str
+    cookie: str = ""
+    forced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """An arena that goes on. unit: its number before; 0: none. recheck: the machine was started anew since. lost: the
+    cookie of one that should have gone on and cannot, so that `arena` is new; "": none."""
+
+    arena: Arena
+    unit: int = 0
+    recheck: bool = False
+    lost: str = ""
 
 
 def place_of(directories: Iterable[str | Path]) -> str:
@@ -44,26 +60,48 @@ def place_of(directories: Iterable[str | Path]) -> str:
 
 
 class UnitRecord:
-    """The record of the unit `name` in `state_dir`. lock_directories: see `BulkServer`."""
+    """The record of the unit `name` in `state_dir`. lock_directories: see `BulkServer`. forced: the unit's arenas are
+    to outlive the machine."""
 
-    def __init__(self, state_dir: str | Path, name: str, lock_directories: Iterable[str | Path]) -> None:
+    def __init__(
+        self, state_dir: str | Path, name: str, lock_directories: Iterable[str | Path], *, forced: bool = False
+    ) -> None:
         self.path = Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
         self._place = place_of(lock_directories)
+        self._forced = forced
 
-    def adopt(self, *, epoch: int) -> tuple[Arena, int] | None:
-        """The arena of the life before, and the unit's number; None where there is none to go on with, which the log
-        explains. Waits up to `HELD_S` for the life before to end; StateDirError if it does not."""
+    def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
+        """The arena of the life before; where there is none to go on with, which the log explains, what `create` makes
+        for the path of this record. Waits up to `HELD_S` for the life before to end; StateDirError if it does not."""
+        kept = self._read()
+        arena = None if kept is None else self._adopt(kept, epoch)
+        if kept is not None and arena is not None:
+            return Adopted(arena=arena, unit=kept.unit, recheck=self._is_of_another_boot(kept))
+        return Adopted(arena=self.begin(create), lost="" if kept is None else kept.cookie)
+
+    def begin(self, create: Callable[[Path], Arena]) -> Arena:
+        """What `create` makes for the path of this record, which exists by then."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(self.path, "xb"):
+            pass
+        hit("unit.reserved")
+        return create(self.path)
+
+    def _read(self) -> Kept | None:
         try:
             content = self.path.read_bytes()
-            if not content:
-                return None
-            kept = msgspec.json.decode(content, type=Kept)
+            return msgspec.json.decode(content, type=Kept) if content else None
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s cannot be read (%s): beginning with an empty arena", self.path, error)
             return None
-        if kept.place != self._place:
+
+    def _is_of_another_boot(self, kept: Kept) -> bool:
+        return kept.place.split(" ")[0] != self._place.split(" ")[0]
+
+    def _adopt(self, kept: Kept, epoch: int) -> Arena | None:
+        if kept.place != self._place and not (kept.forced and self._is_of_another_boot(kept)):
             log.warning(
                 "%s was left on another boot, or in another container: beginning with an empty arena", kept.arena
             )
@@ -71,9 +109,9 @@ class UnitRecord:
         end = time.monotonic() + HELD_S
         while True:
             try:
-                arena = Arena.adopt(kept.arena, epoch=epoch)
+                arena = Arena.adopt(kept.arena, epoch=epoch, forced=self._forced)
                 hit("unit.adopted")
-                return arena, kept.unit
+                return arena
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise self._held(kept.arena) from None
@@ -91,16 +129,13 @@ class UnitRecord:
 
     def write(self, arena: Arena, unit: int) -> None:
         """From now on the next life goes on with this arena. Written whole or not at all."""
+        kept = Kept(arena=str(arena.path), unit=unit, place=self._place, cookie=arena.cookie.hex(), forced=arena.forced)
         aside = self.path.with_name(f"{self.path.name}.aside")
-        aside.write_bytes(msgspec.json.encode(Kept(arena=str(arena.path), unit=unit, place=self._place)))
+        aside.write_bytes(msgspec.json.encode(kept))
+        sync_path(aside)
         hit("unit.record.before_rename")
         aside.replace(self.path)
-
-    def reserve(self) -> None:
-        """Make the record exist, so that an arena may name it before there is a unit to write down."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), open(self.path, "xb"):
-            pass
+        sync_path(self.path.parent)
 
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:

@@ -150,6 +150,7 @@ class Roads:
         unfinished: set[int],
     ) -> None:
         remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
+        written: dict[int, list[tuple[int, int]]] = {}
         later: list[Run] = []
         for placement in placements:
             column = columns[placement.column]
@@ -158,16 +159,30 @@ class Roads:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
                 column.write(placement.first, placement.last, arena.writable(placement.offset, size), later)
+                written.setdefault(placement.unit, []).append((placement.offset, size))
             else:
                 offsets, buffers = remote.setdefault(placement.unit, ([], []))
                 offsets.append(placement.offset)
                 buffers.append(column.buffers(placement.first, placement.last))
         self._copier(later)
+        for unit, ranges in written.items():
+            self._force(unit, ranges)
         for unit, (offsets, buffers) in remote.items():
             connection = self.connection(unit)
             unfinished.add(unit)
             connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
             unfinished.discard(unit)
+
+    def _force(self, unit: int, ranges: list[tuple[int, int]]) -> None:
+        """Where rows are to outlive their machine, force those written into the mapped arena to the disk."""
+        connection = self.connection(unit)
+        if not connection.info.forced or connection.arena is None:
+            return
+        failpoints.hit("put.before_force")
+        try:
+            connection.arena.force(*zip(*ranges, strict=True))
+        except OSError as error:
+            raise StorageUnitError(unit=unit, endpoint=str(connection.arena.path), why=str(error)) from error
 
     def stop(self, reservation: int, unfinished: set[int]) -> None:
         """Make the `unfinished` units refuse every write of the reservation; those that will are taken from the set.

@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,10 +17,11 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import Order, UnitLink
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
+from dataplane.forced import is_on_disk
 from dataplane.host import boot_id, reachable_host
-from dataplane.kept import UnitRecord
+from dataplane.kept import Adopted, UnitRecord
 from dataplane.ledger import commands as c
-from dataplane.lockfile import sweep
+from dataplane.lockfile import file_system, sweep
 
 FIRST_BACKING_BYTES = 64 * MIB
 
@@ -46,6 +48,7 @@ class StorageUnit:
         self._stopped = False
 
     def start(self) -> Self:
+        _require_disk(self._config)
         try:
             self._start()
         except BaseException:
@@ -67,7 +70,8 @@ class StorageUnit:
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
         config, epoch = self._config, time.time_ns()
-        self._arena, number = self._open_arena(epoch, anew=anew)
+        opened = self._open_arena(epoch, anew=anew)
+        self._arena = opened.arena
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._bulk = BulkServer(
             self._arena,
@@ -88,7 +92,10 @@ class StorageUnit:
             backed_bytes=backed,
             endpoints=tuple(self._bulk.endpoints),
             arena_path=str(self._arena.path),
-            unit=number,
+            unit=opened.unit,
+            forced=self._arena.forced,
+            recheck=opened.recheck,
+            instead_of=opened.lost,
         )
 
     def _order(self, order: Order) -> None:
@@ -112,19 +119,21 @@ class StorageUnit:
             hit("unit.start_over")
             return self._begin(self._link, anew=True)
 
-    def _open_arena(self, epoch: int, *, anew: bool) -> tuple[Arena, int]:
-        """The arena of the life before with the unit's number then, or a new one and 0."""
-        config, keeper = self._config, None
-        if config.state_dir is not None:
-            self._record = UnitRecord(config.state_dir, self.name, {config.arena_dir, DEFAULT_LOCK_DIRECTORY})
-            kept = None if anew else self._record.adopt(epoch=epoch)
-            if kept is not None:
-                return kept
-            self._record.reserve()
-            hit("unit.reserved")
-            keeper = self._record.path
-        capacity = config.capacity_bytes or default_capacity(config.arena_dir)
-        return Arena.create(config.arena_dir, capacity, epoch=epoch, keeper=keeper), 0
+    def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
+        """The arena of the life before, or a new one."""
+        config, forced = self._config, self._config.durability == "machine"
+
+        def create(keeper: Path | None) -> Arena:
+            capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+            return Arena.create(config.arena_dir, capacity, epoch=epoch, keeper=keeper, forced=forced)
+
+        if config.state_dir is None:
+            return Adopted(arena=create(None))
+        lock_directories = {config.arena_dir, DEFAULT_LOCK_DIRECTORY}
+        self._record = UnitRecord(config.state_dir, self.name, lock_directories, forced=forced)
+        if anew:
+            return Adopted(arena=self._record.begin(create))
+        return self._record.open(create, epoch=epoch)
 
     @property
     def lost(self) -> threading.Event:
@@ -152,3 +161,12 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _require_disk(config: DataPlaneConfig) -> None:
+    """ValueError for rows that are to outlive the machine in a directory that does not."""
+    found = file_system(config.arena_dir)
+    if config.durability == "machine" and not is_on_disk(found):
+        raise ValueError(
+            f'durability="machine", but arena_dir {config.arena_dir!r} is memory ({found}): name a directory on a disk'
+        )

@@ -49,7 +49,14 @@ class Driver:
         return out
 
     def add_unit(
-        self, *, name: str = "u", host: str = "here", capacity: int = MIB, backed: int | None = None, epoch: int = 1
+        self,
+        *,
+        name: str = "u",
+        host: str = "here",
+        capacity: int = MIB,
+        backed: int | None = None,
+        epoch: int = 1,
+        **more: Any,
     ) -> c.UnitAdded:
         out = self.apply(
             c.AddUnit(
@@ -61,6 +68,7 @@ class Driver:
                 backed_bytes=capacity if backed is None else backed,
                 endpoints=("tcp://127.0.0.1:1",),
                 arena_path=f"/arena/{name}",
+                **more,
             )
         )
         assert isinstance(out[0], c.UnitAdded)
@@ -178,6 +186,7 @@ class Client:
         index: Sequence[int] | None = None,
         spec: FieldSpec = BYTES,
         update: bool = False,
+        unit_wish: int | None = None,
     ) -> c.Committed:
         """Allocate and commit bytes (`lengths` by column)."""
         samples = samples if isinstance(samples, c.Samples) else c.Samples(ids=tuple(samples))
@@ -185,7 +194,7 @@ class Client:
         if lengths:
             scale = spec.unit_bytes
             sizes = {name: [n * scale for n in column] for name, column in lengths.items()}
-            number = self.post(self.allocate(sizes, partition, update=update))
+            number = self.post(self.allocate(sizes, partition, update=update, unit_wish=unit_wish))
             got = self.result(number)
             if isinstance(got, DataPlaneError):
                 raise got

@@ -13,7 +13,7 @@ from dataplane import kept
 from dataplane.arena import Arena, MappedArena, sweep, sweep_kept
 from dataplane.config import MIB
 from dataplane.errors import StateDirError
-from dataplane.kept import UnitRecord, discard
+from dataplane.kept import Adopted, UnitRecord, discard
 
 
 @pytest.fixture
@@ -29,14 +29,28 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture
 def record(tmp_path: Path, memory: Path) -> UnitRecord:
-    made = UnitRecord(tmp_path / "state", "unit/0", [memory])
-    made.reserve()
-    return made
+    return UnitRecord(tmp_path / "state", "unit/0", [memory])
 
 
-def left_by(record: UnitRecord, memory: Path) -> Path:
+class BeginsAnew(Exception):
+    pass
+
+
+def going_on(record: UnitRecord, *, epoch: int) -> Adopted | None:
+    """What the next life goes on with; None if it begins anew."""
+
+    def create(keeper: Path) -> Arena:
+        raise BeginsAnew
+
+    try:
+        return record.open(create, epoch=epoch)
+    except BeginsAnew:
+        return None
+
+
+def left_by(record: UnitRecord, memory: Path, *, forced: bool = False) -> Path:
     """An arena with a word in it, as a unit leaves it that was killed."""
-    arena = Arena.create(memory, MIB, epoch=1, keeper=record.path)
+    arena = record.begin(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, forced=forced))
     arena.grow(8192)
     arena.data[100:105] = list(b"hello")
     record.write(arena, 3)
@@ -46,11 +60,12 @@ def left_by(record: UnitRecord, memory: Path) -> Path:
 
 def test_the_next_life_finds_everything(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
-    found = record.adopt(epoch=2)
+    found = going_on(record, epoch=2)
     assert found is not None
-    arena, unit = found
-    with arena:
-        assert (arena.path, unit, arena.epoch, arena.backed_bytes, arena.capacity_bytes) == (path, 3, 2, 8192, MIB)
+    assert not found.recheck
+    with found.arena as arena:
+        assert (arena.path, found.unit, arena.epoch) == (path, 3, 2)
+        assert (arena.backed_bytes, arena.capacity_bytes) == (8192, MIB)
         assert arena.data[100:105].tobytes() == b"hello"
         assert arena.grow(16384) == 16384
     assert not path.exists()
@@ -59,9 +74,9 @@ def test_the_next_life_finds_everything(record: UnitRecord, memory: Path) -> Non
 def test_clients_mapped_before_see_what_is_written_after(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
     with MappedArena.open(path) as mapped:
-        found = record.adopt(epoch=2)
+        found = going_on(record, epoch=2)
         assert found is not None
-        with found[0] as arena:
+        with found.arena as arena:
             arena.data[:3] = list(b"new")
             assert mapped.readonly(0, 3).tobytes() == b"new"
 
@@ -76,9 +91,9 @@ def test_no_sweep_removes_it_while_its_record_is_there(record: UnitRecord, memor
 
 def test_a_held_one_stays_whatever_its_record(record: UnitRecord, memory: Path) -> None:
     left_by(record, memory)
-    found = record.adopt(epoch=2)
+    found = going_on(record, epoch=2)
     assert found is not None
-    with found[0]:
+    with found.arena:
         record.path.unlink()
         assert sweep_kept(memory) == []
 
@@ -86,33 +101,35 @@ def test_a_held_one_stays_whatever_its_record(record: UnitRecord, memory: Path) 
 def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
     assert discard(record.path.parent, [memory]) == [path]
-    assert record.adopt(epoch=2) is None
+    assert going_on(record, epoch=2) is None
 
 
 def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "HELD_S", 0.0)
     left_by(record, memory)
-    found = record.adopt(epoch=2)
+    found = going_on(record, epoch=2)
     assert found is not None
-    with found[0], pytest.raises(StateDirError, match=r"runs the storage unit of unit-unit%2F0\.json"):
-        record.adopt(epoch=3)
+    with found.arena, pytest.raises(StateDirError, match=r"runs the storage unit of unit-unit%2F0\.json"):
+        going_on(record, epoch=3)
 
 
 def test_the_next_life_waits_for_the_one_before_to_end(record: UnitRecord, memory: Path) -> None:
     left_by(record, memory)
-    found = record.adopt(epoch=2)
+    found = going_on(record, epoch=2)
     assert found is not None
-    held = threading.Timer(0.2, found[0].close, kwargs={"unlink": False})
+    held = threading.Timer(0.2, found.arena.close, kwargs={"unlink": False})
     held.start()
-    again = record.adopt(epoch=3)
+    again = going_on(record, epoch=3)
     held.join()
     assert again is not None
-    with again[0] as arena:
+    with again.arena as arena:
         assert arena.data[100:105].tobytes() == b"hello"
 
 
-def test_a_reserved_record_is_no_arena_yet(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
-    assert record.adopt(epoch=2) is None
+def test_a_record_may_be_there_before_its_arena(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
+    assert going_on(record, epoch=2) is None
+    assert record.path.read_bytes() == b""
+    assert going_on(record, epoch=2) is None
     assert not caplog.text
 
 
@@ -130,14 +147,14 @@ def test_what_is_damaged_is_not_gone_on_with(
 ) -> None:
     assert callable(damage)
     damage(left_by(record, memory))
-    assert record.adopt(epoch=2) is None
+    assert going_on(record, epoch=2) is None
     assert why in caplog.text
     assert "beginning with an empty one" in caplog.text
 
 
 def test_epochs_only_grow(record: UnitRecord, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     left_by(record, memory)
-    assert record.adopt(epoch=1) is None
+    assert going_on(record, epoch=1) is None
     assert "its epoch is 1" in caplog.text
 
 
@@ -148,11 +165,39 @@ def test_another_boot_or_container_begins_anew(
     left_by(record, memory)
     elsewhere = UnitRecord(tmp_path / "state", "unit/0", [tmp_path])
     assert elsewhere.path == record.path
-    assert elsewhere.adopt(epoch=2) is None
+    assert going_on(elsewhere, epoch=2) is None
     assert "another boot, or in another container" in caplog.text
 
 
+def test_an_arena_on_a_disk_outlives_its_machine_and_is_to_be_checked(
+    record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(kept, "boot_id", lambda: "the boot before")
+        path = left_by(UnitRecord(record.path.parent, "unit/0", [memory], forced=True), memory, forced=True)
+    found = going_on(record, epoch=2)
+    assert found is not None
+    assert found.recheck
+    with found.arena as arena:
+        assert arena.path == path
+        assert arena.data[100:105].tobytes() == b"hello"
+
+
+def test_who_begins_anew_says_which_arena_is_lost(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    with MappedArena.open(path) as lost:
+        cookie = lost.header(16, 16).hex()
+    path.unlink()
+    with record.open(lambda keeper: Arena.create(memory, MIB, epoch=2, keeper=keeper), epoch=2).arena as arena:
+        record.write(arena, 4)
+        assert arena.cookie.hex() != cookie
+    again = record.open(lambda keeper: Arena.create(memory, MIB, epoch=3, keeper=keeper), epoch=3)
+    with again.arena:
+        assert again.lost == arena.cookie.hex()
+
+
 def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
+    record.path.parent.mkdir()
     record.path.write_text("{}")
-    assert record.adopt(epoch=2) is None
+    assert going_on(record, epoch=2) is None
     assert "cannot be read" in caplog.text

@@ -103,3 +103,34 @@ def test_dropping_a_unit_ends_the_wait_for_its_proof(driver: Driver) -> None:
     assert len(other.stats().sessions) == 2
     driver.apply(c.DropUnit(unit=1))
     assert [s.session for s in other.stats().sessions] == [other.session]
+
+
+def test_a_machine_started_anew_ends_who_ran_there(driver: Driver) -> None:
+    near, far = driver.client("near", attach=[1]), driver.client("far", host="far")
+    far.register()
+    for client in (near, far):
+        client.put([f"{client.session}"], {"x": [64]})
+        client.raw(client.allocate({"x": [64]}, unit_wish=1))
+        client.locate(by_ids(f"{client.session}"))
+    driver.add_unit(name="unit0", host="started anew", capacity=MIB, epoch=2)
+    stats = far.stats()
+    assert [session.session for session in stats.sessions] == [far.session]
+    assert stats.units[0].reserved_bytes == 64
+    assert stats.units[0].live_bytes + stats.units[1].live_bytes == 2 * 64
+    assert stats.units[0].pinned_bytes + stats.units[1].pinned_bytes == 64
+
+
+def test_what_a_lost_arena_held_goes_when_its_unit_begins_anew(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    for unit in (1, 2):
+        client.put([f"s{unit}"], {"x": [64]}, unit_wish=unit)
+    refused = driver.add_unit(name="anew", instead_of="cookie-unit0")
+    assert isinstance(refused.error, InvalidRequestError)
+    assert "unit 1" in str(refused.error)
+    driver.apply(c.UnitLost(unit=1))
+    added = driver.add_unit(name="anew", instead_of="cookie-unit0")
+    assert (added.unit, added.error) == (3, None)
+    assert [unit.unit for unit in client.call(c.UnitList, c.Units()).units] == [2, 3]
+    assert client.call(c.Listed, c.List(partition="p")).ids == ("s2",)
+    assert driver.add_unit(name="another", instead_of="never heard of").error is None

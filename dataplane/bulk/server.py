@@ -349,6 +349,11 @@ class BulkServer:
             at += count
         if at != len(offsets) or self._more():
             raise self._fault("there are more ranges or payload frames than frame_ranges tells")
+        if self._arena.forced:
+            try:
+                self._arena.force(offsets, sizes)
+            except OSError as error:
+                raise self._fault(str(error)) from error
         return sum(sizes)
 
     def _receive_one(self, target: memoryview) -> None:

@@ -95,12 +95,13 @@ class Controller:
             doors=door.endpoints,
             heartbeat_s=config.heartbeat_s,
             durable=self._durable is not None,
+            forced=self._durable is not None and self._durable.forced,
         )
         door.introduce(facts)
         if self._durable is not None:
             self._durable.remember(port=port)
         hit("controller.bound")
-        sync = self._durable.sync if self._durable is not None and self._durable.forced else None
+        sync = self._durable.sync if self._durable is not None and facts.forced else None
         self._shell = LedgerShell(ledger, door, facts, sync=sync)
         self._shell.start()
         self._grpc.serve(self._shell, facts)

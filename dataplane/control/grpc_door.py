@@ -268,6 +268,10 @@ class _Service:
             add = unit_messages.report_from_pb(request)
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("a storage unit says AddUnit first")
+            if self._facts.forced and not add.forced:
+                raise InvalidRequestError(
+                    f"storage unit {add.name!r} was started without --durability machine, which this service promises"
+                )
             output = await self._ask(add, order)
             assert isinstance(output, c.UnitAdded)
             if output.error is not None:

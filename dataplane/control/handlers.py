@@ -25,7 +25,7 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in.
-    `durable`: it keeps its state over a restart."""
+    `durable`: it keeps its state over a restart; `forced`: over the end of its machine, too."""
 
     address: str
     epoch: int
@@ -33,6 +33,7 @@ class Facts:
     doors: tuple[str, ...]
     heartbeat_s: float
     durable: bool = False
+    forced: bool = False
 
 
 def parse(method: str, body: bytes) -> c.Input:

@@ -123,6 +123,8 @@ class UnitReports:
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
+        if item.instead_of and not self._take_the_place(item):
+            return
         self.added += 1
         unit = Unit(self.added, item, self.state.reserve_fraction)
         self.state.units[unit.number] = unit
@@ -141,11 +143,27 @@ class UnitReports:
             error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
+        if item.host != unit.host:
+            self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
         unit.back(item.backed_bytes, failed=False)
         self._added(unit)
         self.liveness.unit_back(unit.number)
+
+    def _take_the_place(self, item: c.AddUnit) -> bool:
+        """The arena that this unit had before is lost: what it held goes. Whether it can be."""
+        lost = self.state.units.get(self.cookies.get(item.instead_of, 0))
+        if lost is not None and lost.connected:
+            why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {lost.number}"
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
+            return False
+        if lost is not None:
+            self._drop(lost, self._rows_by_partition(lost.number))
+        return True
+
+    def _rows_by_partition(self, unit: int) -> list[tuple[Partition, c.Int64s]]:
+        return [(partition, self._rows_on(partition, unit)) for partition in self.state.partitions.values()]
 
     def _added(self, unit: Unit) -> None:
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
@@ -173,7 +191,7 @@ class UnitReports:
         if unit is None:
             error = InvalidRequestError(f"there is no storage unit {item.unit}")
         else:
-            found = [(partition, self._rows_on(partition, item.unit)) for partition in state.partitions.values()]
+            found = self._rows_by_partition(item.unit)
             count = sum(len(rows) for _, rows in found)
             if count and not item.force:
                 error = InvalidRequestError(

@@ -227,6 +227,17 @@ class Liveness:
             elif session.silent and unit in session.attached:
                 self._probe(session)
 
+    def machine_restarted(self, unit: int, host: str) -> None:
+        """The machine that was `host`, where the unit is, was started anew: whoever ran there is gone."""
+        for session in [found for found in self.state.sessions.values() if found.host == host]:
+            session.attached.pop(unit, None)
+            self._free_on(session, unit)
+            session.fencing.pop(unit, None)
+            if session.live:
+                self.end(session, "its machine was started anew")
+            else:
+                self._remove_if_done(session)
+
     def unit_dropped(self, unit: int) -> None:
         """Forget what sessions held there; the unit's extents are about to go."""
         extents = self.state.extents

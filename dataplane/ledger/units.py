@@ -51,6 +51,7 @@ class Unit:
             endpoints=self.offer.endpoints,
             arena_path=self.offer.arena_path,
             capacity_bytes=self.offer.capacity_bytes,
+            forced=self.offer.forced,
         )
 
     def back(self, backed_bytes: int, *, failed: bool) -> None:

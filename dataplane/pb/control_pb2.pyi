@@ -222,7 +222,7 @@ class FieldLocations(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
-    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes")
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class UnitInfo(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
     host: str
@@ -237,7 +238,8 @@ class UnitInfo(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     capacity_bytes: int
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    forced: bool
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., forced: bool = ...) -> None: ...
 
 class NamedTexts(_message.Message):
     __slots__ = ("name", "values")
@@ -342,7 +344,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +354,9 @@ class AddUnit(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    RECHECK_FIELD_NUMBER: _ClassVar[int]
+    INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -361,7 +366,10 @@ class AddUnit(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     unit: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
+    forced: bool
+    recheck: bool
+    instead_of: str
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit")

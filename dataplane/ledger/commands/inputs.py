@@ -52,7 +52,9 @@ class SessionSilent(Input, frozen=True, kw_only=True):
 class AddUnit(Input, frozen=True, kw_only=True):
     """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, or with the
     number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
-    unit that has a number from a service that lost its state. Output: `UnitAdded`."""
+    unit that has a number from a service that lost its state. Another `host` than before is the same machine, started
+    anew. `forced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
+    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. Output: `UnitAdded`."""
 
     name: str
     host: str
@@ -63,6 +65,9 @@ class AddUnit(Input, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     unit: int = 0
+    forced: bool = False
+    recheck: bool = False
+    instead_of: str = ""
 
 
 class UnitLost(Input, frozen=True, kw_only=True):

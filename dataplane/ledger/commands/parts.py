@@ -149,7 +149,8 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):
-    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp."""
+    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp. `forced`: who writes into the
+    mapped arena forces that to the disk before it commits."""
 
     unit: int
     name: str
@@ -158,3 +159,4 @@ class UnitInfo(Value, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     capacity_bytes: int
+    forced: bool = False

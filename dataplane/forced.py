@@ -1,0 +1,69 @@
+"""Bytes that are to survive the end of the machine: forced from the kernel's memory to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["force_ranges", "is_on_disk", "sync_path"]
+
+TOGETHER_BYTES = 1 << 20
+"""Ranges that lie no farther apart are forced by one call: what is between is most likely clean."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_MS_SYNC = 4
+
+
+def force_ranges(data: npt.NDArray[np.uint8], offsets: Iterable[int], sizes: Iterable[int]) -> None:
+    """Force these ranges of `data`, a shared mapping of a file, to the disk. Blocks until they are there, without the
+    interpreter's lock; OSError if the disk fails."""
+    if not len(data):
+        return
+    base = data.ctypes.data
+    end = -1
+    begin = 0
+    for start, stop in sorted((o, o + n) for o, n in zip(offsets, sizes, strict=True) if n):
+        if end >= 0 and start <= end + TOGETHER_BYTES:
+            end = max(end, stop)
+            continue
+        if end >= 0:
+            _sync(base + begin, end - begin)
+        begin, end = start, stop
+    if end >= 0:
+        _sync(base + begin, end - begin)
+
+
+def _sync(address: int, nbytes: int) -> None:
+    start = address - address % mmap.PAGESIZE
+    if _msync()(start, address + nbytes - start, _MS_SYNC) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"forcing {nbytes:,} bytes to the disk: {os.strerror(number)}")
+
+
+@functools.cache
+def _msync() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None, use_errno=True).msync
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def sync_path(path: Path) -> None:
+    """Force a file, or the names in a directory, to the disk; nothing if it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def is_on_disk(file_system: str) -> bool:
+    """Whether files of a file system of this type outlive the machine's memory."""
+    return file_system not in _IN_MEMORY
