@@ -6,28 +6,24 @@ Exit codes: 0 done, 1 the service refused or is not there (the message says why)
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 import dataplane
-from dataplane.config import ENV_ADDRESS, ENV_TOKEN, GIB, MIB, DataPlaneConfig
+from dataplane.config import DURABILITIES, ENV_ADDRESS, ENV_TOKEN, GIB, MIB, DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.unit import StorageUnit
+from dataplane.unit_process import Stop, UnitProcesses, run_unit
 
 if TYPE_CHECKING:
     from dataplane import CheckpointInfo, DataPlaneClient
 
-UNIT_READY_S = 60.0
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
 
 
@@ -51,106 +47,44 @@ def readable(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-class Stop:
-    """Set by SIGTERM and SIGINT (`asked`: by the user; a terminal sends the units its SIGINT, too), or by `set`."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
-
-    def _asked(self, *_: object) -> None:
-        self.asked = True
-        self._event.set()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def wait(self) -> None:
-        """Blocks until a signal asks to stop: that is what a server does."""
-        self._event.wait()
-
-
 def serve(arguments: argparse.Namespace) -> int:
     """A controller in this process and each storage unit in a process of its own."""
     stop = Stop()
     config = _service_config(arguments)
-    controller = Controller(config)
-    units: list[subprocess.Popen[str]] = []
-    controller.start()
+    controller = Controller(config).start()
+    ends: list[str] = []
+
+    def end(why: str) -> None:
+        ends.append(why)
+        stop.set()
+
+    units = UnitProcesses(controller.address, config, end)
     try:
-        for number in range(arguments.units):
-            units.append(_start_unit(controller.address, config, f"unit-{number}"))
-        for unit in units:
-            _await_unit(unit)
-            threading.Thread(target=_end_with, args=(unit, stop), daemon=True).start()
+        units.start(arguments.units)
         if controller.recovered:
             print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
         print(f"data plane service at {controller.address}", flush=True)
+        stop.when(controller.ended)
         stop.wait()
-        dead = [number for number, unit in enumerate(units) if unit.poll() is not None]
-        if dead and not stop.asked:
-            print(f"tq: storage unit unit-{dead[0]} ended, and the service with it", file=sys.stderr)
+        if controller.ended.is_set():
+            ends.append("the controller cannot go on; see above")
+        if ends and not stop.asked:
+            print(f"tq: {ends[0]}; the service ends", file=sys.stderr)
             return 1
     finally:
-        for unit in units:
-            if unit.stdin is not None:
-                unit.stdin.close()
-        for unit in units:
-            unit.wait(timeout=UNIT_READY_S)
+        units.stop()
         controller.stop()
     return 0
 
 
-def _end_with(unit: subprocess.Popen[str], stop: Stop) -> None:
-    """A service without its memory is no service: a unit that ends takes the rest with it."""
-    unit.wait()
-    stop.set()
-
-
-def _start_unit(address: str, config: DataPlaneConfig, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "dataplane", "unit", address, "--name", name, "--host", config.host]
-    command += ["--arena-dir", config.arena_dir, "--until-stdin-closes"]
-    if config.state_dir is not None:
-        command += ["--state-dir", config.state_dir]
-    if config.capacity_bytes is not None:
-        command += ["--capacity", str(config.capacity_bytes)]
-    token = config.secret()
-    environment = {**os.environ, **({ENV_TOKEN: token} if token else {})}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def _await_unit(unit: subprocess.Popen[str]) -> None:
-    assert unit.stdout is not None
-    if not unit.stdout.readline():
-        raise SystemExit(unit.wait(timeout=UNIT_READY_S) or 1)
-
-
 def unit(arguments: argparse.Namespace) -> int:
-    """A storage unit for a running controller, until a signal (or, started by `tq serve`, until that ends); exit code 1
-    if the controller goes first, and does not come back in time."""
+    """A storage unit for a running controller, until a signal; exit code 1 if the controller goes first, and does not
+    come back in time."""
     stop = Stop()
-    if arguments.until_stdin_closes:
-
-        def watch() -> None:
-            sys.stdin.read()
-            stop.set()
-
-        threading.Thread(target=watch, daemon=True).start()
-    with StorageUnit(_service_config(arguments), arguments.address, name=arguments.name) as running:
-        print(f"storage unit {running.name} ready", flush=True)
-        lost = running.lost
-
-        def give_up() -> None:
-            lost.wait()
-            stop.set()
-
-        threading.Thread(target=give_up, daemon=True).start()
-        stop.wait()
-        if lost.is_set() and not stop.asked:
-            print(f"tq: storage unit {running.name} lost its controller at {arguments.address}", file=sys.stderr)
-            return 1
+    started = StorageUnit(_service_config(arguments), arguments.address, name=arguments.name)
+    if run_unit(started, stop):
+        print(f"tq: storage unit {started.name} lost its controller at {arguments.address}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -163,6 +97,7 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         token_file=arguments.token_file,
         reconnect_s=getattr(arguments, "reconnect", 60.0),
         state_dir=arguments.state_dir,
+        durability=arguments.durability,
     ).with_environment()
 
 
@@ -253,6 +188,12 @@ def parser() -> argparse.ArgumentParser:
         )
         made.add_argument("--arena-dir", default="/dev/shm", help="local directory for arenas")
         made.add_argument("--state-dir", help="local directory from which the service goes on after its end")
+        made.add_argument(
+            "--durability",
+            choices=DURABILITIES,
+            default=DURABILITIES[0],
+            help="which end it survives with a state directory: its process's, or its machine's (arenas on a disk)",
+        )
 
     made = command("serve", serve, "Run a controller and its storage units until SIGTERM or SIGINT.")
     memory(made)
@@ -265,7 +206,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--reconnect", type=float, default=60.0, help="seconds to wait for a controller that is gone (default: 60)"
     )
-    made.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
     made = command("status", status, "Print what a service holds.")
     made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
     made.add_argument("--json", action="store_true", help="print JSON")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import dataplane
-from dataplane import connect
+from dataplane import DataPlaneConfig, connect, unit_process
 from dataplane.cli import main, size
 from dataplane.kept import discard
+from dataplane.unit_process import UnitProcesses
+from tests.lives import wait_until
 
 from .conftest import litter, our_files
 
@@ -67,6 +71,12 @@ class Service:
         self.process.send_signal(number)
         _, self.errors = self.process.communicate(timeout=60)
         return self.process.returncode
+
+
+def child_of(service: Service) -> int:
+    """The process of its one storage unit."""
+    (child,) = psutil.Process(service.process.pid).children()
+    return int(child.pid)
 
 
 @pytest.fixture
@@ -150,13 +160,52 @@ def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "manifest.json: missing" in capsys.readouterr().err
 
 
-def test_control_c_reaches_the_units_too_and_is_no_failure(services: list[Service]) -> None:
+def test_control_c_is_no_failure(services: list[Service]) -> None:
     service = Service("--units", "2")
     services.append(service)
     os.killpg(service.process.pid, signal.SIGINT)
     _, errors = service.process.communicate(timeout=60)
     assert (service.process.returncode, errors) == (0, "")
     assert not litter(service.files)
+
+
+def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_path: Path) -> None:
+    service = Service("--state-dir", str(tmp_path / "state"))
+    services.append(service)
+    with connect(service.address, heartbeat_s=0.2) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        client.put_samples(["a"], "train", {"x": torch.arange(4)[None]})
+        os.kill(child_of(service), signal.SIGKILL)
+        assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[0, 1, 2, 3]]
+        client.put_samples(["b"], "train", {"x": torch.arange(4)[None]})
+    assert service.end(signal.SIGTERM) == 0
+    assert "storage unit unit-0 ended with code -9: starting it again" in service.errors
+    assert len(discard(tmp_path / "state", ["/dev/shm"])) == 1
+
+
+def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:
+    service = Service()
+    services.append(service)
+    os.kill(child_of(service), signal.SIGKILL)
+    _, errors = service.process.communicate(timeout=60)
+    assert service.process.returncode == 1
+    assert "storage unit unit-0 ended with code -9, and its rows with it; the service ends" in errors
+
+
+def test_a_unit_that_dies_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_process, "RESTARTS", 1)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = DataPlaneConfig(units=0, capacity_bytes=8 * MIB, state_dir=str(tmp_path / "state"))
+    with dataplane.serve(config) as server:
+        units = UnitProcesses(server.address, config, ended.put)
+        units.start(1)
+        for _ in range(2):
+            first = units.pid("unit-0")
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda first=first: not ended.empty() or units.pid("unit-0") != first)
+        assert "storage unit unit-0 ended 2 times" in ended.get(timeout=60)
+        units.stop()
+    discard(tmp_path / "state", ["/dev/shm"])
 
 
 def test_a_wrong_token_is_refused(services: list[Service], tmp_path: Path) -> None:
@@ -175,8 +224,7 @@ def test_units_end_when_their_service_is_killed(services: list[Service]) -> None
     services.append(service)
     with connect(service.address) as client:
         assert len(client.stats().units) == 1
-    unit = int(subprocess.check_output(["pgrep", "-P", str(service.process.pid)], text=True))
-    waiting = os.pidfd_open(unit)
+    waiting = os.pidfd_open(child_of(service))
     service.process.kill()
 
     assert select.select([waiting], [], [], 60)[0]
