@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,6 +24,8 @@ from dataplane.control.controller import Controller
 from dataplane.unit import StorageUnit
 from workers.resolver import actor_address
 
+log = logging.getLogger(__name__)
+
 DEFAULT_NAME = "tq-controller"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -35,10 +40,27 @@ class ServiceConfig(DataPlaneConfig):
     the actor, without its code having to import it."""
 
 
-class ControllerActor:
+class _EndsWithItsPart:
+    """An actor's process ends when what it runs did so by itself: Ray starts it again, or its users learn of it."""
+
+    def __init__(self) -> None:
+        self._stopping = False
+
+    def _end_with(self, ended: threading.Event, what: str) -> None:
+        def wait() -> None:
+            ended.wait()
+            if not self._stopping:
+                log.error("%s cannot go on: its actor ends", what)
+                os._exit(1)
+
+        threading.Thread(target=wait, name="tq-end", daemon=True).start()
+
+
+class ControllerActor(_EndsWithItsPart):
     """The controller in a process of its own. One that Ray started again goes on by itself."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
+        super().__init__()
         self._config = config
         self._controller: Controller | None = None
         if _started_again():
@@ -47,6 +69,7 @@ class ControllerActor:
     def start(self) -> str:
         """Listen on this node's address; returns "host:port"."""
         self._controller = Controller(replace(self._config, host=ray.util.get_node_ip_address())).start()
+        self._end_with(self._controller.ended, "the controller")
         return self._controller.address
 
     def address(self) -> str:
@@ -54,6 +77,7 @@ class ControllerActor:
         return self._controller.address
 
     def stop(self) -> None:
+        self._stopping = True
         if self._controller is not None:
             self._controller.stop()
 
@@ -61,11 +85,12 @@ class ControllerActor:
         self.stop()
 
 
-class StorageUnitActor:
+class StorageUnitActor(_EndsWithItsPart):
     """A storage unit in a process of its own, on the node whose memory it serves. One that Ray started again goes on by
     itself."""
 
     def __init__(self, config: DataPlaneConfig, controller_address: str, name: str) -> None:
+        super().__init__()
         self._config = config
         self._where = controller_address
         self._name = name
@@ -77,8 +102,10 @@ class StorageUnitActor:
         """Make the arena, listen on this node's address, register with the controller."""
         here = replace(self._config, host=ray.util.get_node_ip_address(), port=0)
         self._unit = StorageUnit(here, self._where, name=self._name).start()
+        self._end_with(self._unit.lost, f"storage unit {self._name}")
 
     def stop(self) -> None:
+        self._stopping = True
         if self._unit is not None:
             self._unit.stop()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 
 import dataplane
+from dataplane.errors import StateDirError
 from dataplane.kept import discard
 from workers import launch_service
 
@@ -39,3 +41,21 @@ def test_what_was_put_outlives_controller_and_units(state: str) -> None:
         rows = client.get_samples([*meta.sample_ids, *more.sample_ids], "p", ["x"])["x"].unbind()
         assert [row.tolist() for row in rows] == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1]]
         client.put_samples(["d"], "p", {"x": [torch.arange(4)]})
+
+
+def test_a_controller_that_cannot_go_on_gives_its_place_to_another(state: str) -> None:
+    def breaks(actor: Any) -> None:
+        def fail() -> None:
+            raise StateDirError(directory=state, why="the disk is broken")
+
+        actor._controller._shell._sync = fail
+
+    settings = {"capacity_bytes": 8 << 20, "state_dir": state, "heartbeat_s": 0.2}
+    with (
+        launch_service(settings, name="broken") as service,
+        dataplane.connect(service.address, token=service.token, heartbeat_s=0.2) as client,
+    ):
+        client.register_partition("p", ["x"], None, ["t"])
+        ray.get(service._controller.__ray_call__.remote(breaks))
+        client.put_samples(["a"], "p", {"x": [torch.arange(3)]})
+        assert client.list_samples("p").sample_ids == ["a"]
