@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming
+from dataplane import claiming, reading
 from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
@@ -82,11 +82,11 @@ class AsyncDataPlaneClient:
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        return await self._run(ops.get, sample_ids, partition_id, select_fields, copy)
+        return await self._run(reading.get, sample_ids, partition_id, select_fields, copy)
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
-        return await self._run(ops.get, meta, meta.partition_id, ops.chosen_fields(meta, select_fields), True)
+        return await self._run(reading.get, meta, meta.partition_id, reading.chosen_fields(meta, select_fields), True)
 
     async def get_batch(
         self,
@@ -100,9 +100,9 @@ class AsyncDataPlaneClient:
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
         batch = await self._run(
-            ops.get_batch,
+            reading.get_batch,
             meta,
-            ops.chosen_fields(meta, select_fields),
+            reading.chosen_fields(meta, select_fields),
             layout=layout,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=pad_to_seqlen,

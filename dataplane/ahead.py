@@ -27,12 +27,13 @@ SOON_S = 1.0
 @dataclass(eq=False, slots=True)
 class Room:
     """What call `number` allocated: bytes [offset, end) of the unit's arena are not handed out yet, `users` parts are
-    in use."""
+    in use. `checksums`: commits into it are to have them."""
 
     number: int
     unit: int
     offset: int
     end: int
+    checksums: bool = False
     users: int = 0
     touched: bool = True
     given_up: bool = False
@@ -94,11 +95,11 @@ class RoomAhead:
         with self._lock:
             self._refused = self._clock()
 
-    def add(self, number: int, granted: AllocateAhead, offset: int) -> None:
+    def add(self, number: int, granted: AllocateAhead, offset: int, *, checksums: bool = False) -> None:
         """Call `number` allocated room at `offset`; what is left of older room goes back."""
         with self._lock:
             self._give_up(self._room)
-            self._room = Room(number, granted.unit, offset, offset + granted.nbytes)
+            self._room = Room(number, granted.unit, offset, offset + granted.nbytes, checksums)
 
     def finish(self, part: Part, *, failed: bool) -> None:
         """No one writes to the part any more and its commit, if it was sent, was answered or given up. After a failure

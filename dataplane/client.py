@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming
+from dataplane import claiming, reading
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
@@ -133,12 +133,12 @@ class DataPlaneClient:
         (do not write to them); their room is not reused while any view lives. Raises KeyError naming what is missing:
         partition, sample, field, or a field not produced for a sample.
         """
-        return self._run(ops.get, sample_ids, partition_id, select_fields, copy)
+        return self._run(reading.get, sample_ids, partition_id, select_fields, copy)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """`get_samples` of the meta's samples; `select_fields` defaults to `meta.fields` (ValueError if both are
         empty)."""
-        return self._run(ops.get, meta, meta.partition_id, ops.chosen_fields(meta, select_fields), True)
+        return self._run(reading.get, meta, meta.partition_id, reading.chosen_fields(meta, select_fields), True)
 
     def get_batch(
         self,
@@ -157,9 +157,9 @@ class DataPlaneClient:
         device: where the tensors end.
         """
         batch = self._run(
-            ops.get_batch,
+            reading.get_batch,
             meta,
-            ops.chosen_fields(meta, select_fields),
+            reading.chosen_fields(meta, select_fields),
             layout=layout,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=pad_to_seqlen,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dataplane.types import Checksums
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -40,6 +42,9 @@ class DataPlaneConfig:
     state_dir: a local directory from which the service goes on after its end, whatever way it ended; None: it does not.
     durability: which end a service with a state_dir survives: "process", its own; "machine", that of its machine too:
         rows and journal are forced to the disk before a call returns, and arena_dir has to be on a disk.
+    checksums: of a service: which rows get a checksum from their writer, for their readers to compare. "across-hosts":
+        all, while clients and storage units are on several hosts, else those that travel; who maps a row's memory does
+        not compare it. "always": all, and all are compared. "never".
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -62,12 +67,15 @@ class DataPlaneConfig:
     copy_threads: int | None = None
     state_dir: str | None = None
     durability: str = "process"
+    checksums: str = Checksums.ACROSS_HOSTS
     force_remote: bool = False
     client_name: str = ""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+        if self.checksums not in list(Checksums):
+            raise ValueError(f"checksums={self.checksums!r}: expected one of {', '.join(Checksums)}")
         if self.result_memory_bytes < 0:
             raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
         if self.copy_threads is not None and self.copy_threads < 1:

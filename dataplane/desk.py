@@ -74,7 +74,13 @@ class Desk:
         self.copier = Copier(config.copy_threads or default_threads())
         self.roads = Roads(config, session=session, lock=lock, memory=self.memory, copier=self.copier.copy)
         self.empty = warm(self.memory)
+        self._lock = lock
         self._hold = None if lock is None else Hold(lock)
+
+    @property
+    def lock_stands(self) -> bool:
+        """Whether the lock, of a session that has one, has been held without a break."""
+        return self._lock is None or self._lock.stands
 
     def pin(self, number: int) -> Pin:
         """A pin that views of the bytes located by call `number` share."""

@@ -22,6 +22,7 @@ from dataplane.journal import Journal, Log
 from dataplane.ledger import Ledger, records
 from dataplane.ledger import commands as c
 from dataplane.ledger.image import ImageError
+from dataplane.types import Checksums
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class LedgerSettings:
     reserve_fraction: float
     heartbeat_s: float
     session_timeout_s: float
+    checksums: Checksums = Checksums.ACROSS_HOSTS
 
 
 class DurableLedger:

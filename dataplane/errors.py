@@ -35,6 +35,7 @@
     │   ├── ServiceRestartedError       another life (epoch) of the service answers
     │   ├── StorageUnitError            a storage unit refused or is gone
     │   └── CallCancelledError          the call was withdrawn before it took effect
+    ├── ChecksumError (OSError)         what was read is not what was written; names sample, field and unit
     ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
     ├── StateDirError (OSError)         the service's state directory cannot be used, read or written
     ├── CheckpointWriteError (OSError)  the file system did not take a checkpoint; names file and cause
@@ -55,6 +56,10 @@ from dataplane.error_base import SHOWN as SHOWN
 from dataplane.error_base import DataPlaneError as DataPlaneError
 from dataplane.error_base import first_few as first_few
 from dataplane.error_base import rebuild
+from dataplane.error_storage import ArenaSpaceError as ArenaSpaceError
+from dataplane.error_storage import CheckpointWriteError as CheckpointWriteError
+from dataplane.error_storage import ChecksumError as ChecksumError
+from dataplane.error_storage import StateDirError as StateDirError
 
 # --- what was named is not there ------------------------------------------------------------------------------
 
@@ -422,36 +427,6 @@ class CallCancelledError(ServiceError):
     def __init__(self, *, session: int, number: int) -> None:
         super().__init__(
             f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
-        )
-
-
-class ArenaSpaceError(DataPlaneError, OSError):
-    """Too little memory behind the arena's directory. Sizes in bytes."""
-
-    def __init__(self, *, directory: str, found_bytes: int, wanted_bytes: int, limit: str = "") -> None:
-        bound = f" ({limit})" if limit else ""
-        super().__init__(
-            f"the arena wants {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}. Give a "
-            "smaller --capacity, another --arena-dir, or the container a larger shared memory (docker --shm-size).",
-            directory=directory,
-            found_bytes=found_bytes,
-            wanted_bytes=wanted_bytes,
-            limit=limit,
-        )
-
-
-class StateDirError(DataPlaneError, OSError):
-    def __init__(self, *, directory: str, why: str, hint: str = "") -> None:
-        text = f"the state directory {directory}: {why}"
-        super().__init__(f"{text}. {hint}" if hint else text, directory=directory, why=why, hint=hint)
-
-
-class CheckpointWriteError(DataPlaneError, OSError):
-    """The file system did not take a checkpoint; an older one at its path is whole."""
-
-    def __init__(self, *, file: str, why: str) -> None:
-        super().__init__(
-            f"cannot write the checkpoint: {file}: {why}. What was at its path is whole.", file=file, why=why
         )
 
 

@@ -21,6 +21,7 @@ NAMES = frozenset(
         "put.before_force",
         "put.before_commit",
         "get.mid_copy",
+        "get.copied",
         "get.before_release",
         "bulk.write.between_frames",
         "bulk.read.between_frames",

@@ -6,7 +6,8 @@ Each takes the `Desk` of the client's session. The docstrings of `DataPlaneClien
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,7 @@ from tensordict import TensorDict
 
 from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
-from dataplane.batch import BatchedDataDict
-from dataplane.columns import EncodedColumn, RowSource, appended, assemble, declared_specs, decode_batch, encode_fields
+from dataplane.columns import EncodedColumn, appended, checked, declared_specs, encode_fields
 from dataplane.desk import Desk
 from dataplane.errors import (
     CapacityTimeoutError,
@@ -29,9 +29,8 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.patience import know, patient
-from dataplane.roads import units_of
+from dataplane.roads import chosen, units_of
 from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
-from dataplane.schema import Layout
 from dataplane.steps import Operation, Post, Send, Sent, Work
 from dataplane.types import FieldKind
 
@@ -93,7 +92,7 @@ def _append(
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
         located = yield from naming(ids, locate)
         try:
-            whole = yield from _joined(desk, encoded, located.result)
+            whole = yield from _joined(desk, encoded, located.result, partition, ids)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
             committed = yield from store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
             return _put_meta(ids, partition, whole, tags, committed)
@@ -109,20 +108,12 @@ def _append(
     raise AssertionError("the last turn returns or raises")
 
 
-def _joined(desk: Desk, encoded: Sequence[EncodedColumn], located: c.Located) -> Operation[list[EncodedColumn]]:
+def _joined(
+    desk: Desk, encoded: Sequence[EncodedColumn], located: c.Located, partition: str, ids: Sequence[str]
+) -> Operation[list[EncodedColumn]]:
     """The columns as they are to be put: jagged ones behind what is stored of their rows."""
     places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
-    stored = [
-        c.FieldLocations(
-            name=found.name,
-            spec=found.spec,
-            units=found.units[places[found.name]],
-            offsets=found.offsets[places[found.name]],
-            lengths=found.lengths[places[found.name]],
-        )
-        for found in located.fields
-        if len(places[found.name])
-    ]
+    stored = [chosen(found, places[found.name]) for found in located.fields if len(places[found.name])]
     if not stored:
         return list(encoded)
     units = units_of(stored)
@@ -130,6 +121,9 @@ def _joined(desk: Desk, encoded: Sequence[EncodedColumn], located: c.Located) ->
 
     def work() -> list[EncodedColumn]:
         sources = desk.roads.gather(stored, units)
+        for found in stored:
+            mine = [ids[place] for place in places[found.name].tolist()]
+            sources |= checked({found.name: sources[found.name]}, [found], partition, mine)
         return [
             appended(column, sources[column.name], places[column.name]) if column.name in sources else column
             for column in encoded
@@ -207,13 +201,28 @@ def store(
     try:
         placements: tuple[c.Placement, ...] = room.result.placements
         yield from know(desk, {placement.unit for placement in placements})
-        yield Work(lambda: desk.roads.write(placements, encoded, room.number, unfinished))
+        write = partial(_write, desk, placements, encoded, room.number, unfinished, room.result.checksums)
+        written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
-        commit = _commit(partition, samples, encoded, tags, mode, upon, reservation=room.number)
+        commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number)
         return (yield from naming(ids, commit)).result  # type: ignore[no-any-return]
     except BaseException:
         yield from _give_back(desk, room.number, unfinished)
         raise
+
+
+def _write(
+    desk: Desk,
+    placements: Sequence[c.Placement],
+    encoded: Sequence[EncodedColumn],
+    reservation: int,
+    unfinished: set[int],
+    checksums: bool,
+) -> Sequence[EncodedColumn]:
+    """Copy the columns to their places; what was copied, with checksums where they are wanted."""
+    columns = [column.with_checksums() for column in encoded] if checksums else encoded
+    desk.roads.write(placements, columns, reservation, unfinished)
+    return columns
 
 
 def _commit(
@@ -228,7 +237,13 @@ def _commit(
     offset: int | None = None,
 ) -> c.Commit:
     columns = tuple(
-        c.CommitColumn(name=column.name, spec=column.spec, lengths=column.lengths, index=column.index)
+        c.CommitColumn(
+            name=column.name,
+            spec=column.spec,
+            lengths=column.lengths,
+            index=column.index,
+            checksums=column.checksums,
+        )
         for column in encoded
     )
     return c.Commit(
@@ -255,7 +270,7 @@ def _part_ahead(desk: Desk, nbytes: int) -> Operation[Part | None]:
     except (CapacityTimeoutError, InvalidRequestError):
         desk.ahead.refused()
         return None
-    desk.ahead.add(granted.number, wish, granted.result.offset)
+    desk.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
     return desk.ahead.take(nbytes)
 
 
@@ -274,11 +289,11 @@ def _store_ahead(
     failed = True
     try:
         placements = part.placements(encoded)
-        yield Work(lambda: desk.roads.write(placements, encoded, part.room.number, set()))
+        room = part.room
+        write = partial(_write, desk, placements, encoded, room.number, set(), room.checksums)
+        written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
-        commit = _commit(
-            partition, samples, encoded, tags, mode, upon, reservation=part.room.number, offset=part.offset
-        )
+        commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number, offset=part.offset)
         committed: c.Committed = (yield from naming(ids, commit)).result
         failed = False
         return committed
@@ -327,109 +342,6 @@ def _put_meta(
         tags=[dict(tag) for tag in tags] if tags is not None else None,
     )
     return meta.with_handles(committed.rows, committed.births)
-
-
-# --- get ------------------------------------------------------------------------------------------------------
-
-
-@patient
-def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], copy: bool) -> Operation[TensorDict]:
-    """The fields of the samples as a TensorDict; with `copy=False`, views where rows lie together."""
-    if copy:
-
-        def build(sources: Mapping[str, RowSource]) -> TensorDict:
-            return assemble(sources, empty=desk.empty, copier=desk.copier.copy)
-
-        return (yield from _read(desk, names, partition, select_fields, build))
-    return (yield from _read_views(desk, names, partition, select_fields))
-
-
-@patient
-def get_batch(
-    desk: Desk,
-    meta: KVBatchMeta,
-    select_fields: Sequence[str],
-    *,
-    layout: Layout,
-    pad_value_dict: Mapping[str, Any] | None,
-    pad_to_seqlen: int,
-) -> Operation[BatchedDataDict[Any]]:
-    """The fields of the samples, gathered straight into padded tensors."""
-
-    def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
-        return BatchedDataDict(
-            decode_batch(
-                sources,
-                layout=layout,
-                pad_value_dict=pad_value_dict,
-                pad_to_seqlen=pad_to_seqlen,
-                empty=desk.empty,
-                copier=desk.copier.copy,
-            )
-        )
-
-    batch: BatchedDataDict[Any] = yield from _read(desk, meta, meta.partition_id, select_fields, build)
-    return batch
-
-
-def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
-    """`select_fields`, else the meta's own. ValueError if neither names any."""
-    chosen = meta.fields if select_fields is None else select_fields
-    if not chosen:
-        raise InvalidRequestError("name the fields to read: select_fields is empty and so is meta.fields")
-    return chosen
-
-
-def _locate(desk: Desk, names: Names, partition: str, select_fields: Sequence[str]) -> Operation[Any]:
-    if isinstance(select_fields, str) or not select_fields:
-        raise InvalidRequestError(f"select_fields={select_fields!r}: name at least one field, in a list")
-    ids = ids_of(names)
-    locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields))
-    return (yield from naming(ids, locate))
-
-
-def _read(
-    desk: Desk,
-    names: Names,
-    partition: str,
-    select_fields: Sequence[str],
-    build: Callable[[Mapping[str, RowSource]], Any],
-) -> Operation[Any]:
-    located = yield from _locate(desk, names, partition, select_fields)
-    try:
-        fields: tuple[c.FieldLocations, ...] = located.result.fields
-        units = units_of(fields)
-        yield from know(desk, units)
-
-        def work() -> Any:
-            failpoints.hit("get.mid_copy")
-            return build(desk.roads.gather(fields, units))
-
-        return (yield Work(work))
-    finally:
-        failpoints.hit("get.before_release")
-        yield Post(c.Release(located=located.number))
-
-
-def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequence[str]) -> Operation[TensorDict]:
-    """Like `_read`; the pin goes when the last view does."""
-    located = yield from _locate(desk, names, partition, select_fields)
-    pins = [desk.pin(located.number)]
-    try:
-        fields: tuple[c.FieldLocations, ...] = located.result.fields
-        units = units_of(fields)
-        yield from know(desk, units)
-
-        def work() -> TensorDict:
-            sources = desk.roads.gather(fields, units, guard=pins[0])
-            return assemble(sources, copy=False, empty=desk.empty, copier=desk.copier.copy)
-
-        views: TensorDict = yield Work(work)
-        return views
-    finally:
-        pins.clear()
-        for number in desk.pins.dropped():
-            yield Post(c.Release(located=number))
 
 
 # --- the rest ---------------------------------------------------------------------------------------

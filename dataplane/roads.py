@@ -324,6 +324,18 @@ class Roads:
             connection.close()
 
 
+def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.FieldLocations:
+    """Some of the values."""
+    return c.FieldLocations(
+        name=located.name,
+        spec=located.spec,
+        units=located.units[which],
+        offsets=located.offsets[which],
+        lengths=located.lengths[which],
+        checksums=None if located.checksums is None else located.checksums[which],
+    )
+
+
 def units_of(located: Sequence[c.FieldLocations]) -> set[int]:
     """The units that hold any of the rows."""
     # Columns of one put lie in the same units, row by row: their bytes are compared instead of looked through.

@@ -47,6 +47,15 @@ class FieldKind(enum.StrEnum):
     OBJECT = "object"
 
 
+class Checksums(enum.StrEnum):
+    """Which rows get a checksum from their writer."""
+
+    ACROSS_HOSTS = "across-hosts"
+    """Those of a service that clients or storage units of several hosts take part in, and those that travel."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     """What a field holds; each part may be left open (None) and is then fixed by the first put.
 

@@ -68,6 +68,7 @@ def of_hint(hint: Any) -> st.SearchStrategy[Any]:
         c.Predicate: PREDICATES,
         c.Int64s: int64s(),
         c.Int32s: st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=5).map(lambda v: np.array(v, np.int32)),
+        c.UInt32s: st.lists(st.integers(0, (1 << 32) - 1), max_size=5).map(lambda v: np.array(v, np.uint32)),
     }
     if hint in by_hand:
         return by_hand[hint]

@@ -52,6 +52,7 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"),
     e.CallCancelledError(session=1, number=2),
     e.ArenaSpaceError(directory="/dev/shm", found_bytes=1, wanted_bytes=2),
+    e.ChecksumError(partition="p", sample="a", field="x", unit=2, expected=1, got=(1 << 32) - 1, total=3),
     e.StateDirError(directory="/state", why="another process uses it", hint="Stop that one first"),
     e.CheckpointWriteError(file="/c/a", why="No space left on device"),
     e.InternalError(what="a defect"),

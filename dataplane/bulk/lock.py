@@ -47,6 +47,14 @@ class SessionLock:
         """Whether this process still holds it."""
         return self._fd >= 0
 
+    @property
+    def stands(self) -> bool:
+        """Whether no unit can have found it free so far: a unit that does removes the file."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Say that nothing of this process touches shared memory through this session any more: drop the lock, and
         remove the name unless a forked child, which may have views, still holds it. Call it when no copy is under way

@@ -21,10 +21,12 @@ import safetensors
 
 from dataplane import failpoints
 from dataplane.checkpoint.manifest import FileEntry
+from dataplane.checksums import damaged
 from dataplane.columns import RowSource
 from dataplane.errors import CheckpointError, CheckpointWriteError, DataPlaneError
 from dataplane.jagged import byte_view
 from dataplane.ledger import commands as c
+from dataplane.roads import chosen
 from dataplane.rowcopy import UInt8s, gather
 from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
 
@@ -61,13 +63,26 @@ Gather = Callable[[c.FieldLocations], RowSource]
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a file: `dtype` by torch's name; `content` is it (any array, as bytes), or where it lies."""
+    """One tensor of a file: `dtype` by torch's name; `content` is it (any array, as bytes), or where it lies, as values
+    of `partition`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     content: npt.NDArray[Any] | c.FieldLocations
+    partition: str = ""
+
+
+class DamagedValueError(Exception):
+    """A value that was to be written is not what its writer wrote."""
+
+    def __init__(self, partition: str, located: c.FieldLocations, got: int) -> None:
+        """located: that one value."""
+        super().__init__(partition, located.name)
+        self.partition = partition
+        self.located = located
+        self.got = got
 
 
 def array_part(name: str, array: npt.NDArray[Any]) -> Part:
@@ -75,24 +90,25 @@ def array_part(name: str, array: npt.NDArray[Any]) -> Part:
     return Part(name, array.dtype.name, array.shape, array.nbytes, array)
 
 
-def stored_part(name: str, located: c.FieldLocations) -> Part:
+def stored_part(name: str, partition: str, located: c.FieldLocations) -> Part:
     """The values that lie there, one after another. Ragged and object rows are what their kind stores, as bytes."""
     spec = located.spec
     count = int(located.lengths.sum())
     nbytes = count * spec.unit_bytes
     if spec.kind not in (FieldKind.DENSE, FieldKind.JAGGED):
-        return Part(name, "uint8", (nbytes,), nbytes, located)
+        return Part(name, "uint8", (nbytes,), nbytes, located, partition)
     dtype, shape = spec.dtype or "", (count, *(spec.inner or ()))
     if dtype in _COMPLEX:
         dtype, shape = _COMPLEX[dtype], (*shape, 2)
-    return Part(name, dtype, shape, nbytes, located)
+    return Part(name, dtype, shape, nbytes, located, partition)
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write(directory: Path, name: str, parts: Sequence[Part], bring: Gather) -> FileEntry:
-    """Write a file of these tensors and sync it; its entry. `CheckpointWriteError` where the file system fails."""
+    """Write a file of these tensors and sync it; its entry. `CheckpointWriteError` where the file system fails,
+    `DamagedValueError` for a value that does not have its checksum."""
     # Larger elements first: every tensor then begins at a multiple of its element.
     ordered = sorted(parts, key=lambda part: -DTYPE_BYTES[part.dtype])
     digest, written, path = hashlib.sha256(), 0, directory / name
@@ -132,7 +148,7 @@ def _stretches(parts: Sequence[Part], bring: Gather) -> Iterator[memoryview]:
             for start in range(0, flat.nbytes, STRETCH_BYTES):
                 yield flat[start : start + STRETCH_BYTES].data
         else:
-            yield from _stored(part.content, bring, scratch)
+            yield from _stored(part.partition, part.content, bring, scratch)
 
 
 def _header(parts: Sequence[Part]) -> bytes:
@@ -150,7 +166,7 @@ def _header(parts: Sequence[Part]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _stored(located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterator[memoryview]:
+def _stored(partition: str, located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterator[memoryview]:
     """The values' bytes. Empty ones may lie anywhere, also where no unit is any more."""
     located = chosen(located, np.flatnonzero(located.lengths * located.spec.unit_bytes))
     sizes = located.lengths * located.spec.unit_bytes
@@ -159,28 +175,30 @@ def _stored(located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterat
     while first < len(sizes):
         before = int(ends[first - 1]) if first else 0
         last = max(int(np.searchsorted(ends, before + len(scratch), "right")), first + 1)
-        source = bring(chosen(located, slice(first, last)))
+        these = chosen(located, slice(first, last))
+        source = bring(these)
         nbytes = int(ends[last - 1]) - before
         if nbytes <= len(scratch):
             target = scratch[:nbytes]
             gather(source.buffers, source.which, source.offsets, source.sizes, target)
+            _check(partition, these, target)
             yield target.data
         else:
             (row,) = source.rows()
+            _check(partition, these, row)
             for start in range(0, nbytes, len(scratch)):
                 yield row[start : start + len(scratch)].data
         first = last
 
 
-def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Some of the values."""
-    return c.FieldLocations(
-        name=located.name,
-        spec=located.spec,
-        units=located.units[which],
-        offsets=located.offsets[which],
-        lengths=located.lengths[which],
-    )
+def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
+    """Compare the values, which are one after another in `memory`."""
+    if located.checksums is None:
+        return
+    sizes = located.lengths * located.spec.unit_bytes
+    wrong, got = damaged(memory, np.cumsum(sizes) - sizes, sizes, located.checksums)
+    if len(wrong):
+        raise DamagedValueError(partition, chosen(located, wrong[:1]), int(got[0]))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -14,18 +14,18 @@ import numpy.typing as npt
 
 from dataplane import failpoints
 from dataplane.checkpoint import files, manifest
-from dataplane.checkpoint.files import FILE_BYTES, Part, array_part, stored_part
+from dataplane.checkpoint.files import FILE_BYTES, DamagedValueError, Part, array_part, stored_part
 from dataplane.checkpoint.manifest import CellsEntry, CheckpointInfo, FieldEntry, PartitionEntry, RowsEntry
 from dataplane.checkpoint.place import Place
 from dataplane.columns import RowSource
 from dataplane.desk import Desk
-from dataplane.errors import InvalidRequestError, RequestTooLargeError
+from dataplane.errors import ChecksumError, InvalidRequestError, RequestTooLargeError
 from dataplane.ledger import commands as c
 from dataplane.objects import encode_object
 from dataplane.operations import name_tuple
 from dataplane.patience import know, patient
-from dataplane.roads import units_of
-from dataplane.steps import Operation, Post, Send, Work
+from dataplane.roads import chosen, units_of
+from dataplane.steps import Operation, Post, Send, Sent, Work
 from dataplane.types import FieldKind
 
 NAMES_PER_READ = 1 << 16
@@ -46,6 +46,7 @@ def checkpoint(
         writer = _Writer(desk, place)
         saved = yield Send(c.Save(partitions=names))
         try:
+            writer.saved = saved
             failpoints.hit("checkpoint.saved")
             entries = []
             for described in saved.result.partitions:
@@ -73,10 +74,11 @@ def chosen_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Collects tensors and writes a file whenever there are enough. `file` is the number of the next one."""
+    """Collects tensors and writes a file whenever there are enough. saved: the Save they are of, once there is one."""
 
     def __init__(self, desk: Desk, place: Place) -> None:
         self.desk = desk
+        self.saved = Sent(0, None)
         self.entries: list[manifest.FileEntry] = []
         self._place = place
         self._parts: list[Part] = []
@@ -103,9 +105,31 @@ class _Writer:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
         stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
-        yield from know(self.desk, units_of([files.chosen(found, found.lengths > 0) for found in stored]))
-        self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._bring))))
+        yield from know(self.desk, units_of([chosen(found, found.lengths > 0) for found in stored]))
+        try:
+            self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._bring))))
+        except DamagedValueError as error:
+            raise (yield from self._named(error)) from None
         self._parts, self._bytes = [], 0
+
+    def _named(self, error: DamagedValueError) -> Operation[ChecksumError]:
+        """The error that names the first sample with the damaged value."""
+        value, partition = error.located, error.partition
+        assert value.checksums is not None
+        saved = next(found for found in self.saved.result.partitions if found.partition == partition)
+        cells = yield from _cells(self.saved.number, saved, value.name)
+        here = (cells.units == value.units[0]) & (cells.offsets == value.offsets[0]) & (cells.lengths > 0)
+        place = int(here.argmax())
+        command = c.ReadSaved(saved=self.saved.number, partition=partition, first=place, last=place + 1, names=True)
+        read: c.SavedRows = (yield Send(command)).result
+        return ChecksumError(
+            partition=partition,
+            sample=read.ids[0],
+            field=value.name,
+            unit=int(value.units[0]),
+            expected=int(value.checksums[0]),
+            got=error.got,
+        )
 
     def _bring(self, located: c.FieldLocations) -> RowSource:
         return self.desk.roads.gather([located], units_of([located]))[located.name]
@@ -168,16 +192,11 @@ def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operatio
 
 def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str) -> Operation[list[CellsEntry]]:
     """The field's cells, each value once, in pieces."""
-    pages: list[c.FieldLocations] = []
-    for first in range(0, described.live, CELLS_PER_READ):
-        last = min(first + CELLS_PER_READ, described.live)
-        command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, fields=(field,))
-        pages.append((yield Send(command)).result.fields[0])
     entries: list[CellsEntry] = []
-    for piece in _pieces(_joined(pages)) if pages else ():
+    for piece in _pieces((yield from _cells(saved, described, field))) if described.live else ():
         prefix = writer.prefix(f"{described.partition}/{field}")
         located, rows, index = piece
-        values = stored_part(f"{prefix}/values", located)
+        values = stored_part(f"{prefix}/values", described.partition, located)
         parts = [values]
         if located.spec.kind is not FieldKind.DENSE:
             parts.append(array_part(f"{prefix}/lengths", located.lengths))
@@ -204,6 +223,16 @@ def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str)
     return entries
 
 
+def _cells(saved: int, described: c.SavedPartition, field: str) -> Operation[c.FieldLocations]:
+    """Where the field's cells are, of all samples; there is one at least."""
+    pages: list[c.FieldLocations] = []
+    for first in range(0, described.live, CELLS_PER_READ):
+        last = min(first + CELLS_PER_READ, described.live)
+        command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, fields=(field,))
+        pages.append((yield Send(command)).result.fields[0])
+    return _joined(pages)
+
+
 def _joined(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
     if len(pages) == 1:
         return pages[0]
@@ -213,7 +242,16 @@ def _joined(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
         units=np.concatenate([page.units for page in pages]),
         offsets=np.concatenate([page.offsets for page in pages]),
         lengths=np.concatenate([page.lengths for page in pages]),
+        checksums=_joined_checksums(pages),
     )
+
+
+def _joined_checksums(pages: Sequence[c.FieldLocations]) -> c.UInt32s | None:
+    if all(page.checksums is None for page in pages):
+        return None
+    none = [np.zeros(len(page.lengths), np.uint32) for page in pages]
+    found = [empty if page.checksums is None else page.checksums for page, empty in zip(pages, none, strict=True)]
+    return np.concatenate(found)
 
 
 Piece = tuple[c.FieldLocations, c.Int64s, c.Int64s | None]
@@ -225,9 +263,9 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
     rows = np.flatnonzero(located.lengths >= 0)
     if not len(rows):
         return
-    cells = files.chosen(located, rows)
+    cells = chosen(located, rows)
     firsts, index = _distinct(cells)
-    values = files.chosen(cells, firsts)
+    values = chosen(cells, firsts)
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(firsts))
     row_ends, byte_ends = np.cumsum(counts), np.cumsum(values.lengths * values.spec.unit_bytes)
@@ -239,7 +277,7 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
         last = max(min(by_rows, by_bytes), first + 1)
         mine = np.sort(order[rows_before : int(row_ends[last - 1])])
         shared = len(mine) != last - first
-        yield files.chosen(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
+        yield chosen(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
         first = last
 
 

@@ -1,6 +1,7 @@
 """Columns: what a put's fields become on their way into memory, and what memory becomes on its way out."""
 
 from dataplane.columns.append import appended
+from dataplane.columns.check import checked
 from dataplane.columns.decode import (
     Column,
     Empty,
@@ -27,6 +28,7 @@ __all__ = [
     "SharedOffsets",
     "appended",
     "assemble",
+    "checked",
     "declared_specs",
     "decode",
     "decode_batch",

@@ -14,7 +14,8 @@ from dataplane.rowcopy import Int64s, gather
 
 def appended(column: EncodedColumn, stored: RowSource, places: Int64s) -> EncodedColumn:
     """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`; other
-    rows are as they are. Copies both into memory of its own; values shared between rows are so no more.
+    rows are as they are. Copies both into memory of its own; values shared between rows are so no more. `ChecksumError`
+    if stored rows are not what was written.
     """
     values, lengths = column.values, column.lengths
     if column.index is not None:
@@ -31,5 +32,8 @@ def appended(column: EncodedColumn, stored: RowSource, places: Int64s) -> Encode
     joined = np.empty(int(sizes.sum()), np.uint8)
     gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)
     totals: Int64s = sizes.sum(axis=1)
-    flat = FlatValues(joined, np.cumsum(totals) - totals, totals)
+    starts = np.cumsum(totals) - totals
+    if stored.check is not None:
+        stored.check(joined, starts[places], slice(None))
+    flat = FlatValues(joined, starts, totals)
     return dataclasses.replace(column, lengths=totals // max(unit, 1), sizes=totals, index=None, values=flat)

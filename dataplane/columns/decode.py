@@ -7,7 +7,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,12 @@ Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 """Makes a contiguous tensor of any content for values to be gathered into, and gives its bytes too."""
 
 
+class Check(Protocol):
+    """Compares rows, which lie at `offsets` of `memory`, with what they are to be; raises if they are not that."""
+
+    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class RowSource:
     """Where the N rows of one column are in memory.
@@ -57,7 +63,8 @@ class RowSource:
     spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
     (None: all in the first). offsets: `[N]` int64 bytes into the buffer. lengths: `[N]` int64 in units of
     `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are this process's own and writable,
-    nobody else reads them, and hold nothing but this column, so that a result may keep them.
+    nobody else reads them, and hold nothing but this column, so that a result may keep them. check: compares the rows
+    where a reader has them in the end (None: they are not compared).
     """
 
     spec: FieldSpec
@@ -66,6 +73,7 @@ class RowSource:
     offsets: Int64s
     lengths: Int64s
     ours: bool = False
+    check: Check | None = None
 
     @functools.cached_property
     def sizes(self) -> Int64s:
@@ -81,9 +89,49 @@ class RowSource:
         places = zip(self.holders(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
         return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
 
+    def own_rows(self) -> list[UInt8s]:
+        """The same; where they are compared, of a copy that nobody can change any more."""
+        if self.check is None:
+            return self.rows()
+        ends = np.cumsum(self.sizes)
+        memory, starts = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8), ends - self.sizes
+        gather(self.buffers, self.which, self.offsets, self.sizes, memory)
+        self.check(memory, starts, slice(None))
+        return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def check_in_place(self) -> None:
+        """Compare the rows where they are."""
+        if self.check is None:
+            return
+        if self.which is None:
+            self.check(self.buffers[0], self.offsets, slice(None))
+            return
+        for holder in np.unique(self.which).tolist():
+            mine = np.flatnonzero(self.which == holder)
+            self.check(self.buffers[holder], self.offsets[mine], mine)
+
     def holders(self) -> list[int]:
         """Which buffer each row is in."""
         return [0] * len(self) if self.which is None else self.which.tolist()
+
+
+class _Copies:
+    """Copies that are left to make, and what then is to be compared."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._checks: list[Callable[[], None]] = []
+
+    def compare(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
+        """The rows of `source` will lie at `offsets` of `memory`."""
+        check = source.check
+        if check is not None:
+            self._checks.append(lambda: check(memory, offsets, slice(None)))
+
+    def make(self, copier: CopyRuns) -> None:
+        copier(self.runs)
+        for check in self._checks:
+            check()
 
 
 class SharedOffsets:
@@ -125,17 +173,17 @@ def warm(memory: WarmMemory) -> Empty:
 
 def decode(source: RowSource) -> Column:
     """The column in memory of its own: dense `[N, *inner]`, a jagged tensor (whatever the lengths), a list of ragged
-    tensors, or a `[N]` object array. InternalError if ragged or object rows are damaged. Values that lie together in a
-    buffer that is ours are not copied."""
+    tensors, or a `[N]` object array. InternalError if ragged or object rows are malformed, `ChecksumError` if rows are
+    compared and differ. Values that lie together in a buffer that is ours are not copied."""
     return decode_columns({"": source})[""]
 
 
 def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
     """A jagged column right-padded, gathered straight to its place: `[N, S, *inner]`, S the longest row, or `width` if
     that is more than 0. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
-    later: list[Run] = []
-    padded = _padded(source, pad_value, width, fresh, later)
-    copy_runs(later)
+    copies = _Copies()
+    padded = _padded(source, pad_value, width, fresh, copies)
+    copies.make(copy_runs)
     return padded
 
 
@@ -146,10 +194,15 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
     The views' storage keeps the very array object of `buffers` alive, so that a finalizer on it tells when the last
     view is gone. If that memory is read-only, so are the views, though torch cannot say so: writing to one crashes.
     """
-    if source.spec.kind is FieldKind.RAGGED:
-        return _ragged_views(source)
     if source.spec.kind is FieldKind.OBJECT:
         return None
+    views = _ragged_views(source) if source.spec.kind is FieldKind.RAGGED else _value_views(source, offsets)
+    if views is not None:
+        source.check_in_place()
+    return views
+
+
+def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
     check_bounds(source.buffers, source.which, source.offsets, source.sizes)
     holders, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
     if not holders:
@@ -181,12 +234,12 @@ def decode_columns(
     """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
     columns of equal lengths share one offsets tensor."""
     offsets = SharedOffsets()
-    later: list[Run] = []
+    copies = _Copies()
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         views = None if copy else decode_views(source, offsets=offsets)
-        columns[name] = _copied(source, offsets, empty, later) if views is None else views
-    copier(later)
+        columns[name] = _copied(source, offsets, empty, copies) if views is None else views
+    copies.make(copier)
     return columns
 
 
@@ -206,40 +259,41 @@ def decode_batch(
         raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
     pads = pad_value_dict or {}
     offsets = SharedOffsets()
-    later: list[Run] = []
+    copies = _Copies()
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         if source.spec.kind is not FieldKind.JAGGED:
-            columns[name] = _copied(source, offsets, empty, later)
+            columns[name] = _copied(source, offsets, empty, copies)
             continue
         try:
-            columns[name] = _padded(source, pads.get(name, 0), pad_to_seqlen, empty, later)
+            columns[name] = _padded(source, pads.get(name, 0), pad_to_seqlen, empty, copies)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"field {name!r}: {error}") from error
-    copier(later)
+    copies.make(copier)
     return columns
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, later: list[Run]) -> Column:
-    """What `decode` says; the column is whole when the copies put in `later` are made."""
+def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies) -> Column:
+    """What `decode` says; the column is whole when `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
             in_place = decode_views(source, offsets=offsets) if source.ours else None
             if in_place is not None:
                 return in_place
             values, target = _empty_values(source, empty)
-            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=later)
+            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs)
+            copies.compare(source, target, np.cumsum(source.sizes) - source.sizes)
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
-            return [_ragged_copy(source.spec, row) for row in source.rows()]
-    return _object_array([decode_object(row.data) for row in source.rows()])
+            return [_ragged_copy(source.spec, row) for row in source.own_rows()]
+    return _object_array([decode_object(row.data) for row in source.own_rows()])
 
 
-def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, later: list[Run]) -> Tensor:
-    """What `decode_padded` says; whole when the copies put in `later` are made."""
+def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
+    """What `decode_padded` says; whole when `copies` are made."""
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
         raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
@@ -248,7 +302,8 @@ def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, later: 
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), size, *spec.inner), dtype)
     rows = target.reshape(len(source), size * spec.unit_bytes)
-    gather_padded(source.buffers, source.which, source.offsets, source.sizes, rows, pad, later=later)
+    gather_padded(source.buffers, source.which, source.offsets, source.sizes, rows, pad, later=copies.runs)
+    copies.compare(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
     return out
 
 

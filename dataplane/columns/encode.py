@@ -14,7 +14,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from dataplane.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values
+from dataplane.checksums import UInt32s
+from dataplane.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values, in_host_memory
 from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError, first_few
 from dataplane.jagged import (
     DTYPE_NAMES,
@@ -54,7 +55,7 @@ class EncodedColumn:
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
     row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
-    changed before the last `write`.
+    changed before the last `write`. checksums: of each value `[K]`, where they are wanted.
     """
 
     name: str
@@ -63,6 +64,12 @@ class EncodedColumn:
     sizes: Int64s
     index: Int64s | None
     values: Values
+    checksums: UInt32s | None = None
+
+    def with_checksums(self) -> EncodedColumn:
+        """The same with checksums. Values on an accelerator come to the host for it, once."""
+        values = in_host_memory(self.values)
+        return dataclasses.replace(self, values=values, checksums=values.checksums())
 
     @functools.cached_property
     def nbytes(self) -> int:

@@ -5,7 +5,8 @@ Each class holds K values, `sizes` their bytes `[K]`, and
   their bytes: one copy, from whatever device or strides the caller's tensors have. `later` is given long copies of
   plain memory, which the caller then makes (None: they are made at once);
 - `buffers(first, last)` gives the same bytes as a list of arrays, not copied where the values lie in CPU memory;
-- `take(which)` is the values `which`, not copied.
+- `take(which)` is the values `which`, not copied;
+- `checksums()` is that of each value `[K]`. Where torch must copy them to reach their bytes, they are copied.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
+from dataplane.checksums import UInt32s, checksums_of, settled
 from dataplane.jagged import byte_view
 from dataplane.rowcopy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
 
@@ -40,6 +43,8 @@ class Values(Protocol):
 
     def take(self, which: Int64s) -> Values: ...
 
+    def checksums(self) -> UInt32s: ...
+
 
 class FlatValues:
     """Values that are each contiguous in one stretch of CPU memory: value k is `memory[starts[k]:][:sizes[k]]`."""
@@ -58,6 +63,20 @@ class FlatValues:
 
     def take(self, which: Int64s) -> FlatValues:
         return FlatValues(self.memory, self.starts[which], self.sizes[which])
+
+    def checksums(self) -> UInt32s:
+        return checksums_of(self.memory, self.starts, self.sizes)
+
+
+def in_host_memory(values: Values) -> Values:
+    """The same values, each contiguous in CPU memory; only those are copied that are not yet so, once."""
+    if isinstance(values, FlatValues):
+        return values
+    if isinstance(values, ListValues | RaggedValues) and all(t.is_cpu and t.is_contiguous() for t in values.tensors):
+        return values
+    memory = np.empty(int(values.sizes.sum()), np.uint8)
+    values.write(0, len(values.sizes), memory)
+    return FlatValues(memory, np.cumsum(values.sizes) - values.sizes, values.sizes)
 
 
 class TensorValues:
@@ -88,6 +107,9 @@ class TensorValues:
     def take(self, which: Int64s) -> TensorValues:
         return TensorValues(self.tensor, self.starts[which], self.counts[which])
 
+    def checksums(self) -> UInt32s:
+        return in_host_memory(self).checksums()
+
 
 class ListValues:
     """Values that are a tensor `[len, *inner]` each, anywhere, alike but for their length."""
@@ -116,6 +138,9 @@ class ListValues:
 
     def take(self, which: Int64s) -> ListValues:
         return ListValues([self.tensors[k] for k in which.tolist()])
+
+    def checksums(self) -> UInt32s:
+        return settled([xxhash.xxh3_64_intdigest(byte_view(tensor.cpu().contiguous()).data) for tensor in self.tensors])
 
 
 def _on_one_device(tensors: list[Tensor]) -> Tensor:
@@ -152,6 +177,15 @@ class RaggedValues:
 
     def take(self, which: Int64s) -> RaggedValues:
         return RaggedValues([self.tensors[k] for k in which.tolist()])
+
+    def checksums(self) -> UInt32s:
+        return settled([self._digest(k) for k in range(len(self.tensors))])
+
+    def _digest(self, k: int) -> int:
+        digest = xxhash.xxh3_64()
+        for part in self.buffers(k, k + 1):
+            digest.update(part.data)
+        return digest.intdigest()
 
 
 def copy_tensor(tensor: Tensor, target: UInt8s, later: list[Run] | None = None) -> None:

@@ -25,6 +25,7 @@ from dataplane.host import (
     resolve_host,
 )
 from dataplane.ledger.ledger import Ledger
+from dataplane.types import Checksums
 
 if TYPE_CHECKING:
     from dataplane.control.grpc_door import GrpcDoor
@@ -112,6 +113,7 @@ class Controller:
             reserve_fraction=config.reserve_fraction,
             heartbeat_s=config.heartbeat_s,
             session_timeout_s=config.session_timeout_s,
+            checksums=Checksums(config.checksums),
         )
         if self._given is not None:
             return self._given

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.errors import InvalidRequestError
-from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagColumn
+from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagColumn, UInt32s
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import FieldKind, FieldSpec, Scalar
 
@@ -24,6 +24,7 @@ is to write it out and read it again."""
 
 _WIRE64 = np.dtype("<i8")
 _WIRE32 = np.dtype("<i4")
+_WIRE_UNSIGNED = np.dtype("<u4")
 _WIRE_REAL = np.dtype("<f8")
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
@@ -57,6 +58,15 @@ def int32s_to_pb(values: Int32s) -> bytes:
 def int32s_from_pb(wire: bytes) -> Int32s:
     """Read-only: it lies over the message's own bytes."""
     return _array(wire, _WIRE32)
+
+
+def uint32s_to_pb(values: UInt32s) -> bytes:
+    return values.astype(_WIRE_UNSIGNED, copy=False).tobytes()
+
+
+def uint32s_from_pb(wire: bytes) -> UInt32s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE_UNSIGNED)
 
 
 def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:

@@ -28,6 +28,7 @@ Convert = Callable[[Any], Any]
 _BY_HAND: dict[Any, tuple[Convert, Convert]] = {
     c.Int64s: (parts.int64s_to_pb, parts.int64s_from_pb),
     c.Int32s: (parts.int32s_to_pb, parts.int32s_from_pb),
+    c.UInt32s: (parts.uint32s_to_pb, parts.uint32s_from_pb),
     FieldSpec: (parts.spec_to_pb, parts.spec_from_pb),
     c.Samples: (parts.samples_to_pb, parts.samples_from_pb),
     c.TagColumn: (parts.tag_to_pb, parts.tag_from_pb),

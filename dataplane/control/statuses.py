@@ -37,6 +37,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.ClientClosedError: Code.FAILED_PRECONDITION,
     e.RolloutAbortedError: Code.FAILED_PRECONDITION,
     e.CapacityTimeoutError: Code.RESOURCE_EXHAUSTED,
+    e.ChecksumError: Code.DATA_LOSS,
     e.ArenaSpaceError: Code.RESOURCE_EXHAUSTED,
     e.CheckpointWriteError: Code.RESOURCE_EXHAUSTED,
     e.StateDirError: Code.UNAVAILABLE,

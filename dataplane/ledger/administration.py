@@ -128,6 +128,7 @@ class UnitReports:
         self.added += 1
         unit = Unit(self.added, item, self.state.reserve_fraction)
         self.state.units[unit.number] = unit
+        self.state.several_hosts = None
         self.cookies[item.cookie] = unit.number
         self._added(unit)
 
@@ -209,6 +210,7 @@ class UnitReports:
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]
+        state.several_hosts = None
         del self.cookies[unit.offer.cookie]
 
     def _rows_on(self, partition: Partition, unit: int) -> c.Int64s:

@@ -19,7 +19,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger.ahead import PartAhead
 from dataplane.ledger.arrays import every, first_true, some, top, total
-from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn
+from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.extents import Several
 from dataplane.ledger.fields import Field, cells_of
 from dataplane.ledger.partition import Partition
@@ -232,9 +232,9 @@ class Commits:
             if not len(rows):
                 unused += [piece[2] for piece in pieces]
                 continue
-            extents, offsets, lengths = _cells(column, sizes, pieces)
+            cells = _cells(column, sizes, pieces)
             unused += self._enliven(partition, field, column, pieces, own)
-            old = field.write(rows, extents, offsets, lengths)
+            old = field.write(rows, *cells)
             field.settle(column.spec)
             if not every(old[0]):
                 written.add(column.name)
@@ -278,8 +278,8 @@ def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int6
 
 def _cells(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
-) -> tuple[Int32s, Int64s, Int64s]:
-    """Extent, offset and length of each sample's cell."""
+) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
+    """Extent, offset, length and checksum of each sample's cell."""
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)
     for first, last, extent, offset in pieces:
@@ -288,9 +288,10 @@ def _cells(
         if last - first > 1:
             np.cumsum(sizes[first : last - 1], out=offsets[first + 1 : last])
             offsets[first + 1 : last] += offset
-    if column.index is None:
-        return extents, offsets, column.lengths
-    return extents[column.index], offsets[column.index], column.lengths[column.index]
+    index, sums = column.index, column.checksums
+    if index is None:
+        return extents, offsets, column.lengths, sums
+    return extents[index], offsets[index], column.lengths[index], None if sums is None else sums[index]
 
 
 def _sizes_differ(column: CommitColumn, sizes: Int64s) -> bool:
@@ -305,6 +306,8 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
         raise InvalidRequestError(f"column {column.name!r}: a length is negative or beyond {MAX_BYTES} bytes")
     if column.spec.kind is FieldKind.DENSE and some(column.lengths != 1):
         raise InvalidRequestError(f"column {column.name!r}: dense rows have length 1")
+    if column.checksums is not None and len(column.checksums) != values:
+        raise InvalidRequestError(f"column {column.name!r}: {len(column.checksums)} checksums of {values} values")
     if column.index is None:
         if values != samples:
             raise InvalidRequestError(f"column {column.name!r} has {values} rows for {samples} samples")

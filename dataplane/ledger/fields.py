@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.ledger.arrays import grown, top
-from dataplane.ledger.commands import Int32s, Int64s
+from dataplane.ledger.commands import Int32s, Int64s, UInt32s
 from dataplane.types import FieldSpec
 
 INT32_MAX = (1 << 31) - 1
@@ -18,8 +18,10 @@ class Field:
 
     `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
     holds now: settled by the first put, and open again as declared when the last live cell has gone. Lengths are kept
-    in 32 bits until one needs more.
+    in 32 bits until one needs more. `checksums` is None until a cell is written with one; 0 is none.
     """
+
+    checksums: UInt32s | None = None
 
     def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
         self.declared = declared
@@ -29,6 +31,7 @@ class Field:
         self.extents: Int32s = np.zeros(capacity, np.int32)
         self.offsets: Int64s = np.zeros(capacity, np.int64)
         self.lengths: Int32s | Int64s = np.zeros(capacity, np.int32)
+        self.checksums = None
 
     def settle(self, spec: FieldSpec) -> None:
         """This is what the field holds now."""
@@ -39,8 +42,12 @@ class Field:
         self.extents = grown(self.extents, capacity)
         self.offsets = grown(self.offsets, capacity)
         self.lengths = grown(self.lengths, capacity)
+        if self.checksums is not None:
+            self.checksums = grown(self.checksums, capacity)
 
-    def write(self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s) -> tuple[Int32s, Int64s]:
+    def write(
+        self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s, checksums: UInt32s | None
+    ) -> tuple[Int32s, Int64s]:
         """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none;
         no bytes at all where none pointed anywhere)."""
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
@@ -52,6 +59,10 @@ class Field:
         self.extents[rows] = extents
         self.offsets[rows] = offsets
         self.lengths[rows] = lengths
+        if checksums is not None and self.checksums is None:
+            self.checksums = np.zeros(len(self.extents), np.uint32)
+        if self.checksums is not None:
+            self.checksums[rows] = 0 if checksums is None else checksums
         return old, old_bytes
 
     def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
@@ -61,6 +72,7 @@ class Field:
         self.extents[rows] = 0
         self.lengths[rows] = 0
         if not self.live:
+            self.checksums = None
             self.settle(self.declared or FieldSpec())
         return old, old_bytes
 

@@ -7,7 +7,7 @@ and the same state, so that a log of inputs is a backup.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import UnionType
 from typing import Any
 
@@ -24,6 +24,7 @@ from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
 from dataplane.ledger.image import ImageError, dump, load
+from dataplane.ledger.integrity import StoredRows, stored_on
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.reads import Reads
@@ -31,6 +32,7 @@ from dataplane.ledger.rooms import Rooms
 from dataplane.ledger.saves import Saves
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
 from dataplane.ledger.state import State
+from dataplane.types import Checksums
 
 Handler = Callable[[Session, int, Any], c.Result | None]
 """(session, number, command) -> the result, or None when the call was parked."""
@@ -42,7 +44,7 @@ class Ledger:
 
     epoch: this life of the service. reserve_fraction: the part of every arena that only updates may use.
     heartbeat_s, session_timeout_s: when a silent session is looked into, and when one that no unit can prove alive is
-    given up.
+    given up. checksums: which rows get one.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Ledger:
         reserve_fraction: float = 0.15,
         heartbeat_s: float = 2.0,
         session_timeout_s: float = 20.0,
+        checksums: Checksums = Checksums.ACROSS_HOSTS,
     ) -> None:
-        self._take_over(State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s))
+        self._take_over(State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s, checksums))
 
     def _take_over(self, state: State) -> None:
         """Everything that works on the state works on this one."""
@@ -82,6 +85,14 @@ class Ledger:
     def units_on(self, host: str) -> list[int]:
         """The numbers of a host's storage units, present or lost."""
         return [unit.number for unit in self._state.units.values() if unit.host == host]
+
+    def stored_on(self, unit: int) -> Iterator[StoredRows]:
+        """Every live row on the unit that has a checksum; see `integrity.stored_on`."""
+        return stored_on(self._state, unit)
+
+    def names_of(self, partition: str, rows: c.Int64s) -> tuple[str, ...]:
+        """The ids of live rows of a partition."""
+        return self._state.partitions[partition].rows.names_of(rows)
 
     def apply(self, item: c.Input) -> list[c.Output]:
         """Everything that follows from one input, in the order in which it must leave. What an input that failed (a
@@ -298,6 +309,7 @@ class Ledger:
         state.epoch = item.epoch
         state.reserve_fraction = item.reserve_fraction
         state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
+        state.checksums = item.checksums
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
             unit.awaited = unit.awaited or unit.connected

@@ -77,6 +77,7 @@ class Liveness:
         self.opened += 1
         session = Session(self.opened, item.nonce, item.name, item.host, item.lock_path, state.now)
         state.sessions[session.number] = session
+        state.several_hosts = None
         self.nonces[item.nonce] = session.number
         self._look_at(state.now + 2 * state.heartbeat_s)
         return session
@@ -204,6 +205,7 @@ class Liveness:
         assert not session.reservations, session.reservations
         assert not session.pins, session.pins
         del self.state.sessions[session.number]
+        self.state.several_hosts = None
         self.nonces.pop(session.nonce, None)
 
     def restarted(self) -> None:

@@ -9,6 +9,7 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.fields import cells_of
+from dataplane.ledger.integrity import checksums_of, to_compare
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
@@ -31,7 +32,7 @@ class Reads:
         for name in command.fields:
             partition.field(name)
         rows = partition.resolve(command.samples)
-        located = [self._locations(partition, command.samples, name, rows) for name in command.fields]
+        located = [self._locations(session, partition, command.samples, name, rows) for name in command.fields]
         if len(rows) and located:
             cells = np.concatenate([extents for _, extents in located])
             pinned = np.unique(cells) if len(cells) > 1 else cells
@@ -53,7 +54,11 @@ class Reads:
             extents, offsets, lengths = cells_of(field, rows)
             spec = FieldSpec() if field is None else field.spec
             units = self.state.extents.units[extents]
-            found.append(c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths))
+            # Whoever builds on these rows gives the new ones checksums of their own: what was wrong must not pass.
+            sums = checksums_of(field, rows)
+            found.append(
+                c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
+            )
             cells = np.concatenate([cells, extents[extents > 0]])
         pinned = np.unique(cells)
         self.state.extents.pin(pinned)
@@ -62,7 +67,7 @@ class Reads:
         return c.Located(fields=tuple(found), rows=rows, births=births)
 
     def _locations(
-        self, partition: Partition, samples: c.Samples, name: str, rows: c.Int64s
+        self, session: Session, partition: Partition, samples: c.Samples, name: str, rows: c.Int64s
     ) -> tuple[c.FieldLocations, c.Int32s]:
         field = partition.fields[name]
         extents = field.extents[rows]
@@ -73,12 +78,15 @@ class Reads:
             raise FieldNotProducedError(
                 field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=places
             )
+        units = self.state.extents.units[extents]
+        sums = checksums_of(field, rows)
         locations = c.FieldLocations(
             name=name,
             spec=field.spec,
-            units=self.state.extents.units[extents],
+            units=units,
             offsets=field.offsets[rows],
             lengths=field.lengths_of(rows),
+            checksums=None if sums is None else to_compare(self.state, session, sums, units),
         )
         return locations, extents
 

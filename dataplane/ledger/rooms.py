@@ -18,6 +18,7 @@ from dataplane.ledger.commands import (
     OnFull,
     Placement,
 )
+from dataplane.ledger.integrity import are_wanted
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.placing import Piece, Want, growth, growth_ahead, place
 from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
@@ -70,7 +71,7 @@ class Rooms:
         extent = self.state.extents.reserve(unit.number, offset, nbytes)
         session.reservations[number] = RoomAhead(unit.number, unit.epoch, extent, offset)
         self.grow_ahead(unit)
-        return AllocatedAhead(offset=offset)
+        return AllocatedAhead(offset=offset, checksums=are_wanted(self.state, session, [unit]))
 
     def judge(self) -> None:
         """Room may have come back: serve whoever it is enough for."""
@@ -183,7 +184,8 @@ class Rooms:
                 )
             )
         parked.session.reservations[parked.number] = reservation
-        return Allocated(placements=tuple(placements))
+        wanted = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
+        return Allocated(placements=tuple(placements), checksums=wanted)
 
 
 def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:

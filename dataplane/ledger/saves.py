@@ -16,6 +16,7 @@ from dataplane.ledger.administration import Partitions
 from dataplane.ledger.arrays import Bools
 from dataplane.ledger.drops import drop
 from dataplane.ledger.fields import cells_of
+from dataplane.ledger.integrity import checksums_of
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
@@ -27,8 +28,13 @@ from dataplane.types import FieldSpec
 class Cells:
     """Where the cells of one field are, by age of their samples; length -1: none."""
 
-    def __init__(self, spec: FieldSpec, units: c.Int32s, offsets: c.Int64s, lengths: c.Int64s) -> None:
+    checksums: c.UInt32s | None = None
+
+    def __init__(
+        self, spec: FieldSpec, units: c.Int32s, offsets: c.Int64s, lengths: c.Int64s, checksums: c.UInt32s | None
+    ) -> None:
         self.spec = spec
+        self.checksums = checksums
         self.units = units
         self.offsets = offsets
         self.lengths = lengths
@@ -44,8 +50,8 @@ class Snapshot:
 
 
 class Saves:
-    """A `Save` copies what the ledger knows of every cell (20 bytes of each) and keeps it, with the pins, in its
-    session until `Release`; the session's end ends it too."""
+    """A `Save` copies what the ledger knows of every cell (20 bytes of each, 24 with checksums) and keeps it, with
+    the pins, in its session until `Release`; the session's end ends it too."""
 
     def __init__(self, state: State, partitions: Partitions) -> None:
         self.state = state
@@ -89,7 +95,9 @@ class Saves:
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
-            fields[name] = Cells(field.spec, self.state.extents.units[extents], offsets, lengths)
+            fields[name] = Cells(
+                field.spec, self.state.extents.units[extents], offsets, lengths, checksums_of(field, rows)
+            )
         return Snapshot(partition.rows.names_of(rows), tags, fields)
 
     def _described(self, partition: Partition, unconfirmed: c.Int64s) -> c.SavedPartition:
@@ -137,6 +145,7 @@ class Saves:
                     units=cells.units[first:last].copy(),
                     offsets=cells.offsets[first:last].copy(),
                     lengths=cells.lengths[first:last].copy(),
+                    checksums=None if cells.checksums is None else cells.checksums[first:last].copy(),
                 )
             )
         return c.SavedRows(

@@ -12,6 +12,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
+from dataplane.types import Checksums
 
 BIRTHS_APART_NS = 1000
 """Epochs are times in nanoseconds: a state has a million births per second before it comes to a later one's."""
@@ -33,10 +34,19 @@ class State:
     begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
     of this. `touched` are the partitions whose parked claims must be judged again.
     `alarms`, `leases` and `wakes` are heaps by time; entries that no longer matter are passed over when they come
-    up."""
+    up. `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
+
+    checksums = Checksums.ACROSS_HOSTS
+    several_hosts: bool | None = None
 
     def __init__(
-        self, epoch: int, limits: Limits, reserve_fraction: float, heartbeat_s: float, session_timeout_s: float
+        self,
+        epoch: int,
+        limits: Limits,
+        reserve_fraction: float,
+        heartbeat_s: float,
+        session_timeout_s: float,
+        checksums: Checksums,
     ) -> None:
         self.born = epoch
         self.epoch = epoch
@@ -44,6 +54,8 @@ class State:
         self.reserve_fraction = reserve_fraction
         self.heartbeat_s = heartbeat_s
         self.session_timeout_s = session_timeout_s
+        self.checksums = checksums
+        self.several_hosts = None
         self.now = 0.0
         self.births = epoch // BIRTHS_APART_NS
         self.serials = 0
@@ -68,6 +80,13 @@ class State:
         if found is None:
             raise PartitionNotFoundError(partition=name, known=list(self.partitions))
         return found
+
+    def spread(self) -> bool:
+        """Whether sessions and units are on more than one host."""
+        if self.several_hosts is None:
+            hosts = {unit.host for unit in self.units.values()} | {s.host for s in self.sessions.values()}
+            self.several_hosts = len(hosts) > 1
+        return self.several_hosts
 
     def touch(self, partition: Partition) -> None:
         if partition.waiters:

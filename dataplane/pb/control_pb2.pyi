@@ -196,30 +196,34 @@ class Placement(_message.Message):
     def __init__(self, column: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class CommitColumn(_message.Message):
-    __slots__ = ("name", "spec", "lengths", "index")
+    __slots__ = ("name", "spec", "lengths", "index", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: FieldSpec
     lengths: bytes
     index: bytes
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class FieldLocations(_message.Message):
-    __slots__ = ("name", "spec", "units", "offsets", "lengths")
+    __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: FieldSpec
     units: bytes
     offsets: bytes
     lengths: bytes
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
     __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced")
@@ -556,10 +560,12 @@ class AllocateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Allocated(_message.Message):
-    __slots__ = ("placements",)
+    __slots__ = ("placements", "checksums")
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
-    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., checksums: bool = ...) -> None: ...
 
 class AllocateAheadRequest(_message.Message):
     __slots__ = ("header", "unit", "nbytes")
@@ -572,10 +578,12 @@ class AllocateAheadRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class AllocatedAhead(_message.Message):
-    __slots__ = ("offset",)
+    __slots__ = ("offset", "checksums")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     offset: int
-    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, offset: _Optional[int] = ..., checksums: bool = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("header", "reservation")

@@ -7,7 +7,7 @@ orders to units (`FenceSession`, `GrowArena`).
 
 Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
 with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
-the arena), units int32.
+the arena), units int32, checksums uint32.
 """
 
 from dataplane.ledger.commands.inputs import (
@@ -52,6 +52,7 @@ from dataplane.ledger.commands.parts import (
     SavedPartition,
     SavedTask,
     TagColumn,
+    UInt32s,
     UnitInfo,
     Value,
 )
@@ -185,6 +186,7 @@ __all__ = [
     "StatsReport",
     "TagColumn",
     "Tick",
+    "UInt32s",
     "Unclaim",
     "UnitAdded",
     "UnitDropped",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataplane.ledger.commands.parts import Value
 from dataplane.ledger.commands.requests import Command
+from dataplane.types import Checksums
 
 
 class Input(Value, frozen=True, kw_only=True):
@@ -124,6 +125,7 @@ class Restarted(Input, frozen=True, kw_only=True):
     reserve_fraction: float
     heartbeat_s: float
     session_timeout_s: float
+    checksums: Checksums = Checksums.ACROSS_HOSTS
 
 
 class Tick(Input, frozen=True, kw_only=True):

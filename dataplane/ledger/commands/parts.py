@@ -12,6 +12,7 @@ from dataplane.types import FieldSpec, Scalar
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+UInt32s = npt.NDArray[np.uint32]
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -98,23 +99,27 @@ class CommitColumn(Value, frozen=True, kw_only=True):
     """One column of a commit. `lengths[k]` is the k-th value's length in units of `spec.unit_bytes`.
 
     `index[i]` is the value that sample i points at (None: sample i has value i); many samples may share one value.
+    `checksums[k]` is the k-th value's (see `dataplane.checksums`; None: they have none).
     """
 
     name: str
     spec: FieldSpec
     lengths: Int64s
     index: Int64s | None = None
+    checksums: UInt32s | None = None
 
 
 class FieldLocations(Value, frozen=True, kw_only=True):
     """Where one field of the named samples is; all arrays are aligned with the samples. Where a missing cell was
-    allowed, its length is -1 (unit and offset mean nothing)."""
+    allowed, its length is -1 (unit and offset mean nothing). `checksums` are those that the reader is to compare with
+    (0: none; None: none of them)."""
 
     name: str
     spec: FieldSpec
     units: Int32s
     offsets: Int64s
     lengths: Int64s
+    checksums: UInt32s | None = None
 
 
 class SavedField(Value, frozen=True, kw_only=True):

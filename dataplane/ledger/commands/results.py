@@ -40,15 +40,18 @@ class Described(Result, frozen=True, kw_only=True):
 
 
 class Allocated(Result, frozen=True, kw_only=True):
-    """Covers every value of every column, ordered by (column, first)."""
+    """Covers every value of every column, ordered by (column, first). `checksums`: the commit is to have them."""
 
     placements: tuple[Placement, ...]
+    checksums: bool = False
 
 
 class AllocatedAhead(Result, frozen=True, kw_only=True):
-    """Where the room begins: bytes from the start of the arena, at a granule."""
+    """Where the room begins: bytes from the start of the arena, at a granule. `checksums`: commits into it are to have
+    them."""
 
     offset: int
+    checksums: bool = False
 
 
 class Committed(Result, frozen=True, kw_only=True):
