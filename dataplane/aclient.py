@@ -21,6 +21,7 @@ from dataplane.desk import Desk
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
+from dataplane.registering import register
 from dataplane.samples import Names
 from dataplane.schema import Layout
 from dataplane.staleness import WEIGHT_VERSION
@@ -62,9 +63,22 @@ class AsyncDataPlaneClient:
         enums: Mapping[str, Sequence[str]] | None = None,
         *,
         strict: bool = False,
+        budget_bytes: int | None = None,
+        when_full: str = "wait",
     ) -> None:
         """See `DataPlaneClient.register_partition`."""
-        await self._run(ops.register, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, strict)
+        await self._run(
+            register,
+            partition_id,
+            fields,
+            num_samples,
+            consumer_tasks,
+            grpo_group_size,
+            enums,
+            strict=strict,
+            budget_bytes=budget_bytes,
+            when_full=when_full,
+        )
 
     async def put_samples(
         self,

@@ -19,6 +19,7 @@ from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
+from dataplane.registering import register
 from dataplane.samples import Names
 from dataplane.schema import Layout
 from dataplane.staleness import WEIGHT_VERSION
@@ -78,6 +79,8 @@ class DataPlaneClient:
         enums: Mapping[str, Sequence[str]] | None = None,
         *,
         strict: bool = False,
+        budget_bytes: int | None = None,
+        when_full: str = "wait",
     ) -> None:
         """Declare a partition, or replace schema, expected size and tasks of a live one: its rows, tags and the
         cursors of tasks that stay are kept, a seal is lifted and a new count begins.
@@ -86,8 +89,38 @@ class DataPlaneClient:
         samples will be born until the partition counts as complete (None: until `seal`). consumer_tasks: the only tasks
         that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have.
         strict: a put of an undeclared field is a ValueError instead of extending the schema.
+
+        budget_bytes: the most that the partition may occupy in all storage units (None: whatever they have; a unit's
+        own budget is its capacity): rows that live, room of puts under way, and cleared rows that are still read;
+        shared rows once, each column of a put rounded up to 64 bytes. As of a unit's capacity, 15 percent
+        (`config.reserve_fraction`) of it is for updates of existing rows. A put larger than that is a
+        `RequestTooLargeError`.
+
+        when_full: what becomes of a put that finds no room in the budget or the units. "wait": it waits, first come
+        first served, and holds up nobody who has room, until `CapacityTimeoutError`. "reject": that error at once.
+        "evict": consumed samples of this partition go first, oldest first: those that every task (one at least) has
+        claimed for good, and that nobody leases or reads; else it waits. A claim without a lease is for good as soon as
+        its client has made another call: claim with `lease_s` and `ack` what is still to be read or updated.
+        "evict_oldest": the same, and for new rows, if that is not enough, samples that were not consumed, oldest first;
+        their number is in `stats()` and the service's log, their ids are in the meta of the put that they had to go for
+        (`extra_info["evicted_samples"]`). Who asks for an evicted sample is told (`evicted` of the KeyError; the last
+        4,096 are remembered).
+
+        A new registration replaces both; what waits is judged by it, and a budget below what is there just lets puts
+        wait. Checkpoints keep both.
         """
-        self._run(ops.register, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, strict)
+        self._run(
+            register,
+            partition_id,
+            fields,
+            num_samples,
+            consumer_tasks,
+            grpo_group_size,
+            enums,
+            strict=strict,
+            budget_bytes=budget_bytes,
+            when_full=when_full,
+        )
 
     def put_samples(
         self,
@@ -117,7 +150,8 @@ class DataPlaneClient:
 
         Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
         bytes are in the arena and visible; the caller's tensors may change. Waits for room up to
-        `config.put_timeout_s`, then `CapacityTimeoutError`. Raises KeyError for an unknown partition, ValueError for
+        `config.put_timeout_s` (or as the partition's `when_full` says), then `CapacityTimeoutError`, which says who
+        holds it. Raises KeyError for an unknown partition, ValueError for
         duplicates, wrong counts or a field whose kind, dtype or inner shape differs from its live rows, TypeError for
         values no column can hold.
         """

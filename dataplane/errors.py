@@ -56,105 +56,17 @@ from dataplane.error_base import SHOWN as SHOWN
 from dataplane.error_base import DataPlaneError as DataPlaneError
 from dataplane.error_base import first_few as first_few
 from dataplane.error_base import rebuild
+from dataplane.error_missing import FieldNotFoundError as FieldNotFoundError
+from dataplane.error_missing import FieldNotProducedError as FieldNotProducedError
+from dataplane.error_missing import NotThereError as NotThereError
+from dataplane.error_missing import PartitionNotFoundError as PartitionNotFoundError
+from dataplane.error_missing import SampleNotFoundError as SampleNotFoundError
+from dataplane.error_missing import StaleSampleError as StaleSampleError
+from dataplane.error_missing import TaskNotFoundError as TaskNotFoundError
 from dataplane.error_storage import ArenaSpaceError as ArenaSpaceError
 from dataplane.error_storage import CheckpointWriteError as CheckpointWriteError
 from dataplane.error_storage import ChecksumError as ChecksumError
 from dataplane.error_storage import StateDirError as StateDirError
-
-# --- what was named is not there ------------------------------------------------------------------------------
-
-
-class NotThereError(DataPlaneError, KeyError):
-    """Something the call named does not exist (any more)."""
-
-
-class PartitionNotFoundError(NotThereError):
-    def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
-        have = f"; registered are {first_few(sorted(known))}" if known else "; none is registered"
-        super().__init__(
-            f"unknown partition {partition!r}{have}. Call register_partition first.",
-            partition=partition,
-            known=list(known)[:SHOWN],
-        )
-
-
-class TaskNotFoundError(NotThereError):
-    def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
-        super().__init__(
-            f"unknown task {task!r} in partition {partition!r}; "
-            f"its consumer_tasks are {first_few(sorted(known)) or 'none'}",
-            partition=partition,
-            task=task,
-            known=list(known)[:SHOWN],
-        )
-
-
-class FieldNotFoundError(NotThereError):
-    def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
-        super().__init__(
-            f"unknown field {field!r} in partition {partition!r}; its fields are {first_few(sorted(known)) or 'none'}",
-            partition=partition,
-            field=field,
-            known=list(known)[:SHOWN],
-        )
-
-
-class _SamplesError(NotThereError):
-    """Shared by the errors that name samples: `samples` holds the first few, `total` counts them all,
-    `positions` are the places of those first few in the call's list (the client turns handles into ids with them)."""
-
-    what = ""
-
-    def __init__(
-        self,
-        *,
-        partition: str,
-        samples: Sequence[str],
-        total: int | None = None,
-        positions: Sequence[int] = (),
-        **more: Any,
-    ) -> None:
-        count = len(samples) if total is None else total
-        super().__init__(
-            self.describe(first_few(samples, count), partition=partition, **more),
-            partition=partition,
-            samples=list(samples)[:SHOWN],
-            total=count,
-            positions=[int(p) for p in positions][:SHOWN],
-            **more,
-        )
-
-    def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        raise NotImplementedError
-
-    def with_ids(self, ids: Sequence[str]) -> _SamplesError:
-        """The same error naming ids: `ids` is the call's own list, indexed by `positions`."""
-        facts = dict(self.facts)
-        if facts["positions"]:
-            facts["samples"] = [ids[p] for p in facts["positions"]]
-        return type(self)(**facts)
-
-
-class SampleNotFoundError(_SamplesError):
-    def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        return f"no live sample {names} in partition {partition!r}: never put, or cleared since"
-
-
-class FieldNotProducedError(_SamplesError):
-    def __init__(self, *, field: str, **facts: Any) -> None:
-        super().__init__(field=field, **facts)
-
-    def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        return f"field {more['field']!r} has not been produced for sample {names} of partition {partition!r}"
-
-
-class StaleSampleError(_SamplesError):
-    def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        return (
-            f"sample {names} of partition {partition!r} was cleared after this meta was made (the id may have been put "
-            "again since: that is another sample). Nothing was read or written; take a fresh meta."
-        )
-
 
 # --- refused: the caller's mistake ----------------------------------------------------------------------------
 
@@ -268,13 +180,14 @@ class PartitionDroppedError(RefusedError):
 
 
 class RequestTooLargeError(RefusedError):
-    def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str) -> None:
+    def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str, hint: str = "") -> None:
+        way = hint or "Put fewer rows at a time or start the service with a larger --capacity."
         super().__init__(
-            f"{what} needs {wanted_bytes:,} bytes, more than the {limit_bytes:,} it could ever get. "
-            "Put fewer rows at a time or start the service with a larger --capacity.",
+            f"{what} needs {wanted_bytes:,} bytes, more than the {limit_bytes:,} it could ever get. {way}",
             wanted_bytes=wanted_bytes,
             limit_bytes=limit_bytes,
             what=what,
+            hint=hint,
         )
 
 
@@ -319,19 +232,37 @@ class WaitTimeoutError(DataPlaneError, TimeoutError):
 
 
 class CapacityTimeoutError(WaitTimeoutError):
-    """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session."""
+    """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
+    `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
+    memory that it may have."""
 
     def __init__(
-        self, *, wanted_bytes: int, free_bytes: int, waited_s: float, holders: Sequence[tuple[str, int]]
+        self,
+        *,
+        wanted_bytes: int,
+        free_bytes: int,
+        waited_s: float,
+        holders: Sequence[tuple[str, int]],
+        partition: str = "",
+        budget_bytes: int | None = None,
+        arena: str = "",
     ) -> None:
         held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "nobody holds any"
+        free, way = "free to this put", "start the service with a larger --capacity"
+        if budget_bytes is not None:
+            free += f" of the {budget_bytes:,} in the budget of partition {partition!r}"
+            way = "register the partition with a larger budget_bytes"
+        failed = f" {arena}" if arena else ""
         super().__init__(
-            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} free to this put): {held}. "
-            "Clear consumed samples, or start the service with a larger --capacity.",
+            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. "
+            f"Clear consumed samples, or {way}.{failed}",
             wanted_bytes=wanted_bytes,
             free_bytes=free_bytes,
             waited_s=waited_s,
             holders=[(who, int(size)) for who, size in holders[:SHOWN]],
+            partition=partition,
+            budget_bytes=budget_bytes,
+            arena=arena,
         )
 
 

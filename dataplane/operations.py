@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from tensordict import TensorDict
 
 from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
-from dataplane.columns import EncodedColumn, appended, checked, declared_specs, encode_fields
+from dataplane.columns import EncodedColumn, appended, checked, encode_fields
 from dataplane.desk import Desk
 from dataplane.errors import (
     CapacityTimeoutError,
@@ -31,6 +32,7 @@ from dataplane.meta import KVBatchMeta
 from dataplane.patience import know, patient
 from dataplane.roads import chosen, units_of
 from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
+from dataplane.schema import EVICTED_SAMPLES
 from dataplane.steps import Operation, Post, Send, Sent, Work
 from dataplane.types import FieldKind
 
@@ -189,6 +191,8 @@ def store(
             return (yield from _store_ahead(desk, part, partition, samples, ids, encoded, tags, mode, upon))
         except (ServiceRestartedError, StorageUnitError) as error:
             log.info("the room of small puts is gone (%s); asking for other", error)
+        except CapacityTimeoutError:
+            log.debug("partition %r is full: waiting for room as its policy says", partition)
     room = yield Send(
         c.Allocate(
             partition=partition,
@@ -205,7 +209,8 @@ def store(
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
         commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number)
-        return (yield from naming(ids, commit)).result  # type: ignore[no-any-return]
+        committed: c.Committed = (yield from naming(ids, commit)).result
+        return msgspec.structs.replace(committed, evicted=room.result.evicted)
     except BaseException:
         yield from _give_back(desk, room.number, unfinished)
         raise
@@ -341,34 +346,12 @@ def _put_meta(
         sequence_lengths=lengths[0].tolist() if agreed else None,
         tags=[dict(tag) for tag in tags] if tags is not None else None,
     )
+    if committed.evicted:
+        meta.extra_info[EVICTED_SAMPLES] = list(committed.evicted)
     return meta.with_handles(committed.rows, committed.births)
 
 
 # --- the rest ---------------------------------------------------------------------------------------
-
-
-def register(
-    desk: Desk,
-    partition: str,
-    fields: Sequence[str] | Mapping[str, Any],
-    num_samples: int | None,
-    consumer_tasks: Sequence[str],
-    grpo_group_size: int | None,
-    enums: Mapping[str, Sequence[str]] | None,
-    strict: bool,
-) -> Operation[None]:
-    """Declare a partition; what was remembered of its schema is forgotten."""
-    command = c.Register(
-        partition=partition,
-        fields=declared_specs(fields),
-        num_samples=num_samples,
-        tasks=name_tuple("consumer_tasks", consumer_tasks),
-        group_size=grpo_group_size,
-        enums=None if enums is None else {name: tuple(values) for name, values in enums.items()},
-        strict=strict,
-    )
-    desk.schemas.pop(partition, None)
-    yield Send(command)
 
 
 def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
 DROPPED_SAMPLES = "dropped_samples"
 """Of a claimed meta: ids that claims of the task dropped with their partial groups since its last claim."""
 
+EVICTED_SAMPLES = "evicted_samples"
+"""Of a put's meta: ids of samples that were evicted for it before all tasks had consumed them."""
+
 PACKING_KEYS = frozenset({MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB})
 """Keys of `extra_info` that speak of exactly the rows of one meta, in their order."""
 

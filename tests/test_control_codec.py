@@ -28,7 +28,7 @@ def test_the_tables_are_whole() -> None:
     assert set(codec.RESULTS) == leaves(c.Command)
     assert set(codec.RESULTS.values()) == leaves(c.Result)
     assert {*codec.REPORTS, c.Call, c.Restarted} == leaves(c.Input)
-    assert {*codec.OUTPUTS, c.Answer} == leaves(c.Output)
+    assert {*codec.OUTPUTS, c.Answer, c.Notice} == leaves(c.Output)
 
 
 def test_every_method_of_the_service_is_a_command_or_report() -> None:

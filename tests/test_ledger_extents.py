@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataplane.ledger import commands as c
-from dataplane.ledger.extents import Account, Extents, Several
+from dataplane.ledger.extents import Extents, Several
 from dataplane.ledger.fields import Field
 from dataplane.types import FieldKind, FieldSpec
 from tests.ledger_driver import BYTES, Client, Driver, by_ids, commit_columns, handles
@@ -216,7 +216,7 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     number = extents.reserve(1, 0, 192)
     lengths = np.array([96, 10, 80])
     field.write(rows, np.full(3, number, np.int32), np.array([0, 96, 106]), lengths)
-    account = Account()
+    account = extents.open_account()
     account.live_bytes = 192
     extents.enliven(number, 3, Several(field, rows, 186, account))
     extents.kill(*field.erase(np.array([0])), account)

@@ -77,7 +77,7 @@ def test_rejecting_instead_of_waiting_names_the_holders() -> None:
     with pytest.raises(CapacityTimeoutError) as caught:
         client.raise_(client.allocate({"x": [64]}, on_full=c.OnFull.REJECT))
     assert caught.value.holders == [
-        ("partition 'p'", 6 * KIB),
+        ("partition 'p' (1 samples, 1 not claimed by 'train')", 6 * KIB),
         ("reservations of session 1 (client, live)", 2 * KIB),
     ]
     assert caught.value.free_bytes == 0

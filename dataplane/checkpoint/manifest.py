@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dataplane.errors import CheckpointError
+from dataplane.ledger.commands import WhenFull
 from dataplane.types import FieldSpec
 
 FORMAT = 1
@@ -85,6 +86,8 @@ class PartitionEntry(Entry, frozen=True, kw_only=True):
     prefix: str
     rows: tuple[RowsEntry, ...]
     cells: tuple[CellsEntry, ...]
+    budget_bytes: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
 
 
 class Manifest(Entry, frozen=True, kw_only=True):

@@ -146,6 +146,8 @@ def _fill(desk: Desk, shelf: _Shelf, staged: str, entry: PartitionEntry) -> Oper
         strict=entry.strict,
         sealed=entry.sealed,
         version=entry.version,
+        budget_bytes=entry.budget_bytes,
+        when_full=entry.when_full,
     )
 
 

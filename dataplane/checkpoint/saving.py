@@ -155,6 +155,8 @@ def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Oper
         strict=described.strict,
         sealed=described.sealed,
         version=described.version,
+        budget_bytes=described.budget_bytes,
+        when_full=described.when_full,
         file=file,
         prefix=prefix,
         rows=tuple(rows),

@@ -61,7 +61,7 @@ REPORTS: tuple[type[c.Input], ...] = (
 """The unnumbered inputs with a message: every `Input` but `Call`, and `Restarted`, which never leaves its process."""
 
 OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, c.FenceSession, c.GrowArena)
-"""Outputs with a message; an `Answer` travels as its result, and errors as errors."""
+"""Outputs with a message; an `Answer` travels as its result, errors as errors, and a `Notice` does not leave."""
 
 
 @dataclass(frozen=True, kw_only=True)

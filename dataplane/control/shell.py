@@ -229,6 +229,9 @@ class LedgerShell:
             log.error("%s; until it can be written, nothing is done", error)
 
     def _deliver(self, output: c.Output) -> None:
+        if isinstance(output, c.Notice):
+            log.warning("%s", output.text)
+            return
         key = key_of(output)
         if key is None:
             assert isinstance(output, c.FenceSession | c.GrowArena)

@@ -17,7 +17,7 @@ from dataplane.ledger.commits import check_tags
 from dataplane.ledger.drops import drop
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.rooms import Rooms
+from dataplane.ledger.rooms import MAX_BYTES, Rooms
 from dataplane.ledger.sessions import ParkedClaim, Session
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
@@ -40,6 +40,7 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents)
         _check_live_fields(partition, command)
         partition.register(command)
+        state.extents.freed = True
         for parked in list(partition.waiters.values()):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.task_gone(parked))
@@ -62,6 +63,8 @@ class Partitions:
             raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
         if command.group_size is not None and command.group_size < 1:
             raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+        if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
+            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: must be in [1, {MAX_BYTES}]")
 
     def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
         partition = self.state.partition(command.partition)

@@ -48,9 +48,9 @@ class PartAhead(Reservation):
             pieces = self.room.pieces[0]
             left = extents.cut(pieces[self.place][2], self.offset, sum(self.nbytes))
             pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in left]
-        offset = self.offset
+        offset, account = self.offset, self.partition.account
         for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
             start = offset if nbytes else 0
             if len(sizes):
-                column.append((0, len(sizes), extents.reserve(self.room.unit, start, nbytes), start))
+                column.append((0, len(sizes), extents.reserve(self.room.unit, start, nbytes, account), start))
             offset += nbytes

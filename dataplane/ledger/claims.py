@@ -182,6 +182,7 @@ class Claims:
         _, task, rows = self._resolve(command.partition, command.task, command.samples)
         self._check_leased(command, task, rows, session)
         task.acknowledge(rows)
+        self.state.loosen()
         return c.Done()
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.Done:

@@ -19,11 +19,13 @@ from dataplane.errors import (
 )
 from dataplane.ledger.ahead import PartAhead
 from dataplane.ledger.arrays import every, first_true, some, top, total
+from dataplane.ledger.budgets import Evictions, evicts, over
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.extents import Several
 from dataplane.ledger.fields import Field, cells_of
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Reservation, Room, RoomAhead, Session
+from dataplane.ledger.shortage import out_of_room
 from dataplane.ledger.state import State
 from dataplane.types import FieldKind, FieldSpec, Scalar
 
@@ -58,6 +60,7 @@ class Commits:
             if held is not None and command.reservation is not None and not isinstance(held, RoomAhead):
                 self.state.free_reservation(session, command.reservation)
             raise
+        evicted = self._admit(partition, reservation, named)
         rows = self._bear(partition, command, named)
         if isinstance(reservation, PartAhead):
             reservation.cut(self.state.extents)
@@ -69,9 +72,29 @@ class Commits:
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
-        return Committed(rows=rows.copy(), births=partition.births_of(rows))
+        self.state.loosen()
+        return Committed(rows=rows.copy(), births=partition.births_of(rows), evicted=evicted)
 
     # --- checks
+
+    def _admit(self, partition: Partition, reservation: Reservation | None, named: Named) -> tuple[str, ...]:
+        """Room ahead counts for the partition's budget from now on. CapacityTimeoutError if it is used up, and a put
+        waits for it already or eviction does not help; else the ids of unconsumed samples that were evicted."""
+        if not isinstance(reservation, PartAhead) or partition.budget_bytes is None:
+            return ()
+        update, wanted = not len(named.unborn), sum(reservation.nbytes)
+        waiters = self.state.room_waiters[update].values()
+        waits = any(parked.partition is partition for parked in waiters)
+        excess = over(self.state, partition, wanted, update=update)
+        made: tuple[str, ...] | None = None if waits else ()
+        if excess > 0 and not waits and evicts(partition):
+            spare = named.rows[named.rows >= 0]
+            made = Evictions(self.state).make_room(partition, excess=excess, short=0, update=update, spare=spare)
+        elif excess > 0:
+            made = None
+        if made is None:
+            raise out_of_room(self.state, partition, wanted, 0.0, update=update)
+        return made
 
     def _reservation(self, session: Session, command: Commit, partition: Partition) -> Reservation | None:
         if command.reservation is None:

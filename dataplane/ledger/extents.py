@@ -27,10 +27,20 @@ class Cells(Protocol):
 
 
 class Account:
-    """Bytes of the live extents of one partition."""
+    """Bytes of one partition's extents: `live_bytes` of those with live cells, `used_bytes` of all that are not free
+    (reserved for its puts, live, or cleared and still read), `peak_bytes` the most that ever were. A `closed` one goes
+    when its last extent does."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.live_bytes = 0
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.closed = False
+
+    def charge(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
 
 class Several:
@@ -56,7 +66,8 @@ class Several:
 
 class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
-    empty values holds none. `freed` says that bytes came back since it was last reset."""
+    empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
+    `freed` says that bytes came back, or could, since it was last reset."""
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
@@ -64,15 +75,29 @@ class Extents:
         self.spare: list[int] = []
         self.freed = False
         self.several: dict[int, Several] = {}
+        self.accounts: dict[int, Account] = {}
+        self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
         self.starts: Int64s = np.zeros(64, np.int64)
         self.sizes: Int64s = np.zeros(64, np.int64)
         self.live: Int32s = np.zeros(64, np.int32)
         self.pins: Int32s = np.zeros(64, np.int32)
+        self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
 
-    def reserve(self, unit: int, start: int, size: int) -> int:
+    def open_account(self) -> Account:
+        self.opened += 1
+        account = self.accounts[self.opened] = Account(self.opened)
+        return account
+
+    def close_account(self, account: Account) -> None:
+        """Its partition is gone."""
+        account.closed = True
+        if not account.used_bytes:
+            del self.accounts[account.number]
+
+    def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
         """A new extent over bytes that were taken from the unit's free space."""
         if self.spare:
             number = self.spare.pop()
@@ -85,6 +110,9 @@ class Extents:
         self.starts[number] = start
         self.sizes[number] = size
         self.states[number] = RESERVED
+        self.owners[number] = 0 if account is None else account.number
+        if account is not None:
+            account.charge(size)
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
@@ -143,6 +171,7 @@ class Extents:
         idle = numbers[left == 0]
         if not len(idle):
             return
+        self.freed = True
         retired = self.states[idle] == RETIRED
         if some(retired):
             self.free(idle[retired])
@@ -153,6 +182,7 @@ class Extents:
 
     def free(self, numbers: Int32s) -> None:
         """These extents (no repeats) end; their bytes are free."""
+        self._credit(numbers)
         whole = self.is_several[numbers]
         if some(whole):
             for number in numbers[whole].tolist():
@@ -188,10 +218,24 @@ class Extents:
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
+        self._credit(numbers)
         self._forget(numbers)
 
     def bytes_of(self, numbers: Int32s) -> int:
         return int(self.sizes[numbers].sum())
+
+    def _credit(self, numbers: Int32s) -> None:
+        """The bytes of these extents are their partitions' no more."""
+        owners, sizes = self.owners[numbers], self.sizes[numbers]
+        for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
+            account = self.accounts.get(owner)
+            if account is not None:
+                self._discharge(account, int(sizes[owners == owner].sum()))
+
+    def _discharge(self, account: Account, nbytes: int) -> None:
+        account.used_bytes -= nbytes
+        if account.closed and not account.used_bytes:
+            self.accounts.pop(account.number, None)
 
     def _forget(self, numbers: Int32s) -> None:
         self.states[numbers] = FREE
@@ -236,11 +280,12 @@ class Extents:
         nbytes = sum(size for _, size in given)
         self.sizes[number] -= nbytes
         several.account.live_bytes -= nbytes
+        self._discharge(several.account, nbytes)
         self.freed = True
 
     def _grow(self) -> None:
         size = room_for(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "states", "is_several"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several"):
             setattr(self, name, grown(getattr(self, name), size))
 
 

@@ -227,9 +227,12 @@ class Ledger:
             self._refuse_expired(call, session)
             return
         session.hear(state.now)
+        unconfirmed = len(session.unconfirmed)
         if call.watermark <= number or number in call.waiting:
             for abandoned in session.confirm(call.watermark, call.waiting):
                 state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
+            if len(session.unconfirmed) < unconfirmed:
+                state.loosen()
         if number in session.parked:
             return
         answered = session.answers.get(number)

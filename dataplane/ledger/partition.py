@@ -9,8 +9,9 @@ import numpy as np
 
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
 from dataplane.ledger.arrays import Bools, first_true, some
-from dataplane.ledger.commands import Int32s, Int64s, Register, Samples
-from dataplane.ledger.extents import Account, Extents
+from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
+from dataplane.ledger.evicted import Evicted
+from dataplane.ledger.extents import Extents
 from dataplane.ledger.fields import Field
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.tags import Tags
@@ -33,7 +34,7 @@ class Partition:
     def __init__(self, name: str, extents: Extents) -> None:
         self.name = name
         self.extents = extents
-        self.account = Account()
+        self.account = extents.open_account()
         self.rows = Rows()
         self.fields: dict[str, Field] = {}
         self.tags = Tags(0)
@@ -44,6 +45,9 @@ class Partition:
         self.group_size: int | None = None
         self.enums: dict[str, tuple[str, ...]] = {}
         self.strict = False
+        self.budget_bytes: int | None = None
+        self.when_full = WhenFull.WAIT
+        self.evicted = Evicted()
         self.sealed = False
         self.dropped = False
         self.born = 0
@@ -77,6 +81,7 @@ class Partition:
         self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
         self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict
         self.enums = dict(command.enums or {})
+        self.budget_bytes, self.when_full = command.budget_bytes, command.when_full
         self.sealed = False
         self.born = self.rows.live
 
@@ -106,6 +111,7 @@ class Partition:
                     samples=[samples.ids[i] for i in places],
                     total=int(missing.sum()),
                     positions=places,
+                    evicted=self.evicted.among_ids(samples.ids[i] for i in np.flatnonzero(missing).tolist()),
                 )
             return rows
         assert samples.rows is not None
@@ -118,6 +124,7 @@ class Partition:
                 samples=[f"row {samples.rows[i]}, birth {samples.births[i]}" for i in places],
                 total=int(stale.sum()),
                 positions=places,
+                evicted=self.evicted.among_births(samples.births[stale]),
             )
         return samples.rows
 
@@ -151,6 +158,7 @@ class Partition:
             for store in stores:
                 store.grow(self.rows.capacity)
         self.born += len(ids)
+        self.evicted.born_again(ids)
         return rows
 
     def clear(self, rows: Int64s) -> None:
@@ -172,6 +180,7 @@ class Partition:
         """Everything ends."""
         self.clear(self.rows.in_order())
         self.dropped = True
+        self.extents.close_account(self.account)
 
     def kill(self, dead: list[tuple[Int32s, Int64s]]) -> None:
         """Account for cells that died: (extents, bytes) as `Field.write` and `Field.erase` give them."""

@@ -134,11 +134,16 @@ def _by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[P
     pieces: list[Piece] = []
     for column in range(len(want.whole)):
         if want.values(column) and not _column(want, column, units, pieces, split=split):
-            for piece in pieces:
-                if piece.size:
-                    piece.unit.space.give(piece.offset, piece.size)
+            give_back(pieces)
             return None
     return pieces
+
+
+def give_back(pieces: list[Piece]) -> None:
+    """What was taken for these is free again."""
+    for piece in pieces:
+        if piece.size:
+            piece.unit.space.give(piece.offset, piece.size)
 
 
 def _column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import every, first_true
+from dataplane.ledger.budgets import limit_of
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.fields import cells_of
 from dataplane.ledger.integrity import checksums_of, to_compare
@@ -127,7 +128,7 @@ class Reads:
             epoch=state.epoch,
             now=state.now,
             units=tuple(self._unit(unit) for unit in state.units.values()),
-            partitions=tuple(_partition(partition) for partition in state.partitions.values()),
+            partitions=tuple(self._partition(partition) for partition in state.partitions.values()),
             sessions=tuple(self._session(other) for other in state.sessions.values()),
             waiting_allocations=sum(len(waiters) for waiters in state.room_waiters.values()),
         )
@@ -164,18 +165,27 @@ class Reads:
             pins=len(session.pins),
         )
 
-
-def _partition(partition: Partition) -> c.PartitionStats:
-    return c.PartitionStats(
-        partition=partition.name,
-        live=partition.rows.live,
-        born=partition.born,
-        num_samples=partition.num_samples,
-        sealed=partition.sealed,
-        live_bytes=partition.account.live_bytes,
-        produced={name: field.live for name, field in partition.fields.items()},
-        claimed={name: task.claimed for name, task in partition.tasks.items()},
-        waiting_claims=len(partition.waiters),
-        version=partition.version,
-        dropped=partition.dropped_partial,
-    )
+    def _partition(self, partition: Partition) -> c.PartitionStats:
+        account, evicted = partition.account, partition.evicted
+        puts = [parked for waiters in self.state.room_waiters.values() for parked in waiters.values()]
+        return c.PartitionStats(
+            partition=partition.name,
+            live=partition.rows.live,
+            born=partition.born,
+            num_samples=partition.num_samples,
+            sealed=partition.sealed,
+            live_bytes=account.live_bytes,
+            produced={name: field.live for name, field in partition.fields.items()},
+            claimed={name: task.claimed for name, task in partition.tasks.items()},
+            waiting_claims=len(partition.waiters),
+            version=partition.version,
+            dropped=partition.dropped_partial,
+            used_bytes=account.used_bytes,
+            peak_used_bytes=account.peak_bytes,
+            budget_bytes=partition.budget_bytes,
+            limit_bytes=limit_of(self.state, partition, update=False),
+            when_full=partition.when_full,
+            evicted=evicted.consumed,
+            evicted_unconsumed=evicted.unconsumed,
+            waiting_puts=sum(parked.partition is partition for parked in puts),
+        )

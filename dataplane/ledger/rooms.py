@@ -8,6 +8,7 @@ import numpy as np
 
 from dataplane.errors import CapacityTimeoutError, DataPlaneError, InvalidRequestError, RequestTooLargeError
 from dataplane.ledger.arrays import top
+from dataplane.ledger.budgets import REPORTED, Evictions, evicts, limit_of, over
 from dataplane.ledger.commands import (
     Allocate,
     AllocateAhead,
@@ -17,11 +18,14 @@ from dataplane.ledger.commands import (
     Int64s,
     OnFull,
     Placement,
+    WhenFull,
 )
 from dataplane.ledger.integrity import are_wanted
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.placing import Piece, Want, growth, growth_ahead, place
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_ahead, place
 from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
+from dataplane.ledger.shortage import out_of_room
 from dataplane.ledger.space import granules_up
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
@@ -30,28 +34,74 @@ MAX_BYTES = 1 << 62
 
 
 class Rooms:
-    """Waiters are served first come, first served within updates and within new rows, updates first."""
+    """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
+    its partition's budget is passed over by those of other partitions."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
         self.liveness = liveness
+        self.evictions = Evictions(state)
 
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """The reservation, or None when the call was parked."""
         partition = self.state.partition(command.partition)
         self._check(command)
         want = Want(session, command)
-        self._refuse_hopeless(want)
-        waiters = self.state.room_waiters[command.update]
-        pieces = None if waiters else self._place(want)
-        parked = ParkedAllocate(session, number, self.state.now, command, partition)
-        if pieces is not None:
-            return self._reserve(parked, pieces)
+        self._refuse_hopeless(partition, want)
+        parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
+        queued, behind = self._line(partition, update=command.update)
+        granted = None if queued else self._serve(parked, want, behind=behind)
+        if granted is not None:
+            return granted
         self.liveness.probe_silent()
-        if self._rejects(want, command):
+        if self._rejects(parked, want):
             raise self.out_of_room(parked)
         self.state.park(parked)
         return None
+
+    def _line(self, partition: Partition, *, update: bool) -> tuple[bool, bool]:
+        """Whether a put of this partition waits already, and whether one waits for memory of the units. Those that wait
+        for the budget of another partition hold up nobody else."""
+        firsts: dict[str, ParkedAllocate] = {}
+        for parked in self.state.room_waiters[update].values():
+            if parked.partition is partition:
+                return True, True
+            firsts.setdefault(parked.partition.name, parked)
+        return False, any(over(self.state, one.partition, one.total, update=update) <= 0 for one in firsts.values())
+
+    def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
+        """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
+        (`behind`): it takes none but what it made itself."""
+        partition = parked.partition
+        excess = over(self.state, partition, want.total, update=want.update)
+        if excess <= 0 and not behind:
+            granted = self._take(parked, want)
+            if granted is not None or self._growing(want):
+                return granted
+        while evicts(partition) and any(unit.connected for unit in self.state.units.values()):
+            short = want.total - self._room(want)
+            if behind or max(excess, short) <= 0:
+                short = want.total
+            made = self.evictions.make_room(partition, excess=excess, short=short, update=want.update)
+            if made is None:
+                return None
+            parked.evicted += made
+            granted = self._take(parked, want)
+            if granted is not None or self._growing(want):
+                return granted
+            excess = over(self.state, partition, want.total, update=want.update)
+        return None
+
+    def _take(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
+        """The reservation, if the units have room and the budget has, too, with what pieces are larger by."""
+        pieces = self._place(want)
+        if pieces is None:
+            return None
+        nbytes = sum(piece.size for piece in pieces)
+        if nbytes > want.total and over(self.state, parked.partition, nbytes, update=want.update) > 0:
+            give_back(pieces)
+            return None
+        return self._reserve(parked, pieces)
 
     def allocate_ahead(self, session: Session, number: int, command: AllocateAhead) -> AllocatedAhead:
         """Room ahead, only where nobody needs it more."""
@@ -76,68 +126,72 @@ class Rooms:
     def judge(self) -> None:
         """Room may have come back: serve whoever it is enough for."""
         for update in (True, False):
+            queued: set[str] = set()
+            behind = False
             for parked in list(self.state.room_waiters[update].values()):
-                want = Want(parked.session, parked.command)
-                try:
-                    self._refuse_hopeless(want)
-                except RequestTooLargeError as error:
-                    self.state.unpark(parked, error)
+                partition = parked.partition
+                if partition.name in queued or (behind and not evicts(partition)):
                     continue
-                pieces = self._place(want)
-                if pieces is not None:
-                    self.state.unpark(parked, self._reserve(parked, pieces))
-                elif self._rejects(want, parked.command):
-                    self.state.unpark(parked, self.out_of_room(parked))
-                else:
-                    break
+                waits = self._judge(parked, behind=behind)
+                if waits:
+                    queued.add(partition.name)
+                    behind = behind or over(self.state, partition, parked.total, update=update) <= 0
 
-    def _rejects(self, want: Want, command: Allocate) -> bool:
-        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""
-        if command.on_full is OnFull.WAIT:
+    def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
+        """Serve or end this call, or let it wait."""
+        want = Want(parked.session, parked.command)
+        try:
+            self._refuse_hopeless(parked.partition, want)
+        except RequestTooLargeError as error:
+            self.state.unpark(parked, error)
             return False
+        granted = self._serve(parked, want, behind=behind)
+        if granted is not None:
+            self.state.unpark(parked, granted)
+        elif self._rejects(parked, want):
+            self.state.unpark(parked, self.out_of_room(parked))
+        else:
+            return True
+        return False
+
+    def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
+        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""
+        partition = parked.partition
+        if parked.command.on_full is OnFull.WAIT and partition.when_full is not WhenFull.REJECT:
+            return False
+        return over(self.state, partition, want.total, update=want.update) > 0 or not self._growing(want)
+
+    def _growing(self, want: Want) -> bool:
         units = [unit for unit in self.state.units.values() if unit.connected]
-        room = sum(max(unit.room(update=want.update), 0) for unit in units)
-        return room < want.total or not any(unit.asked for unit in units)
+        return self._room(want) >= want.total and any(unit.asked for unit in units)
+
+    def _room(self, want: Want) -> int:
+        units = [unit for unit in self.state.units.values() if unit.connected]
+        return sum(max(unit.room(update=want.update), 0) for unit in units)
 
     def grow_ahead(self, unit: Unit) -> None:
         self._ask(unit, growth_ahead(unit))
 
     def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
         """The error that names who holds the room."""
-        command = parked.command
-        units = self.state.units.values()
-        return CapacityTimeoutError(
-            wanted_bytes=Want(parked.session, command).total,
-            free_bytes=sum(max(unit.room(update=command.update), 0) for unit in units if unit.connected),
-            waited_s=self.state.now - parked.since,
-            holders=self._holders(),
-        )
-
-    def _holders(self) -> list[tuple[str, int]]:
-        """Units that are not there, partitions, then sessions with reservations and pins; the largest of each first."""
-        state, bytes_of = self.state, self.state.extents.bytes_of
-        partitions = [(f"partition {p.name!r}", p.account.live_bytes) for p in state.partitions.values()]
-        sessions = []
-        for session in state.sessions.values():
-            who = f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
-            reserved = sum(bytes_of(reservation.extents()) for reservation in session.reservations.values())
-            pinned = sum(bytes_of(pins) for pins in session.pins.values())
-            sessions += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
-        lost = [
-            (f"storage unit {unit.number} ({unit.offer.name}), which is not connected,", unit.space.capacity_bytes)
-            for unit in state.units.values()
-            if not unit.connected
-        ]
-        ranked = [sorted(group, key=lambda holder: -holder[1]) for group in (lost, partitions, sessions)]
-        return [holder for group in ranked for holder in group[:3] if holder[1]]
+        waited_s = self.state.now - parked.since
+        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=parked.command.update)
 
     def _check(self, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
 
-    def _refuse_hopeless(self, want: Want) -> None:
+    def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
         """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
+        budget = limit_of(self.state, partition, update=want.update)
+        if budget is not None and want.total > budget:
+            raise RequestTooLargeError(
+                wanted_bytes=want.total,
+                limit_bytes=budget,
+                what=f"this put, in the budget of partition {partition.name!r},",
+                hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
+            )
         limits = [unit.limit(update=want.update) for unit in self.state.units.values()]
         if not limits:
             return
@@ -175,7 +229,7 @@ class Rooms:
         placements = []
         for piece in pieces:
             unit = piece.unit
-            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size)
+            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, parked.partition.account)
             reservation.pieces[piece.column].append((piece.first, piece.last, extent, piece.offset))
             reservation.epochs[unit.number] = unit.epoch
             placements.append(
@@ -185,7 +239,7 @@ class Rooms:
             )
         parked.session.reservations[parked.number] = reservation
         wanted = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
-        return Allocated(placements=tuple(placements), checksums=wanted)
+        return Allocated(placements=tuple(placements), checksums=wanted, evicted=parked.evicted[:REPORTED])
 
 
 def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:

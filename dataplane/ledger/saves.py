@@ -13,7 +13,6 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.administration import Partitions
-from dataplane.ledger.arrays import Bools
 from dataplane.ledger.drops import drop
 from dataplane.ledger.fields import cells_of
 from dataplane.ledger.integrity import checksums_of
@@ -21,7 +20,6 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
 from dataplane.ledger.tags import Tag, Tags
-from dataplane.ledger.tasks import Task
 from dataplane.types import FieldSpec
 
 
@@ -68,7 +66,7 @@ class Saves:
         if len(set(names)) != len(names):
             raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
         found = [self.state.partition(name) for name in names]
-        unconfirmed = self._unconfirmed()
+        unconfirmed = self.state.unconfirmed()
         taken = {partition.name: self._snapshot(partition) for partition in found}
         described = [self._described(partition, unconfirmed) for partition in found]
         held = np.zeros(self.state.extents.high, np.bool_)
@@ -80,11 +78,6 @@ class Saves:
         session.pins[number] = pinned
         session.saves[number] = taken
         return c.Saved(partitions=tuple(described))
-
-    def _unconfirmed(self) -> c.Int64s:
-        """Stamps of the claims whose sessions may never have had the answer."""
-        sessions = self.state.sessions.values()
-        return np.array([claim.stamp for session in sessions for claim in session.unconfirmed.values()], np.int64)
 
     def _snapshot(self, partition: Partition) -> Snapshot:
         rows = partition.rows.in_order()
@@ -103,7 +96,7 @@ class Saves:
     def _described(self, partition: Partition, unconfirmed: c.Int64s) -> c.SavedPartition:
         rows = partition.rows.in_order()
         tasks = [
-            c.SavedTask(name=name, claimed=np.packbits(_for_good(task, rows, unconfirmed)).tobytes())
+            c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows, unconfirmed)).tobytes())
             for name, task in partition.tasks.items()
         ]
         return c.SavedPartition(
@@ -118,6 +111,8 @@ class Saves:
             strict=partition.strict,
             sealed=partition.sealed,
             version=partition.version,
+            budget_bytes=partition.budget_bytes,
+            when_full=partition.when_full,
         )
 
     def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
@@ -225,13 +220,6 @@ class Saves:
             partition.reclaimed(task, chosen)
 
 
-def _for_good(task: Task, rows: c.Int64s, unconfirmed: c.Int64s) -> Bools:
-    """Which of the rows the task has claimed and cannot get back by itself."""
-    stamps = task.stamps[rows]
-    claimed: Bools = (stamps != 0) & (task.owners_of(rows) == 0) & ~np.isin(stamps, unconfirmed)
-    return claimed
-
-
 def _registration(saved: c.SavedPartition) -> c.Register:
     return c.Register(
         partition=saved.partition,
@@ -241,4 +229,6 @@ def _registration(saved: c.SavedPartition) -> c.Register:
         group_size=saved.group_size,
         enums=saved.enums,
         strict=saved.strict,
+        budget_bytes=saved.budget_bytes,
+        when_full=saved.when_full,
     )

@@ -79,8 +79,14 @@ class ParkedClaim(Parked):
 
 
 class ParkedAllocate(Parked):
-    def __init__(self, session: Session, number: int, since: float, command: Allocate, partition: Partition) -> None:
+    """`total` is the bytes it wants, in whole granules; `evicted` the ids of unconsumed samples that went for it."""
+
+    def __init__(
+        self, session: Session, number: int, since: float, command: Allocate, partition: Partition, total: int
+    ) -> None:
         super().__init__(session, number, since, command.timeout_s)
+        self.total = total
+        self.evicted: tuple[str, ...] = ()
         self.command = command
         self.partition = partition
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+import numpy as np
+
 from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
 from dataplane.ledger.extents import Extents
@@ -105,6 +107,11 @@ class State:
             partition.wakes_at = float("inf")
             self.touch(partition)
 
+    def loosen(self) -> None:
+        """Samples may have come to be consumed, unpinned or whole: puts that wait for eviction are judged again."""
+        if self.room_waiters[True] or self.room_waiters[False]:
+            self.extents.freed = True
+
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
@@ -156,9 +163,15 @@ class State:
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
         """These rows of a task are unclaimed again."""
         back = task.give_back(rows)
+        self.loosen()
         if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
             partition.reclaimed(task, back)
             self.touch(partition)
+
+    def unconfirmed(self) -> Int64s:
+        """Stamps of the claims whose sessions may never have had the answer."""
+        claims = [claim.stamp for session in self.sessions.values() for claim in session.unconfirmed.values()]
+        return np.array(claims, np.int64)
 
     # --- checks
 

@@ -79,6 +79,13 @@ class Task:
         """Sessions that lease these rows (`HELD`: their rank is awaited), 0 where none does."""
         return np.zeros(len(rows), np.int64) if self.owners is None else self.owners[rows]
 
+    def for_good(self, rows: Int64s, unconfirmed: Int64s) -> Bools:
+        """Which of the rows the task has claimed and cannot get back by itself: not leased, not held for a rank, and in
+        no claim of which the session may never have had the answer (`State.unconfirmed`)."""
+        stamps = self.stamps[rows]
+        claimed: Bools = (stamps != 0) & (self.owners_of(rows) == 0) & ~np.isin(stamps, unconfirmed)
+        return claimed
+
     def leased_by(self, session: int) -> Int64s:
         return np.zeros(0, np.int64) if self.owners is None else np.flatnonzero(self.owners == session)
 

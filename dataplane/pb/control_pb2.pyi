@@ -27,6 +27,14 @@ class OnFull(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ON_FULL_WAIT: _ClassVar[OnFull]
     ON_FULL_REJECT: _ClassVar[OnFull]
 
+class WhenFull(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WHEN_FULL_UNSPECIFIED: _ClassVar[WhenFull]
+    WHEN_FULL_WAIT: _ClassVar[WhenFull]
+    WHEN_FULL_REJECT: _ClassVar[WhenFull]
+    WHEN_FULL_EVICT: _ClassVar[WhenFull]
+    WHEN_FULL_EVICT_OLDEST: _ClassVar[WhenFull]
+
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ORDER_UNSPECIFIED: _ClassVar[Order]
@@ -50,6 +58,11 @@ MODE_UPDATE: Mode
 ON_FULL_UNSPECIFIED: OnFull
 ON_FULL_WAIT: OnFull
 ON_FULL_REJECT: OnFull
+WHEN_FULL_UNSPECIFIED: WhenFull
+WHEN_FULL_WAIT: WhenFull
+WHEN_FULL_REJECT: WhenFull
+WHEN_FULL_EVICT: WhenFull
+WHEN_FULL_EVICT_OLDEST: WhenFull
 ORDER_UNSPECIFIED: Order
 ORDER_OLDEST: Order
 ORDER_FRESHEST: Order
@@ -486,7 +499,7 @@ class UnitList(_message.Message):
     def __init__(self, units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict")
+    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict", "budget_bytes", "when_full")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +508,8 @@ class RegisterRequest(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     ENUMS_FIELD_NUMBER: _ClassVar[int]
     STRICT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
@@ -503,7 +518,9 @@ class RegisterRequest(_message.Message):
     group_size: int
     enums: Enums
     strict: bool
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ...) -> None: ...
+    budget_bytes: int
+    when_full: WhenFull
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("header", "partition")
@@ -560,12 +577,14 @@ class AllocateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Allocated(_message.Message):
-    __slots__ = ("placements", "checksums")
+    __slots__ = ("placements", "checksums", "evicted")
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
     checksums: bool
-    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., checksums: bool = ...) -> None: ...
+    evicted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., checksums: bool = ..., evicted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AllocateAheadRequest(_message.Message):
     __slots__ = ("header", "unit", "nbytes")
@@ -618,12 +637,14 @@ class CommitRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("rows", "births")
+    __slots__ = ("rows", "births", "evicted")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     births: bytes
-    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
+    evicted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("header", "partition", "samples", "fields", "missing_ok")
@@ -876,7 +897,7 @@ class UnitStats(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class PartitionStats(_message.Message):
-    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped")
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
@@ -888,6 +909,14 @@ class PartitionStats(_message.Message):
     WAITING_CLAIMS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_UNCONSUMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
     partition: str
     live: int
     born: int
@@ -899,7 +928,15 @@ class PartitionStats(_message.Message):
     waiting_claims: int
     version: int
     dropped: int
-    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+    used_bytes: int
+    peak_used_bytes: int
+    budget_bytes: int
+    limit_bytes: int
+    when_full: WhenFull
+    evicted: int
+    evicted_unconsumed: int
+    waiting_puts: int
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
@@ -1034,7 +1071,7 @@ class SavedTask(_message.Message):
     def __init__(self, name: _Optional[str] = ..., claimed: _Optional[bytes] = ...) -> None: ...
 
 class SavedPartition(_message.Message):
-    __slots__ = ("partition", "live", "born", "fields", "tasks", "num_samples", "group_size", "enums", "strict", "sealed", "version")
+    __slots__ = ("partition", "live", "born", "fields", "tasks", "num_samples", "group_size", "enums", "strict", "sealed", "version", "budget_bytes", "when_full")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
@@ -1046,6 +1083,8 @@ class SavedPartition(_message.Message):
     STRICT_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
     partition: str
     live: int
     born: int
@@ -1057,7 +1096,9 @@ class SavedPartition(_message.Message):
     strict: bool
     sealed: bool
     version: int
-    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., fields: _Optional[_Iterable[_Union[SavedField, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[SavedTask, _Mapping]]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., sealed: bool = ..., version: _Optional[int] = ...) -> None: ...
+    budget_bytes: int
+    when_full: WhenFull
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., fields: _Optional[_Iterable[_Union[SavedField, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[SavedTask, _Mapping]]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., sealed: bool = ..., version: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
     __slots__ = ("header", "partitions")

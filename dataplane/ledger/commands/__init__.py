@@ -30,6 +30,7 @@ from dataplane.ledger.commands.outputs import (
     Answer,
     FenceSession,
     GrowArena,
+    Notice,
     Opened,
     Output,
     UnitAdded,
@@ -55,6 +56,7 @@ from dataplane.ledger.commands.parts import (
     UInt32s,
     UnitInfo,
     Value,
+    WhenFull,
 )
 from dataplane.ledger.commands.requests import (
     Abort,
@@ -151,6 +153,7 @@ __all__ = [
     "Located",
     "Mode",
     "Nack",
+    "Notice",
     "OnFull",
     "OpenSession",
     "Opened",
@@ -196,6 +199,7 @@ __all__ = [
     "UnitStats",
     "Units",
     "Value",
+    "WhenFull",
     "WhyBlocked",
     "Writer",
 ]

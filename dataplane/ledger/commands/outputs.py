@@ -48,6 +48,12 @@ class FenceSession(Output, frozen=True, kw_only=True):
     lock_path: str = ""
 
 
+class Notice(Output, frozen=True, kw_only=True):
+    """For the log of the service: something a person should know."""
+
+    text: str
+
+
 class GrowArena(Output, frozen=True, kw_only=True):
     """To `unit`: back the arena up to `backed_bytes`, then report `Grown`."""
 

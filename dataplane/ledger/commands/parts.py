@@ -34,6 +34,20 @@ class OnFull(enum.StrEnum):
     REJECT = "reject"
 
 
+class WhenFull(enum.StrEnum):
+    """What becomes of a put that finds no room, by its partition.
+
+    WAIT: it waits, first come first served, until its deadline. REJECT: it fails at once. EVICT: the partition's
+    consumed samples go, oldest first, if that makes room; else it waits. EVICT_OLDEST: the same, and where that is not
+    enough, unconsumed ones go as well, oldest first.
+    """
+
+    WAIT = "wait"
+    REJECT = "reject"
+    EVICT = "evict"
+    EVICT_OLDEST = "evict_oldest"
+
+
 class Order(enum.StrEnum):
     """Which claimable samples a claim takes first, by birth."""
 
@@ -151,6 +165,8 @@ class SavedPartition(Value, frozen=True, kw_only=True):
     strict: bool = False
     sealed: bool = False
     version: int = 0
+    budget_bytes: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):

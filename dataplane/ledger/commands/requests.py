@@ -15,6 +15,7 @@ from dataplane.ledger.commands.parts import (
     SavedPartition,
     TagColumn,
     Value,
+    WhenFull,
 )
 from dataplane.types import FieldSpec
 
@@ -36,6 +37,11 @@ class Register(Command, frozen=True, kw_only=True):
     tasks that stay are kept; a new count begins: live rows plus ids born since; a seal is lifted). Answered `Done`.
 
     `fields` maps names to specs, which may be open; which columns are jagged by name is the client's business.
+
+    `budget_bytes` bounds what extents of the partition occupy: reserved for its puts, live, or cleared and still read;
+    shared values once; room ahead from the commit that takes it. New rows get it less the reserve, updates all of it. A
+    budget below what is there is no error: puts wait until there is less. `when_full` holds for the budget, and when
+    the units are full. Puts that wait are judged by what was registered last.
     """
 
     partition: str
@@ -45,6 +51,8 @@ class Register(Command, frozen=True, kw_only=True):
     group_size: int | None = None
     enums: dict[str, tuple[str, ...]] | None = None
     strict: bool = False
+    budget_bytes: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
 
 
 class Seal(Command, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from dataplane.ledger.commands.parts import (
     TagColumn,
     UnitInfo,
     Value,
+    WhenFull,
 )
 from dataplane.types import FieldSpec
 
@@ -40,10 +41,13 @@ class Described(Result, frozen=True, kw_only=True):
 
 
 class Allocated(Result, frozen=True, kw_only=True):
-    """Covers every value of every column, ordered by (column, first). `checksums`: the commit is to have them."""
+    """Covers every value of every column, ordered by (column, first). `evicted` are the ids of samples that had to go
+    for it before all tasks had consumed them (the first `budgets.REPORTED` of them).
+    `checksums`: the commit is to have them."""
 
     placements: tuple[Placement, ...]
     checksums: bool = False
+    evicted: tuple[str, ...] = ()
 
 
 class AllocatedAhead(Result, frozen=True, kw_only=True):
@@ -55,10 +59,11 @@ class AllocatedAhead(Result, frozen=True, kw_only=True):
 
 
 class Committed(Result, frozen=True, kw_only=True):
-    """Handles of the samples, in the command's order."""
+    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for room ahead."""
 
     rows: Int64s
     births: Int64s
+    evicted: tuple[str, ...] = ()
 
 
 class Located(Result, frozen=True, kw_only=True):
@@ -115,7 +120,11 @@ class UnitStats(Value, frozen=True, kw_only=True):
 
 class PartitionStats(Value, frozen=True, kw_only=True):
     """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last.
-    `dropped` counts the samples cleared as members of partial groups, by whatever claim."""
+    `dropped` counts the samples cleared as members of partial groups, by whatever claim.
+
+    `used_bytes` is what counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still
+    read; `peak_used_bytes` the most it ever was; new rows may take it up to `limit_bytes`. `evicted` counts consumed
+    samples that went to make room, `evicted_unconsumed` others."""
 
     partition: str
     live: int
@@ -128,6 +137,14 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     waiting_claims: int
     version: int
     dropped: int
+    used_bytes: int = 0
+    peak_used_bytes: int = 0
+    budget_bytes: int | None = None
+    limit_bytes: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
+    evicted: int = 0
+    evicted_unconsumed: int = 0
+    waiting_puts: int = 0
 
 
 class SessionStats(Value, frozen=True, kw_only=True):

@@ -1,0 +1,116 @@
+"""Errors of what was named and is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dataplane.error_base import SHOWN, DataPlaneError, first_few
+
+
+class NotThereError(DataPlaneError, KeyError):
+    """Something the call named does not exist (any more)."""
+
+
+class PartitionNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
+        have = f"; registered are {first_few(sorted(known))}" if known else "; none is registered"
+        super().__init__(
+            f"unknown partition {partition!r}{have}. Call register_partition first.",
+            partition=partition,
+            known=list(known)[:SHOWN],
+        )
+
+
+class TaskNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"unknown task {task!r} in partition {partition!r}; "
+            f"its consumer_tasks are {first_few(sorted(known)) or 'none'}",
+            partition=partition,
+            task=task,
+            known=list(known)[:SHOWN],
+        )
+
+
+class FieldNotFoundError(NotThereError):
+    def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"unknown field {field!r} in partition {partition!r}; its fields are {first_few(sorted(known)) or 'none'}",
+            partition=partition,
+            field=field,
+            known=list(known)[:SHOWN],
+        )
+
+
+class _SamplesError(NotThereError):
+    """Shared by the errors that name samples: `samples` holds the first few, `total` counts them all,
+    `positions` are the places of those first few in the call's list (the client turns handles into ids with them)."""
+
+    what = ""
+
+    def __init__(
+        self,
+        *,
+        partition: str,
+        samples: Sequence[str],
+        total: int | None = None,
+        positions: Sequence[int] = (),
+        **more: Any,
+    ) -> None:
+        count = len(samples) if total is None else total
+        super().__init__(
+            self.describe(first_few(samples, count), partition=partition, **more),
+            partition=partition,
+            samples=list(samples)[:SHOWN],
+            total=count,
+            positions=[int(p) for p in positions][:SHOWN],
+            **more,
+        )
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        raise NotImplementedError
+
+    def with_ids(self, ids: Sequence[str]) -> _SamplesError:
+        """The same error naming ids: `ids` is the call's own list, indexed by `positions`."""
+        facts = dict(self.facts)
+        if facts["positions"]:
+            facts["samples"] = [ids[p] for p in facts["positions"]]
+        return type(self)(**facts)
+
+
+def _evicted(count: int) -> str:
+    return f" ({count} of them evicted, as the partition was full)" if count else ""
+
+
+class SampleNotFoundError(_SamplesError):
+    """`evicted` counts those that are known to have been evicted, to make room in a full partition."""
+
+    def __init__(self, *, evicted: int = 0, **facts: Any) -> None:
+        super().__init__(evicted=evicted, **facts)
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        gone = _evicted(more["evicted"])
+        return f"no live sample {names} in partition {partition!r}: never put, or cleared since{gone}"
+
+
+class FieldNotProducedError(_SamplesError):
+    def __init__(self, *, field: str, **facts: Any) -> None:
+        super().__init__(field=field, **facts)
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        return f"field {more['field']!r} has not been produced for sample {names} of partition {partition!r}"
+
+
+class StaleSampleError(_SamplesError):
+    """`evicted` as in `SampleNotFoundError`."""
+
+    def __init__(self, *, evicted: int = 0, **facts: Any) -> None:
+        super().__init__(evicted=evicted, **facts)
+
+    def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        gone = _evicted(more["evicted"])
+        return (
+            f"sample {names} of partition {partition!r} was cleared after this meta was made{gone} (the id may have "
+            "been put again since: that is another sample). Nothing was read or written; take a fresh meta."
+        )

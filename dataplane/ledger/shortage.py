@@ -1,0 +1,82 @@
+"""The error of a put that finds no room: what it wanted, and who holds it."""
+
+from __future__ import annotations
+
+from dataplane.errors import CapacityTimeoutError
+from dataplane.ledger.arrays import some
+from dataplane.ledger.budgets import limit_of, over
+from dataplane.ledger.commands import Int32s
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.state import State
+
+NAMED = 3
+"""So many tasks of a partition, and holders of each kind, are named."""
+
+
+def out_of_room(
+    state: State, partition: Partition, wanted: int, waited_s: float, *, update: bool
+) -> CapacityTimeoutError:
+    """The budget is told of where that is what is missing, else the units."""
+    if over(state, partition, wanted, update=update) > 0:
+        limit = limit_of(state, partition, update=update)
+        assert limit is not None
+        return CapacityTimeoutError(
+            wanted_bytes=wanted,
+            free_bytes=max(limit - partition.account.used_bytes, 0),
+            waited_s=waited_s,
+            holders=_ranked([(_described(partition), partition.account.live_bytes)], _sessions(state, partition)),
+            partition=partition.name,
+            budget_bytes=partition.budget_bytes,
+        )
+    units = state.units.values()
+    lost = [
+        (f"storage unit {unit.number} ({unit.offer.name}), which is not connected,", unit.space.capacity_bytes)
+        for unit in units
+        if not unit.connected
+    ]
+    partitions = [(_described(other), other.account.live_bytes) for other in _largest(state)]
+    return CapacityTimeoutError(
+        wanted_bytes=wanted,
+        free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.connected),
+        waited_s=waited_s,
+        holders=_ranked(lost, partitions, _sessions(state, None)),
+    )
+
+
+def _ranked(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The largest of each group, group after group."""
+    ranked = [sorted(group, key=lambda holder: -holder[1]) for group in groups]
+    return [holder for group in ranked for holder in group[:NAMED] if holder[1]]
+
+
+def _largest(state: State) -> list[Partition]:
+    return sorted(state.partitions.values(), key=lambda partition: -partition.account.live_bytes)[:NAMED]
+
+
+def _described(partition: Partition) -> str:
+    """The partition, and who has not consumed it."""
+    live = partition.rows.live
+    behind = [f"{live - task.claimed} not claimed by {name!r}" for name, task in partition.tasks.items()]
+    facts = ", ".join([f"{live} samples", *behind[:NAMED], *(["..."] if len(behind) > NAMED else [])])
+    return f"partition {partition.name!r} ({facts})"
+
+
+def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]]:
+    """What sessions hold by reservations and pins, of this partition or all."""
+    found = []
+    for session in state.sessions.values():
+        who = f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
+        reserved = sum(_bytes(state, room.extents(), partition) for room in session.reservations.values())
+        pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
+        found += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
+    return found
+
+
+def _bytes(state: State, numbers: Int32s, partition: Partition | None) -> int:
+    extents = state.extents
+    if partition is not None:
+        mine = extents.owners[numbers] == partition.account.number
+        if not some(mine):
+            return 0
+        numbers = numbers[mine]
+    return extents.bytes_of(numbers)
