@@ -35,6 +35,7 @@ class Place:
     length: int
     spec: FieldSpec
     value: tuple[Name, str, int]
+    checksum: int = 0
 
 
 @dataclass

@@ -63,7 +63,7 @@ from dataplane.ledger.commands import (
     Unclaim,
     WhyBlocked,
 )
-from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION
+from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION, Checksums
 from tests.ledger_claim_checks import LIMITS, ClaimChecks, Client
 from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
@@ -92,7 +92,7 @@ class LedgerDriver(ClaimChecks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.fixed = Ledger(7, limits=LIMITS), {}
+        self.ledger, self.fixed = Ledger(7, limits=LIMITS, checksums=Checksums.ALWAYS), {}
         self.watch_selections()
         self.model = Model()
         self.books = SaveBooks(self.model)
@@ -486,7 +486,7 @@ class LedgerDriver(ClaimChecks):
         assert not self.parked
         for unit in self.units.values():
             assert sum(size for _, size in self.ledger.free_ranges(unit.id)) == unit.backed, "bytes were lost"
-        again = Ledger(7, limits=LIMITS)
+        again = Ledger(7, limits=LIMITS, checksums=Checksums.ALWAYS)
         replayed = [canonical(output) for item in self.log for output in again.apply(item)]
         assert replayed == self.said == [canonical(output) for output in self.outputs]
         assert again.fingerprint() == self.ledger.fingerprint()

@@ -22,6 +22,7 @@ from dataplane.ledger.commands import (
     Commit,
     CommitColumn,
     Committed,
+    FieldLocations,
     Listed,
     Locate,
     Located,
@@ -266,7 +267,8 @@ class Model(ClaimModel):
                 length = int(column.lengths[k])
                 nbytes = length * column.spec.unit_bytes
                 value = (reservation, column.name, k)
-                sample.cells[column.name] = Place(*at[k], nbytes, length, column.spec, value)
+                checksum = 0 if column.checksums is None else int(column.checksums[k])
+                sample.cells[column.name] = Place(*at[k], nbytes, length, column.spec, value, checksum)
 
     def located(self, name: Name, command: Locate, result: Located) -> None:
         samples = self.named(self.partitions[command.partition], command.samples)
@@ -275,6 +277,7 @@ class Model(ClaimModel):
         assert [found.name for found in result.fields] == list(command.fields)
         self.pins[name] = set()
         for found in result.fields:
+            assert checksums_in(found) == [sample.cells[found.name].checksum for sample in samples]
             for i, sample in enumerate(samples):
                 cell = sample.cells[found.name]
                 assert int(found.lengths[i]) == cell.length
@@ -362,6 +365,11 @@ def handles(samples: Samples) -> list[tuple[int, int]]:
 def granules_of(nbytes: int) -> int:
     """`nbytes` rounded up to whole granules."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+def checksums_in(found: FieldLocations) -> list[int]:
+    """Of each sample; 0 where there is none."""
+    return [0] * len(found.lengths) if found.checksums is None else found.checksums.tolist()
 
 
 def sizes_of(column: CommitColumn) -> list[int]:

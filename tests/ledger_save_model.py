@@ -19,7 +19,7 @@ from dataplane.ledger.commands import (
 )
 from tests.ledger_claim_checks import LIMITS
 from tests.ledger_claim_model import Faults, Held, Name, Partition, Sample
-from tests.ledger_model import Model
+from tests.ledger_model import Model, checksums_in
 
 FOR_GOOD = (0, 0)
 """The claim that a published sample's was: nobody's, and final."""
@@ -103,6 +103,8 @@ class SaveBooks:
         assert tags == [sample.tags if command.names else {} for sample in samples]
         assert [found.name for found in result.fields] == list(command.fields)
         for found in result.fields:
+            cells = [sample.cells.get(found.name) for sample in samples]
+            assert checksums_in(found) == [0 if cell is None else cell.checksum for cell in cells]
             for i, sample in enumerate(samples):
                 cell = sample.cells.get(found.name)
                 assert int(found.lengths[i]) == (-1 if cell is None else cell.length)

@@ -121,7 +121,8 @@ class LedgerSaver(LedgerWriter):
         if room is None:
             self.withdraw((client.id, reservation), Abort(reservation=reservation))
         elif isinstance(room.result, Allocated):
-            column = CommitColumn(name=name, spec=cells.spec, lengths=lengths)
+            checksums = None if cells.checksums is None else cells.checksums[rows]
+            column = CommitColumn(name=name, spec=cells.spec, lengths=lengths, checksums=checksums)
             samples = by_handles([handles[row] for row in rows])
             commit = Commit(
                 partition=STAGED, samples=samples, mode=Mode.UPDATE, reservation=reservation, columns=(column,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -139,7 +141,9 @@ class LedgerWriter(LedgerDriver):
             length = st.one_of(st.just(1), st.integers(0, most))
             lengths = data.draw(st.lists(length, min_size=values, max_size=values))
         index_array = None if index is None else int64s(index)
-        return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array)
+        first = data.draw(st.sampled_from([None, 0, 1, 2]))
+        checksums = None if first is None else np.arange(first, first + values, dtype=np.uint32)
+        return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array, checksums=checksums)
 
     def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
         names = data.draw(st.lists(st.sampled_from(TAGS), max_size=2, unique=True))
@@ -253,4 +257,4 @@ def with_longer(column: CommitColumn) -> CommitColumn:
     """The column claiming one unit more for its first value than was allocated."""
     lengths = column.lengths.copy()
     lengths[0] += 1
-    return CommitColumn(name=column.name, spec=column.spec, lengths=lengths, index=column.index)
+    return msgspec.structs.replace(column, lengths=lengths)

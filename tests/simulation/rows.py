@@ -6,6 +6,10 @@ import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
+from dataplane.checksums import checksums_of
+
 POISON = 0xDB
 
 
@@ -22,3 +26,9 @@ class Value(NamedTuple):
 def content(value: Value) -> bytes:
     """The bytes of the value."""
     return hashlib.shake_128(f"{value.owner}/{value.field}/{value.version}".encode()).digest(value.nbytes)
+
+
+def checksum(data: bytes) -> int:
+    """What the writer of these bytes gives them."""
+    memory = np.frombuffer(data, np.uint8)
+    return int(checksums_of(memory, np.zeros(1, np.int64), np.array([len(data)]))[0])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from dataplane.errors import (
     DataPlaneError,
     NotThereError,
@@ -33,13 +35,14 @@ from dataplane.ledger.commands import (
     Register,
     Release,
     Samples,
+    UInt32s,
 )
 from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES, FieldSpec
 from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.record import PlannedColumn, part_places
-from tests.simulation.rows import Value, content
+from tests.simulation.rows import Value, checksum, content
 
 PARTITION = "train"
 TASKS = ("score", "train")
@@ -113,11 +116,22 @@ def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Colu
             yield Stop(unit, grant)
         yield Post(Abort(reservation=reply.number))
         raise
-    yield Ask(commit_of(samples, columns, mode, reply.number))
+    sums = checksums_of(plan) if reply.result.checksums else None
+    yield Ask(commit_of(samples, columns, mode, reply.number, checksums=sums))
+
+
+def checksums_of(plan: Sequence[PlannedColumn]) -> list[UInt32s]:
+    """Of the values of each column, as their writer knows them."""
+    return [np.array([checksum(content(value)) for value in column.values], np.uint32) for column in plan]
 
 
 def commit_of(
-    samples: Samples, columns: Sequence[Column], mode: Mode, reservation: int, offset: int | None = None
+    samples: Samples,
+    columns: Sequence[Column],
+    mode: Mode,
+    reservation: int,
+    offset: int | None = None,
+    checksums: Sequence[UInt32s] | None = None,
 ) -> Commit:
     return Commit(
         partition=PARTITION,
@@ -131,8 +145,9 @@ def commit_of(
                 spec=c.spec,
                 lengths=int64s(c.lengths),
                 index=None if c.index is None else int64s(c.index),
+                checksums=None if checksums is None else checksums[number],
             )
-            for c in columns
+            for number, c in enumerate(columns)
         ),
     )
 
@@ -154,7 +169,8 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
                 break
             client.world.record.parts[*room, offset] = plan
             yield from fill(plan, unit, offset, room)
-            yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.number, offset))
+            sums = checksums_of(plan) if reply.result.checksums else None
+            yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.number, offset, sums))
             offset += nbytes
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
@@ -191,6 +207,9 @@ def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str])
                 if nbytes:
                     data = yield Read(int(found.units[i]), int(found.offsets[i]), nbytes)
                     client.world.record.check_read(name, found.name, i, data)
+                    if found.checksums is not None and found.checksums[i]:
+                        assert checksum(data) == found.checksums[i], "a reader would discard a row that is whole"
+                        client.world.record.counts["rows compared"] += 1
     except Withdrawn:
         thread.shielded = True
         yield Post(Release(located=reply.number))
