@@ -33,7 +33,7 @@ def size(text: str) -> int:
     suffix = plain[-1:] if plain[-1:] in _SUFFIXES else ""
     try:
         return int(float(plain.removesuffix(suffix)) * _SUFFIXES[suffix])
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512m, 4g or a number of bytes") from None
 
 

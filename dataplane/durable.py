@@ -86,7 +86,7 @@ class DurableLedger:
 
     @classmethod
     def _of(cls, journal: Journal, settings: LedgerSettings, forced: bool) -> DurableLedger:
-        epoch = max(time.time_ns(), int(journal.fact("epoch") or 0) + 1)
+        epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
         booted_before, forced_before = journal.fact("boot"), journal.forced
         if forced:
@@ -150,13 +150,13 @@ class DurableLedger:
         deadline = self._ledger.next_deadline()
         return None if deadline is None else deadline - (self._ahead or 0.0)
 
-    def remember(self, **facts: int | str) -> None:
+    def remember(self, **facts: int) -> None:
         """Keep these facts for later lives."""
         self._journal.set_facts(**facts)
 
-    def recall(self, name: str) -> int | str | None:
-        """What this or an earlier life remembered."""
-        return self._journal.fact(name)
+    def recall(self, name: str) -> int | None:
+        """The number that this or an earlier life remembered."""
+        return self._journal.number(name)
 
     def close(self) -> None:
         """Let go of the directory, all of it on disk. Idempotent."""

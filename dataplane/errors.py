@@ -385,8 +385,13 @@ def to_wire(error: DataPlaneError) -> tuple[str, bytes]:
 
 
 def from_wire(name: str, facts: bytes) -> DataPlaneError:
-    """The error that `to_wire` wrote. A name this version does not know becomes an `InternalError` that says so."""
+    """The error that `to_wire` wrote. A name this version does not know, and facts that make no such error, become an
+    `InternalError` that says so."""
     known = ERROR_TYPES.get(name)
     if known is None:
-        return InternalError(what=f"{name} (an error this client version does not know): {facts[:200]!r}")
-    return rebuild(known, msgspec.msgpack.decode(facts))
+        return InternalError(what=f"{name[:80]} (an error this client version does not know): {facts[:200]!r}")
+    try:
+        return rebuild(known, msgspec.msgpack.decode(facts))
+    except Exception as error:
+        # Facts of any type may come, and each error formats its own.
+        return InternalError(what=f"{name}, whose facts make none ({error!r}): {facts[:200]!r}")

@@ -90,19 +90,26 @@ class Log:
             row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
+    def number(self, name: str) -> int | None:
+        """The same of what is a number. StateDirError if it is none."""
+        found = self.fact(name)
+        if found is None or type(found) is int:
+            return found
+        raise self.error(f"{LOG_NAME} is damaged: its {name} is {found!r}", _DAMAGED)
+
     def image(self) -> tuple[int, bytes] | None:
         """The last image and the number of the last record in it; None if there is none yet."""
-        number = self.fact("image")
+        number = self.number("image")
         if number is None:
             return None
-        path = self.image_path(int(number))
+        path = self.image_path(number)
         try:
             content = path.read_bytes()
         except OSError as error:
             raise self.error(f"{path.name} cannot be read ({error.strerror})", _DAMAGED) from error
         if len(content) < 4 or zlib.crc32(content[4:]) != int.from_bytes(content[:4], "little"):
             raise self.error(f"{path.name} is damaged (its checksum differs)", _DAMAGED)
-        return int(number), content[4:]
+        return number, content[4:]
 
     @property
     def forced(self) -> bool:
@@ -112,7 +119,7 @@ class Log:
     @property
     def covered(self) -> int:
         """The number of the last record in the last image; 0 if there is none."""
-        return int(self.fact("image") or 0)
+        return self.number("image") or 0
 
     def image_path(self, number: int) -> Path:
         return self.directory / f"image-{number}"
@@ -126,7 +133,7 @@ class Log:
                     "SELECT number, record, crc FROM log WHERE number >= ? ORDER BY number LIMIT ?", (expected, PAGE)
                 ).fetchall()
             for number, record, crc in rows[: None if upto is None else upto - expected + 1]:
-                if number != expected or zlib.crc32(record) != crc:
+                if number != expected or type(record) is not bytes or zlib.crc32(record) != crc:
                     raise self.error(f"record {expected} of {LOG_NAME} is damaged or missing", _DAMAGED)
                 yield number, record
                 expected += 1
@@ -159,8 +166,8 @@ class Log:
             yield
         except StateDirError:
             raise
-        except (sqlite3.Error, OSError) as error:
-            raise self.error(f"{LOG_NAME if isinstance(error, sqlite3.Error) else 'it'} {what}: {error}") from error
+        except (sqlite3.Error, OSError, UnicodeError) as error:
+            raise self.error(f"{'it' if isinstance(error, OSError) else LOG_NAME} {what}: {error}") from error
 
     def close(self) -> None:
         """Let go of it. Idempotent."""
@@ -271,7 +278,7 @@ class Journal(Log):
     def begin_from(self, number: int) -> None:
         """From now on the image of record `number`, which is there, is where the next life begins."""
         hit("image.before_begin")
-        before = self.fact("image")
+        before = self.number("image")
         self._set_facts(image=number)
         if self._forced:
             self.sync()
@@ -279,7 +286,7 @@ class Journal(Log):
         hit("image.begun")
         if before is not None and before != number:
             with self._named("cannot be written"):
-                self.image_path(int(before)).unlink(missing_ok=True)
+                self.image_path(before).unlink(missing_ok=True)
 
     def set_facts(self, **facts: int | str) -> None:
         """Set these, all or none, and on disk when this returns."""

@@ -93,7 +93,7 @@ class UnitRecord:
             return msgspec.json.decode(content, type=Kept) if content else None
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
             log.warning("%s cannot be read (%s): beginning with an empty arena", self.path, error)
             return None
 

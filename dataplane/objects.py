@@ -13,6 +13,7 @@ bytes]`; a dtype is torch's name, or numpy's description of it as a list of fiel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,7 +82,8 @@ def decode_object(data: bytes | bytearray | memoryview) -> Any:
     """The value that `encode_object` was given. InternalError if the bytes are no such row, whatever they are."""
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
+        # RuntimeError: too deep for Python, or a shape that torch cannot have.
         raise InternalError(what=f"the bytes of an object row are damaged ({error})") from error
 
 
@@ -199,9 +201,12 @@ def _extension(code: int, data: memoryview) -> Any:
 def _decoded_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
     if not isinstance(name, str) or name not in TORCH_DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
+    dtype = TORCH_DTYPES[name]
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes for a tensor of shape {list(shape)} and dtype {name}")
     if not raw:
-        return torch.empty(0, dtype=TORCH_DTYPES[name]).reshape(shape)
-    return torch.frombuffer(bytearray(raw), dtype=TORCH_DTYPES[name]).reshape(shape)
+        return torch.empty(0, dtype=dtype).reshape(shape)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
 def _parts(data: memoryview) -> list[Any]:

@@ -65,12 +65,15 @@ def gather(
     out: UInt8s,
     *,
     later: list[Run] | None = None,
+    checked: bool = False,
 ) -> None:
     """Copies rows into `out`, one after another; `out` has exactly their bytes.
 
     later: is given the copies of `LONG_BYTES` and more, which the caller makes; by default they are made here.
+    checked: `row_outside` found none.
     """
-    check_bounds(buffers, which, offsets, sizes)
+    if not checked:
+        check_bounds(buffers, which, offsets, sizes)
     assert out.nbytes == int(sizes.sum()), (out.nbytes, int(sizes.sum()))
     holders, starts, stops = merge_runs(which, offsets, sizes)
     if len(starts) > _FEW_RUNS and out.nbytes < len(starts) * _SHORT_BYTES:
@@ -88,12 +91,15 @@ def gather_padded(
     pad: npt.NDArray[np.generic],
     *,
     later: list[Run] | None = None,
+    checked: bool = False,
 ) -> None:
     """Copies row i to the start of `out[i]` ([N, row bytes], contiguous) and fills its rest with `pad`.
 
-    `pad` is one element (0-d) of a type of `WORD_TYPES`; every size is a multiple of its bytes. later: as in `gather`.
+    `pad` is one element (0-d) of a type of `WORD_TYPES`; every size is a multiple of its bytes. later, checked: as in
+    `gather`.
     """
-    check_bounds(buffers, which, offsets, sizes)
+    if not checked:
+        check_bounds(buffers, which, offsets, sizes)
     count, row_bytes = out.shape
     if not out.nbytes:
         return
@@ -143,14 +149,22 @@ def _place(
 
 def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> None:
     """Asserts that every row lies within its buffer (numpy would cut a slice silently)."""
+    row = row_outside(buffers, which, offsets, sizes)
+    assert row is None, f"row {row} lies outside its buffer"
+
+
+def row_outside(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> int | None:
+    """The first row that does not lie within its buffer. Rows without bytes may have any offset from 0 on. `sizes` are
+    below 2^62."""
     if not len(offsets):
-        return
+        return None
     limits = [buffer.nbytes for buffer in buffers]
-    if np.minimum.reduce(offsets | sizes) >= 0 and np.maximum.reduce(offsets + sizes) <= min(limits):
-        return
+    # Subtracted from the limit: a sum of what may be anything could pass for small.
+    if np.minimum.reduce(offsets | sizes) >= 0 and np.minimum.reduce(min(limits, default=0) - sizes - offsets) >= 0:
+        return None
     limit = limits[0] if which is None else np.array(limits, dtype=np.int64)[which]
-    outside = (offsets < 0) | (sizes < 0) | ((offsets + sizes > limit) & (sizes > 0))
-    assert not outside.any(), f"row {int(outside.argmax())} lies outside its buffer"
+    outside = (offsets < 0) | (sizes < 0) | ((limit - sizes - offsets < 0) & (sizes > 0))
+    return int(outside.argmax()) if outside.any() else None
 
 
 def address(buffer: npt.NDArray[np.generic]) -> int:

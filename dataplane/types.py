@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,6 +13,10 @@ import msgspec
 PROTOCOL_VERSION = 1
 GRANULE_BYTES = 64
 """Extents start and end on multiples of this, so that no two of them share a cache line."""
+
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 1 << 40
+"""Of one element of a row: its bytes, times as many rows as there can be, fit 64 bits."""
 
 Scalar = str | bool | int | float | None
 """What a tag may be."""
@@ -56,6 +61,17 @@ class Checksums(enum.StrEnum):
     NEVER = "never"
 
 
+def _shape(inner: Iterable[int]) -> tuple[int, ...]:
+    """ValueError for a shape that no tensor of a row can have."""
+    sizes = tuple(int(size) for size in inner)
+    if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, abs(size)) for size in sizes) > MAX_ELEMENTS:
+        raise ValueError(
+            f"FieldSpec: an inner shape has at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "
+            f"got {list(sizes[:MAX_DIMENSIONS])}"
+        )
+    return sizes
+
+
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     """What a field holds; each part may be left open (None) and is then fixed by the first put.
 
@@ -76,7 +92,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
                 raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; one of {', '.join(DTYPE_BYTES)}")
             msgspec.structs.force_setattr(self, "dtype", name)
         if self.inner is not None:
-            msgspec.structs.force_setattr(self, "inner", tuple(int(size) for size in self.inner))
+            msgspec.structs.force_setattr(self, "inner", _shape(self.inner))
 
     @functools.cached_property
     def settled(self) -> bool:

@@ -8,6 +8,7 @@ import weakref
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from dataplane import failpoints
 from dataplane.bulk import client as client_module
@@ -485,3 +486,13 @@ def test_descriptors_do_not_leak(unit, lock):
         round_trip(number)
     unit_keeps = 6
     assert descriptors() <= before + unit_keeps
+
+
+def test_an_answer_that_makes_no_sense_is_a_lost_unit(unit):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        nonsense = threading.Thread(target=lambda: router.send_multipart([router.recv_multipart()[0], b"\xff"]))
+        nonsense.start()
+        with pytest.raises(StorageUnitError, match="makes no sense"):
+            UnitConnection(changed(unit.info, endpoints=(f"tcp://127.0.0.1:{port}",)), session=1)
+        nonsense.join()

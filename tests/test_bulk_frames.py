@@ -148,3 +148,9 @@ def test_nothing_asked_is_nothing_sent():
     assert (plan.requests, plan.buffers, plan.which.tolist(), plan.offsets.tolist()) == ([], [0], [0], [0])
     with pytest.raises(InvalidRequestError, match="sizes of shape"):
         plan_read(np.zeros(2, np.int64), empty)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, -1), (90, 11), (2**62, 2**62), (2**63 - 1, 1), (101, 0)])
+def test_a_range_beyond_the_arena_is_refused(offset, size):
+    with pytest.raises(InvalidRequestError, match="outside the 100 bytes"):
+        plan_read(np.array([0, offset]), np.array([1, size]), within=100)

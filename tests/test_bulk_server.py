@@ -7,6 +7,7 @@ import zmq
 
 from dataplane.bulk import server as server_module
 from dataplane.bulk import sessions as sessions_module
+from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
@@ -434,3 +435,10 @@ def test_many_short_ranges_come_in_their_order(unit, peer):
     assert len(ranges) > FEW_RANGES
     _, (payload,) = peer.ask(read=read(*ranges))
     assert payload == b"".join(unit.arena.data[at : at + size].tobytes() for at, size in ranges)
+
+
+def test_a_header_too_large_is_dropped_unread(unit, peer):
+    peer.send(call=1, read=pb.ReadRanges(offsets=[0] * MAX_HEADER_BYTES, sizes=[0]))
+    peer.send(call=2, read=read((0, 1)))
+    reply, _ = peer.reply()
+    assert reply.call == 2

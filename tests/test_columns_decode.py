@@ -245,11 +245,15 @@ def test_damaged_ragged_headers(data: bytes) -> None:
         decode(flat_source(FieldKind.RAGGED, data, "int16"))
 
 
-def test_rows_outside_their_buffer_are_our_own_fault() -> None:
-    source = store(encode_one(torch.zeros(2, 2), 2))
-    beyond = RowSource(source.spec, source.buffers, source.which, source.offsets + 10_000, source.lengths)
-    for read in (decode, decode_views):
-        with pytest.raises(AssertionError, match="outside its buffer"):
+@pytest.mark.parametrize("wrong", [{"offsets": 10_000}, {"offsets": 2**63 - 1}, {"lengths": 2**40}, {"lengths": -1}])
+def test_rows_outside_their_buffer_are_told_before_memory_is_taken(wrong: dict[str, int]) -> None:
+    source = store(encode_one([torch.zeros(2, 2), torch.zeros(1, 2)], 2))
+    ((name, value),) = wrong.items()
+    plan = getattr(source, name).copy()
+    plan[1] = value
+    beyond = dataclasses.replace(source, **{name: plan})
+    for read in (decode, decode_views, decode_padded):
+        with pytest.raises(InternalError, match=r"row 1, .* is nowhere"):
             read(beyond)
 
 

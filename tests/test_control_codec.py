@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataplane.control import codec
 from dataplane.control.unit_messages import order_from_pb, order_to_pb, report_from_pb, report_to_pb
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import FieldKind, FieldSpec
@@ -241,3 +241,9 @@ def described(spec: FieldSpec) -> c.Described:
         sealed=False,
         live=0,
     )
+
+
+@pytest.mark.parametrize("body", [b"\xff", pb.Claimed(rows=b"\0").SerializeToString()], ids=["noise", "odd array"])
+def test_an_answer_that_makes_no_sense_is_an_internal_error(body: bytes) -> None:
+    with pytest.raises(InternalError, match="the answer to Claim makes no sense"):
+        codec.decode_result("Claim", body)

@@ -104,3 +104,10 @@ def test_positions_become_ids() -> None:
 
 def test_an_error_of_a_newer_service_is_still_an_error() -> None:
     assert "FutureError" in str(e.from_wire("FutureError", b"\x80"))
+
+
+@pytest.mark.parametrize("facts", [b"", b"\xc1", b"\x80", b"\x07", b"\x81\xa4what\x01\x02", b"\x81\xa5peers\xa1x"])
+def test_facts_that_make_no_such_error_are_an_internal_error(facts: bytes) -> None:
+    error = e.from_wire("AuthenticationError", facts)
+    assert isinstance(error, e.InternalError)
+    assert "AuthenticationError" in str(error)

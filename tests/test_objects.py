@@ -285,3 +285,11 @@ def test_tuples_nested_too_deep_in_damaged_bytes() -> None:
         data = b"\xc9" + (len(data) + 1).to_bytes(4, "big") + b"\x01" + b"\x91" + data
     with pytest.raises(InternalError, match="damaged"):
         decode_object(data)
+
+
+def test_a_tensor_of_another_size_than_its_bytes_is_damage() -> None:
+    whole = encode_object(torch.arange(4, dtype=torch.int16).reshape(2, 2))
+    assert whole.count(b"\x92\x02\x02") == 1
+    for shape in (b"\x92\x02\x01", b"\x92\x02\x03", b"\x92\x00\x02"):
+        with pytest.raises(InternalError, match="damaged"):
+            decode_object(whole.replace(b"\x92\x02\x02", shape))

@@ -51,3 +51,9 @@ def test_an_open_spec_accepts_what_it_leaves_open() -> None:
     assert not FieldSpec(None, "int32").accepts(settled)
     assert not FieldSpec(None, None, (3,)).accepts(settled)
     assert field_spec({"kind": "dense"}).accepts(settled)
+
+
+@pytest.mark.parametrize("inner", [(1 << 62,), (0, 1 << 41), (1 << 21, 1 << 21), (1,) * 33])
+def test_a_shape_no_row_can_have_is_refused(inner: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at most 32 dimensions"):
+        FieldSpec("dense", "int64", inner)

@@ -230,7 +230,8 @@ class UnitConnection:
         columns: how many of the ranges are of column 0, 1, ...; each column has a buffer of its own. Ranges may touch,
         overlap or repeat; within a column, shared bytes travel once. `timeout_s` and errors as in `write`.
         """
-        plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), columns=columns)
+        within = self.info.capacity_bytes
+        plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), within=within, columns=columns)
         if len(plan.requests) == 1:
             return self._read_whole(plan, timeout_s)
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]

@@ -32,6 +32,10 @@ CHUNK_RANGES = 8192
 """Ranges of one request, so that its header stays near 100 kB."""
 SMALL_BYTES = 64 << 10
 """Pieces below this are copied together into one frame: cheaper than a frame each (and ZMQ would copy them anyway)."""
+MAX_HEADER_BYTES = 1 << 20
+"""The unit drops a message whose header is larger, unread: a varint of one byte becomes an integer of 32."""
+MAX_ARENA_BYTES = 1 << 48
+"""No arena has more: addresses times columns fit 64 bits."""
 MAX_REQUEST_BYTES = 64 << 20
 """The unit refuses a request, and drops a peer whose frame is larger."""
 
@@ -151,16 +155,23 @@ class ReadPlan:
 
 
 def plan_read(
-    offsets: Int64s, sizes: Int64s, *, columns: Sequence[int] | None = None, chunk_bytes: int = READ_BYTES
+    offsets: Int64s,
+    sizes: Int64s,
+    *,
+    within: int = MAX_ARENA_BYTES,
+    columns: Sequence[int] | None = None,
+    chunk_bytes: int = READ_BYTES,
 ) -> ReadPlan:
     """Requests that bring every range, and where it is to be found.
 
     columns: how many of the ranges are of column 0, of column 1, and so on; by default all of one. Of the ranges of one
     column, shared bytes travel once, and nothing else does. A buffer holds them by address, without gaps; so those that
-    are one after another in the arena are in it too. Empty ranges are at byte 0 and cost nothing.
+    are one after another in the arena are in it too. Empty ranges are at byte 0 and cost nothing. `InvalidRequestError`
+    for a range beyond the arena of `within` bytes.
     """
     if offsets.shape != sizes.shape or offsets.ndim != 1:
         raise InvalidRequestError(f"offsets of shape {offsets.shape} for sizes of shape {sizes.shape}")
+    _require_within(offsets, sizes, within)
     counts = [len(offsets)] if columns is None else columns
     which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     if not sizes.all():
@@ -184,6 +195,16 @@ def plan_read(
         which=which,
         offsets=places,
     )
+
+
+def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
+    # Separately first: their sums may overflow.
+    if len(offsets) and (
+        np.minimum.reduce(offsets | sizes) < 0
+        or max(np.maximum.reduce(offsets), np.maximum.reduce(sizes)) > limit
+        or np.maximum.reduce(offsets + sizes) > limit
+    ):
+        raise InvalidRequestError(f"a range lies outside the {limit:,} bytes of the storage unit")
 
 
 def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: Int32s, chunk_bytes: int) -> ReadPlan:

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane.arena import Arena
 from dataplane.bulk.endpoints import bind
-from dataplane.bulk.frames import MAX_REQUEST_BYTES, Bytes
+from dataplane.bulk.frames import MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.sessions import Sessions
 from dataplane.errors import (
@@ -243,11 +243,14 @@ class BulkServer:
     def _header(self) -> pb.BulkRequest | None:
         if not self._more():
             return None
+        header = self._router.recv()
         try:
-            return pb.BulkRequest.FromString(self._router.recv())
+            if len(header) <= MAX_HEADER_BYTES:
+                return pb.BulkRequest.FromString(header)
         except DecodeError:
-            log.warning("unit %d: dropped a message that is no BulkRequest", self._unit)
-            return None
+            pass
+        log.warning("unit %d: dropped a message that is no BulkRequest", self._unit)
+        return None
 
     def _more(self) -> bool:
         """Whether the message under way has further frames. (The attribute `rcvmore` costs three times as much.)"""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import zmq
+from google.protobuf.message import DecodeError
 
 from dataplane import failpoints
 from dataplane.bulk.frames import Bytes
@@ -83,7 +84,10 @@ class Wire:
         Raises the error that the unit answered, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
         ClientClosedError when woken.
         """
-        reply = pb.BulkReply.FromString(self._next_frame(deadline))
+        try:
+            reply = pb.BulkReply.FromString(self._next_frame(deadline))
+        except DecodeError as error:
+            raise WireLostError(f"its answer makes no sense ({error})") from error
         if reply.call != call:
             raise WireLostError(f"it answered call {reply.call} where call {call} was due")
         if reply.WhichOneof("outcome") == "error":

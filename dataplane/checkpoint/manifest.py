@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,12 +187,13 @@ def read(path: Path) -> Manifest:
     file = path / NAME
     try:
         with file.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
+            size = os.fstat(opened.fileno()).st_size
+            content = opened.read(size) if size <= MAX_BYTES else b""
     except (FileNotFoundError, NotADirectoryError):
         why = "missing: no checkpoint was finished there" if path.exists() else "there is no such checkpoint"
         raise CheckpointError(file=str(file), why=why) from None
     except OSError as error:
         raise CheckpointError(file=str(file), why=error.strerror or str(error)) from error
-    if len(content) > MAX_BYTES:
+    if size > MAX_BYTES:
         raise CheckpointError(file=str(file), why=f"more than {MAX_BYTES:,} bytes: no manifest")
     return decode(file, content)

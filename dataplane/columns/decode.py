@@ -34,17 +34,20 @@ from dataplane.rowcopy import (
     Run,
     UInt8s,
     address,
-    check_bounds,
     copy_runs,
     gather,
     gather_padded,
     merge_runs,
+    row_outside,
 )
 from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.warm import FROM_BYTES, WarmMemory
 
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 """What `decode` makes of a column: a dense or jagged tensor, the list of a ragged one, or an object array."""
+
+MAX_LENGTH = 1 << 44
+"""No row is longer: sums of as many lengths as a read has do not overflow."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 """Makes a contiguous tensor of any content for values to be gathered into, and gives its bytes too."""
@@ -77,15 +80,30 @@ class RowSource:
 
     @functools.cached_property
     def sizes(self) -> Int64s:
-        """`[N]` int64 bytes."""
-        return self.lengths * self.spec.unit_bytes
+        """`[N]` int64 bytes. InternalError if a row lies outside its buffer: told before memory is taken for it."""
+        lengths, unit = self.lengths, self.spec.unit_bytes
+        if not len(lengths):
+            return lengths
+        longest = int(np.maximum.reduce(lengths))
+        if longest > MAX_LENGTH or longest * unit > max((buffer.nbytes for buffer in self.buffers), default=0):
+            raise self._outside(int(lengths.argmax()))
+        sizes: Int64s = lengths * unit
+        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._row_outside(sizes)
+        if row is not None:
+            raise self._outside(row)
+        return sizes
+
+    def _row_outside(self, sizes: Int64s) -> int | None:
+        return row_outside(self.buffers, self.which, self.offsets, sizes)
+
+    def _outside(self, row: int) -> InternalError:
+        return InternalError(what=f"row {row}, {self.lengths[row]} long from byte {self.offsets[row]} on, is nowhere")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def rows(self) -> list[UInt8s]:
         """The bytes of each row, not copied."""
-        check_bounds(self.buffers, self.which, self.offsets, self.sizes)
         places = zip(self.holders(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
         return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
 
@@ -203,7 +221,6 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
 
 
 def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
-    check_bounds(source.buffers, source.which, source.offsets, source.sizes)
     holders, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
     if not holders:
         return _shaped(source, _empty_values(source, fresh)[0], offsets)
@@ -284,7 +301,7 @@ def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Co
             if in_place is not None:
                 return in_place
             values, target = _empty_values(source, empty)
-            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs)
+            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs, checked=True)
             copies.compare(source, target, np.cumsum(source.sizes) - source.sizes)
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
@@ -297,19 +314,20 @@ def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies:
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
         raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
-    dtype = TORCH_DTYPES[spec.dtype or ""]
+    dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
     size = padded_width(source.lengths, width)
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), size, *spec.inner), dtype)
     rows = target.reshape(len(source), size * spec.unit_bytes)
-    gather_padded(source.buffers, source.which, source.offsets, source.sizes, rows, pad, later=copies.runs)
+    gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
     copies.compare(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
     return out
 
 
 def _empty_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
-    spec = source.spec
-    return empty((int(source.lengths.sum()), *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
+    spec, sizes = source.spec, source.sizes
+    rows = int(source.lengths.sum()) if len(sizes) else 0
+    return empty((rows, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
 
 
 def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:

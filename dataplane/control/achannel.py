@@ -127,8 +127,14 @@ class AsyncChannel(OpenChannel):
     def _receive(self) -> None:
         if self._dealer.closed:
             return
-        for reply in arrived(self._dealer):
-            self._pass_on(reply)
+        try:
+            for reply in arrived(self._dealer):
+                self._pass_on(reply)
+        except DataPlaneError as error:
+            # Nobody knows whose answer that was; the others' may still be there.
+            for waiting in self._waiting.values():
+                waiting.fail(error)
+            self._loop.call_soon(self._receive)
 
     def _pass_on(self, reply: wire.Reply) -> None:
         if reply.number == 0:

@@ -207,9 +207,7 @@ class Calls:
         """Whether the reply says no more than that a service that will live again ends."""
         if reply.outcome != ServiceUnavailableError.__name__ or not self.session.durable:
             return False
-        error = reply.error
-        assert error is not None
-        self.lose(str(error.why))
+        self.lose(str(getattr(reply.error, "why", reply.error)))
         self.doubt()
         return True
 

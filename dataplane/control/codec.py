@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from dataplane.control.plans import message_type, plan_of
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 
 RESULTS: dict[type[c.Command], type[c.Result]] = {
@@ -154,9 +154,12 @@ def encode_result(result: c.Result) -> bytes:
 
 
 def decode_result(method: str, body: bytes) -> c.Result:
-    """The result of command `method` that `encode_result` wrote."""
+    """The result of command `method` that `encode_result` wrote. `InternalError` for anything else."""
     plan = _PLANS[METHODS[method].result]
-    value: c.Result = plan.from_pb(plan.message.FromString(body))
+    try:
+        value: c.Result = plan.from_pb(plan.message.FromString(body))
+    except (DecodeError, InvalidRequestError) as error:
+        raise InternalError(what=f"the answer to {method} makes no sense ({error})") from error
     return value
 
 

@@ -130,7 +130,7 @@ class Controller:
             return self._bind_pair(grpc, secret, ZmqDoor(host, self._config.port + 1, secret))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
-            return self._bind_again(grpc, secret, int(before))
+            return self._bind_again(grpc, secret, before)
         for _ in range(PORT_TRIES):
             port = 0 if self._durable is None else lasting_port()
             try:

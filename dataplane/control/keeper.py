@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import zmq
+from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.config import DataPlaneConfig
@@ -18,7 +19,7 @@ from dataplane.control.calls import Calls
 from dataplane.control.opening import Socket, go_on
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
-from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError
+from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
@@ -89,16 +90,23 @@ class Keeper:
     def _run(self) -> None:
         try:
             while not self._closing:
-                patience_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
-                sources = (self._dealer, self._monitor, self._waker.fd)
-                zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], patience_ms)
-                self._waker.clear()
-                self._listen()
-                self._notice_disconnects()
-                if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
-                    self._look()
+                self._turn()
+        except Exception as error:
+            # Without its heartbeats the session ends soon: say so to whoever calls.
+            log.critical("what keeps session %d alive failed", self._calls.session.number, exc_info=True)
+            self._end(InternalError(what=f"what keeps the session alive failed: {error!r}"))
         finally:
             self._let_go()
+
+    def _turn(self) -> None:
+        patience_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
+        sources = (self._dealer, self._monitor, self._waker.fd)
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], patience_ms)
+        self._waker.clear()
+        self._listen()
+        self._notice_disconnects()
+        if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
+            self._look()
 
     def _hold(self, dealer: Socket) -> None:
         self._dealer = dealer
@@ -137,12 +145,16 @@ class Keeper:
     def _listen(self) -> None:
         while True:
             try:
-                reply = wire.Reply.parse(self._dealer.recv_multipart(zmq.NOBLOCK))
-                self._hear(reply)
+                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            try:
+                self._hear(wire.Reply.parse(frames))
             except DataPlaneError as error:
                 self._end(error)
+            except DecodeError:
+                log.error("an answer to a heartbeat of session %d makes no sense", self._calls.session.number)
+                self._doubted = True
 
     def _hear(self, reply: wire.Reply) -> None:
         self._here()

@@ -16,11 +16,18 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
+from google.protobuf.message import DecodeError
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
 from dataplane.control.resolve import resolve
-from dataplane.errors import ClientClosedError, DataPlaneError, ServiceRestartedError, ServiceUnavailableError
+from dataplane.errors import (
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    ServiceRestartedError,
+    ServiceUnavailableError,
+)
 from dataplane.failpoints import hit
 from dataplane.host import boot_id, join_address, split_address
 from dataplane.ledger import commands as c
@@ -34,6 +41,8 @@ GO_ON_S = 2.0
 """How long each step of finding the service again may take; then it is tried again."""
 LOOK_S = 0.1
 """How soon someone who waits for an answer looks whether it is still wanted."""
+
+_NO_SERVICE = "what answers is no data plane service"
 
 Socket = zmq.Socket[bytes]
 
@@ -142,12 +151,11 @@ def _enter(
     dealer = door_socket(context, f"tcp://{door}")
     try:
         frames = wire.request(wanted, (config.secret() or "").encode())
-        opened = pb.Opened.FromString(_ask(dealer, frames, address, deadline, given_up).good_body())
+        opened, value = _opened(_ask(dealer, frames, address, deadline, given_up).good_body(), address)
         endpoint, dealer = _nearest(dealer, opened, config, context, door)
     except BaseException:
         dealer.close()
         raise
-    value: c.Opened = codec.from_pb(c.Opened, opened)
     session = Session(
         number=value.session,
         epoch=value.epoch,
@@ -159,6 +167,14 @@ def _enter(
         durable=opened.durable,
     )
     return session, dealer
+
+
+def _opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
+    try:
+        opened = pb.Opened.FromString(body)
+        return opened, codec.from_pb(c.Opened, opened)
+    except (DecodeError, InvalidRequestError) as error:
+        raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 
 
 def door_address(address: str) -> str:
@@ -201,7 +217,7 @@ def _reply(dealer: Socket, address: str) -> wire.Reply:
     try:
         return wire.Reply.parse(dealer.recv_multipart())
     except DataPlaneError as error:
-        raise ServiceUnavailableError(address=address, why="what answers is no data plane service") from error
+        raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 
 
 def _nearest(

@@ -188,6 +188,9 @@ class ChannelBroker:
         except (ValueError, msgspec.DecodeError) as error:
             log.warning("ended the connection of a client of channels that made no sense: %s", error)
             self._drop(connection)
+        except Exception:
+            log.exception("failed on a message of a client of channels, and ended its connection")
+            self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.ident, None) is None:
@@ -234,7 +237,7 @@ class ChannelBroker:
                 return
 
     def _greet(self, connection: _Connection, request: wire.AnyRequest) -> None:
-        if not isinstance(request, wire.Hello) or not hmac.compare_digest(request.token, self._token):
+        if not isinstance(request, wire.Hello) or not hmac.compare_digest(request.token.encode(), self._token.encode()):
             raise ValueError("it did not say the token")
         if request.version != wire.VERSION:
             self._send(connection, [wire.encode(wire.Refused(request.number, f"the broker speaks {wire.VERSION}"))])

@@ -8,9 +8,12 @@ carries the number of its request.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+
+from workers.decoding import reader
 
 VERSION = 1
 HEADER = struct.Struct("<IQ")
@@ -189,8 +192,8 @@ AnyAnswer = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
-_answers: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)
+_requests: Callable[[Any], AnyRequest] = reader(AnyRequest)
+_answers: Callable[[Any], AnyAnswer] = reader(AnyAnswer)
 
 
 class Message(NamedTuple):
@@ -208,12 +211,12 @@ def encode(message: AnyRequest | AnyAnswer, payload_bytes: int = 0) -> bytes:
 
 def decode_request(body: bytes) -> AnyRequest:
     """msgspec.DecodeError for anything that is not one."""
-    return _requests.decode(body)
+    return _requests(body)
 
 
 def decode_answer(body: bytes) -> AnyAnswer:
     """msgspec.DecodeError for anything that is not one."""
-    return _answers.decode(body)
+    return _answers(body)
 
 
 class Splitter:

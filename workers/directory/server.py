@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
+from dataplane.errors import InternalError
 from dataplane.host import join_address, resolve_host
 from workers.directory import wire
 from workers.directory.process import has_ended
@@ -138,7 +139,16 @@ class Directory:
             except msgspec.DecodeError as error:
                 _log.warning("a message that is none of ours came to the directory, and was dropped: %s", error)
                 continue
-            self._take(session.bytes, int(body.get(zmq.SRCFD)), request)
+            try:
+                self._take(session.bytes, int(body.get(zmq.SRCFD)), request)
+            except Exception as error:
+                _log.exception("the directory failed on %r", request)
+                self._refuse(session.bytes, request, error)
+
+    def _refuse(self, session: Session, request: wire.Request, error: Exception) -> None:
+        if not isinstance(request, wire.Hello):
+            internal = InternalError(what=f"{type(request).__name__}: {error!r}")
+            self._say([(session, wire.failed(request.number, internal))])
 
     def _take(self, session: Session, fd: int, request: wire.Request) -> None:
         if isinstance(request, wire.Hello) and session not in self._given_up:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from dataplane.errors import DataPlaneError
-from workers import errors
+from workers import decoding, errors
+from workers.decoding import reader
 
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
@@ -135,8 +137,8 @@ class Unknown(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Found | Failed | Gone | Unknown
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_requests: Callable[[Any], Request] = reader(Request)
+_replies: Callable[[Any], Reply] = reader(Reply)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -146,12 +148,12 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """msgspec.DecodeError for anything that is not one."""
-    return _requests.decode(data)
+    return _requests(data)
 
 
 def decode_reply(data: bytes) -> Reply:
     """msgspec.DecodeError for anything that is not one."""
-    return _replies.decode(data)
+    return _replies(data)
 
 
 def failed(number: int, error: DataPlaneError) -> Failed:
@@ -160,7 +162,4 @@ def failed(number: int, error: DataPlaneError) -> Failed:
 
 def error_of(reply: Failed) -> DataPlaneError:
     """The error that `failed` was made of."""
-    kind = getattr(errors, reply.error)
-    error = kind(**reply.facts)
-    assert isinstance(error, DataPlaneError), reply.error
-    return error
+    return decoding.error_of(errors, reply.error, reply.facts)

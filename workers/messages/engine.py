@@ -38,6 +38,8 @@ KEEP_BYTES = 1 << 30
 _JOIN_S = 10.0
 _LINGER_MS = 1000
 _LONGEST_MS = 1 << 30
+_FRAMES: dict[type[wire.Request], int] = {Post: 2, Data: 1, Forget: 0}
+"""How many follow the head of each."""
 
 _log = logging.getLogger(__name__)
 
@@ -339,15 +341,17 @@ class Engine:
     def _hear(self) -> None:
         while True:
             try:
-                route, head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                request = wire.decode_request(head.buffer)
+                request = wire.decode_request(frames[0].buffer if frames else b"")
+                if len(frames) - 1 != _FRAMES[type(request)]:
+                    raise msgspec.DecodeError(f"{type(request).__name__} with {len(frames) - 1} frames")
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
                 continue
-            self._take(route.bytes, request, frames)
+            self._take(route.bytes, request, frames[1:])
 
     def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         match request:

@@ -14,12 +14,14 @@ The skeleton is a pickle; tensors' bytes are not in it. Workers trust each other
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from dataplane.errors import DataPlaneError
-from workers import errors
+from workers import decoding, errors
+from workers.decoding import reader
 from workers.messages.options import CollectiveGroupOptions
 from workers.values import Segment
 
@@ -140,8 +142,8 @@ Request = Post | Data | Forget
 Answer = Held | Settled | Done | Refused | Pull
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests: Callable[[Any], Request] = reader(Request)
+_answers: Callable[[Any], Answer] = reader(Answer)
 
 
 def encode(message: Request | Answer) -> bytes:
@@ -150,12 +152,12 @@ def encode(message: Request | Answer) -> bytes:
 
 def decode_request(data: Any) -> Request:
     """msgspec.DecodeError for anything that is not one."""
-    return _requests.decode(data)
+    return _requests(data)
 
 
 def decode_answer(data: Any) -> Answer:
     """msgspec.DecodeError for anything that is not one."""
-    return _answers.decode(data)
+    return _answers(data)
 
 
 def refused(post: Post, error: DataPlaneError) -> Refused:
@@ -164,6 +166,4 @@ def refused(post: Post, error: DataPlaneError) -> Refused:
 
 def error_of(answer: Refused) -> DataPlaneError:
     """The error that `refused` was made of."""
-    error = getattr(errors, answer.error)(**answer.facts)
-    assert isinstance(error, DataPlaneError), answer.error
-    return error
+    return decoding.error_of(errors, answer.error, answer.facts)

@@ -1,0 +1,217 @@
+"""The control plane: requests into a real ledger, reports of storage units, and answers as clients read them."""
+
+from __future__ import annotations
+
+import functools
+
+from google.protobuf.message import DecodeError
+
+from dataplane.control import codec, unit_messages, wire
+from dataplane.control.handlers import CALLERS_REPORTS, Facts, message_of, parse
+from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, SessionExpiredError
+from dataplane.ledger import Ledger, Limits, records
+from dataplane.ledger import commands as c
+from dataplane.pb import control_pb2 as pb
+from tests.control_values import plain
+from tests.fuzz.target import Feed, FindingError, Target, piece
+from tests.ledger_driver import Driver
+from tests.test_ledger_replay import a_busy_day
+
+FACTS = Facts(address="here:1", epoch=7, host="host", doors=("ipc://@x",), heartbeat_s=1.0)
+METHODS = sorted([*codec.METHODS, *CALLERS_REPORTS])
+MAX_SEEDS = 60
+LIMITS = Limits(samples=1 << 12, parked=64, sessions=16, partitions=16)
+
+
+@functools.cache
+def day() -> Driver:
+    """A ledger with samples, leases, pins and waiting claims, and the inputs that led there."""
+    driver = Driver(capacity=64 * 1024, limits=LIMITS)
+    a_busy_day(driver, 4, 60)
+    return driver
+
+
+@functools.cache
+def _image() -> bytes:
+    return day().ledger.image()
+
+
+def requests(data: bytes) -> None:
+    """A series of requests, as the doors take them: parsed, applied, answered, and the answer read by the client."""
+    feed, ledger = Feed(data), Ledger.restored(_image())
+    refused: DataPlaneError | None = None
+    while feed:
+        method, body = METHODS[feed.number(len(METHODS))], feed.piece()
+        try:
+            item = parse(method, body)
+        except DataPlaneError as error:
+            refused = error
+            continue
+        _journalled(item)
+        for output in ledger.apply(item):
+            _answered(item, output)
+    _still_whole(ledger)
+    if refused is not None:
+        raise refused
+
+
+def _journalled(item: c.Input) -> None:
+    """What a ledger is given can be written down and read again."""
+    back = records.decode(records.encode(item))
+    if repr(plain(back)) != repr(plain(item)):
+        raise FindingError(f"{item!r} comes back from the journal as {back!r}")
+
+
+def _answered(item: c.Input, output: c.Output) -> None:
+    """What comes out becomes a message that the client, or the storage unit, reads."""
+    if isinstance(output, c.FenceSession | c.GrowArena):
+        unit_messages.order_from_pb(unit_messages.order_to_pb(output))
+        return
+    try:
+        body = message_of(output, FACTS).SerializeToString()
+    except DataPlaneError as error:
+        back = wire.Reply.parse(wire.refusal(1, error)).error
+        if type(back) is not type(error) or str(back) != str(error):
+            raise FindingError(f"the client reads {back!r} for {error!r}") from error
+        return
+    if isinstance(output, c.Answer) and isinstance(item, c.Call) and output.number == item.number:
+        codec.decode_result(type(item.command).__name__, body)
+
+
+def _still_whole(ledger: Ledger) -> None:
+    """The state can be imaged, and goes on from there as the same."""
+    if Ledger.restored(ledger.image()).fingerprint() != ledger.fingerprint():
+        raise FindingError("the ledger is another one once restored from its image")
+    ledger.apply(c.Tick(now=ledger.now + 1e6))
+
+
+def request_seeds() -> list[bytes]:
+    """The day's own requests, each alone, and many in a row."""
+    log = [item for item in day().log if _name(item) in METHODS]
+    later = [_later(item) for item in log]
+    return [*map(_request, later[:MAX_SEEDS]), b"".join(map(_request, log[:40])), b"".join(map(_request, later[-40:]))]
+
+
+def _name(item: c.Input) -> str:
+    return type(item.command if isinstance(item, c.Call) else item).__name__
+
+
+def _later(item: c.Input) -> c.Input:
+    """The same request under a number that was not used yet."""
+    if not isinstance(item, c.Call):
+        return item
+    return c.Call(session=item.session, number=item.number + 400, watermark=item.watermark, command=item.command)
+
+
+def _request(item: c.Input) -> bytes:
+    method, body = codec.encode(item)
+    return bytes([METHODS.index(method)]) + piece(body)
+
+
+# --- storage units ------------------------------------------------------------------------------------------------
+
+
+def unit_reports(data: bytes) -> None:
+    """What storage units say, and what the ledger makes of it."""
+    feed, ledger = Feed(data), Ledger.restored(_image())
+    refused: Exception | None = None
+    while feed:
+        try:
+            item = unit_messages.report_from_pb(pb.UnitReport.FromString(feed.piece()))
+        except (DecodeError, InvalidRequestError) as error:
+            refused = error
+            continue
+        _journalled(item)
+        for output in ledger.apply(item):
+            _answered(item, output)
+    _still_whole(ledger)
+    if refused is not None:
+        raise refused
+
+
+def report_seeds() -> list[bytes]:
+    session = max(item.session for item in day().log if isinstance(item, c.Call))
+    add = next(item for item in day().log if isinstance(item, c.AddUnit))
+    known: list[c.Input] = [
+        c.SessionAttached(unit=1, session=session, lock_path="/dev/shm/x"),
+        c.SessionAlive(unit=1, session=session),
+        c.Grown(unit=1, backed_bytes=1 << 16, error="full"),
+        c.SessionGone(unit=1, session=session),
+        c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"unit": 1, "epoch": 2}),
+        c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"cookie": "new"}),
+    ]
+    written = [piece(unit_messages.report_to_pb(item).SerializeToString()) for item in known]
+    return [*written, b"".join(written)]
+
+
+def unit_orders(data: bytes) -> None:
+    """What a storage unit makes of the controller's orders."""
+    unit_messages.order_from_pb(pb.UnitOrder.FromString(data))
+
+
+def order_seeds() -> list[bytes]:
+    orders = [
+        c.UnitAdded(cookie="a", unit=3),
+        c.FenceSession(unit=1, session=2, lock_path="/x"),
+        c.GrowArena(unit=1, backed_bytes=1 << 30),
+    ]
+    return [unit_messages.order_to_pb(order).SerializeToString() for order in orders]
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+RESULTS = sorted(codec.METHODS)
+
+
+def answers(data: bytes) -> None:
+    """A reply of the ZMQ door as a client reads it: a result, or an error."""
+    feed = Feed(data)
+    method, number = RESULTS[feed.number(len(RESULTS))], feed.take(8)
+    body = wire.Reply.parse([number, feed.piece(), feed.rest()]).good_body()
+    result = codec.decode_result(method, body)
+    if repr(plain(codec.decode_result(method, codec.encode_result(result)))) != repr(plain(result)):
+        raise FindingError(f"{result!r} changes on its way")
+
+
+def answer_seeds() -> list[bytes]:
+    found: dict[str, bytes] = {}
+    for item in day().log:
+        if isinstance(item, c.Call):
+            for result in day().answers.get((item.session, item.number), ()):
+                if isinstance(result, c.Result):
+                    method = type(item.command).__name__
+                    found[method] = bytes([RESULTS.index(method)]) + _reply(b"ok", codec.encode_result(result))
+    expired = SessionExpiredError(session=3, why="it is over")
+    refusals = [wire.refusal(7, expired)[1:], [b"NoSuchError", b"\x80"]]
+    return [*found.values(), *(b"\0" + _reply(*frames) for frames in refusals)]
+
+
+def _reply(outcome: bytes, body: bytes) -> bytes:
+    return (7).to_bytes(8, "little") + piece(outcome) + body
+
+
+def errors(data: bytes) -> None:
+    """An error of any kind, with whatever facts, as a client makes it again."""
+    feed = Feed(data)
+    names = sorted(ERROR_TYPES)
+    frames = [b"\0" * 8, names[feed.number(len(names))].encode(), feed.rest()]
+    error = wire.Reply.parse(frames).error
+    if error is not None:
+        str(error)
+        raise error
+
+
+def error_seeds() -> list[bytes]:
+    names = sorted(ERROR_TYPES)
+    seen = [result for results in day().answers.values() for result in results if isinstance(result, DataPlaneError)]
+    some = [SessionExpiredError(session=3, why="it is over"), *seen]
+    return [bytes([names.index(type(error).__name__)]) + wire.refusal(0, error)[2] for error in some[:20]]
+
+
+TARGETS = [
+    Target(name="requests", run=requests, seeds=request_seeds),
+    Target(name="unit-reports", run=unit_reports, seeds=report_seeds, allowed=(DataPlaneError, DecodeError)),
+    Target(name="unit-orders", run=unit_orders, seeds=order_seeds, allowed=(DataPlaneError, DecodeError)),
+    Target(name="answers", run=answers, seeds=answer_seeds, examples=300),
+    Target(name="errors", run=errors, seeds=error_seeds, examples=300),
+]

@@ -1,0 +1,148 @@
+"""What outlives a process: records and images of the ledger, its journal, and what storage units leave behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from dataplane import kept as kept_module
+from dataplane.arena import Arena, sweep_kept
+from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
+from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.journal import LOG_NAME
+from dataplane.kept import UnitRecord
+from dataplane.ledger import Ledger, records
+from dataplane.ledger.image import ImageError
+from dataplane.ledger.records import RecordError
+from tests.control_values import plain
+from tests.fuzz.control_targets import day
+from tests.fuzz.target import Feed, FindingError, Target, piece
+from tests.ledger_driver import Driver
+from tests.test_ledger_replay import a_busy_day
+
+SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
+
+
+# --- the ledger's own bytes ---------------------------------------------------------------------------------------
+
+
+def ledger_records(data: bytes) -> None:
+    """A record of the journal."""
+    item = records.decode(data)
+    if repr(plain(records.decode(records.encode(item)))) != repr(plain(item)):
+        raise FindingError(f"{item!r} changes when it is written again")
+
+
+def record_seeds() -> list[bytes]:
+    by_kind = {repr(item)[:40]: records.encode(item) for item in day().log}
+    return list(by_kind.values())[:60]
+
+
+def ledger_images(data: bytes) -> None:
+    """The image of a ledger. (What makes an image but no ledger is found by its checksum, or fails as a defect.)"""
+    Ledger.restored(data)
+
+
+def image_seeds() -> list[bytes]:
+    driver = Driver(capacity=1 << 14)
+    a_busy_day(driver, 9, 12)
+    return [driver.ledger.image(), Ledger(1).image()]
+
+
+# --- the journal --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _state() -> dict[str, bytes]:
+    """The files of a state directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        durable = DurableLedger.open(folder, SETTINGS)
+        for item in day().log[:30]:
+            durable.apply(item)
+        durable.close()
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != "lock"}
+
+
+def journals(data: bytes) -> None:
+    """A state directory, one of whose files is damaged."""
+    feed, files = Feed(data), _state()
+    names = sorted(files)
+    name = names[feed.number(len(names))]
+    with tempfile.TemporaryDirectory() as folder:
+        for other, content in files.items():
+            (Path(folder) / other).write_bytes(content)
+        (Path(folder) / name).write_bytes(_patched(feed, files[name]))
+        with mock.patch("dataplane.durable._may_lack_its_end", return_value=bool(feed.number(2))):
+            durable = DurableLedger.open(folder, SETTINGS)
+        durable.close()
+
+
+def _patched(feed: Feed, content: bytes) -> bytes:
+    """As often as the input says: so many bytes from there on are others."""
+    changed = bytearray(content)
+    for _ in range(feed.number(6)):
+        at, patch = int.from_bytes(feed.take(3), "little") % (len(changed) + 1), feed.piece()
+        changed[at : at + len(patch)] = patch
+    if feed.number(8) == 1:
+        del changed[int.from_bytes(feed.take(3), "little") % (len(changed) + 1) :]
+    return bytes(changed)
+
+
+def journal_seeds() -> list[bytes]:
+    names = sorted(_state())
+    log = names.index(LOG_NAME)
+    facts = _state()[LOG_NAME].find(b"format")
+    patches = [(0, b"SQLite"), (100, b"\xff" * 8), (4096, b"\0" * 16), (facts, b"\xff" * 6), (facts + 6, b"\7")]
+    one = [bytes([log, 1]) + at.to_bytes(3, "little") + piece(patch) for at, patch in patches]
+    return [bytes([number]) for number in range(len(names))] + one
+
+
+# --- storage units ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _arena() -> tuple[str, bytes]:
+    """The name and the bytes of an arena that a unit kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        arena = Arena.create(folder, 1 << 12, epoch=3, keeper=Path(folder) / "x")
+        arena.grow(1 << 12)
+        arena.close(unlink=False)
+        return arena.path.name, arena.path.read_bytes()
+
+
+def kept_units(data: bytes) -> None:
+    """The record of a storage unit, and the arena that it names."""
+    feed, (name, content) = Feed(data), _arena()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kept_module, "HELD_S", 0.0):
+        record = UnitRecord(folder, "unit", {folder, DEFAULT_LOCK_DIRECTORY})
+        arena = Path(folder) / name
+        arena.write_bytes(_patched(feed, content[: 1 << 12]) + content[1 << 12 :])
+        written = feed.rest().replace(b"ARENA", os.fsencode(arena)).replace(b"PLACE", _place(folder))
+        record.path.write_bytes(written)
+        adopted = record.adopt(epoch=1 << 40)
+        if adopted is not None:
+            adopted[0].grow(1 << 30)
+            adopted[0].close(unlink=False)
+        sweep_kept(folder)
+
+
+def _place(folder: str) -> bytes:
+    return kept_module.place_of({folder, DEFAULT_LOCK_DIRECTORY}).encode()
+
+
+def kept_seeds() -> list[bytes]:
+    record = b'{"arena":"ARENA","unit":3,"place":"PLACE"}'
+    header = bytes([1]) + (8).to_bytes(3, "little") + piece(b"\x01\0\0\0")
+    keeper = bytes([1]) + (1024).to_bytes(3, "little") + piece(b"\xff\xff/x")
+    return [bytes(2) + record, header + b"\0" + record, keeper + b"\0" + record]
+
+
+TARGETS = [
+    Target(name="records", run=ledger_records, seeds=record_seeds, allowed=(RecordError,), examples=600),
+    Target(name="images", run=ledger_images, seeds=image_seeds, allowed=(ImageError,), examples=400),
+    Target(name="journals", run=journals, seeds=journal_seeds, examples=80),
+    Target(name="kept-units", run=kept_units, seeds=kept_seeds),
+]

@@ -1,0 +1,38 @@
+"""What one worker reads of another: msgpack of known types, and errors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dataplane.error_base import rebuild
+from dataplane.errors import DataPlaneError, InternalError
+
+
+def reader(kind: Any) -> Callable[[Any], Any]:
+    """Reads msgpack of `kind`, and raises msgspec.DecodeError for anything else."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(data: Any) -> Any:
+        try:
+            return decode(data)
+        except (ValueError, RecursionError) as error:
+            # Texts that are no UTF-8, and what is nested too deep for Python: msgspec lets these through as they are.
+            raise msgspec.DecodeError(str(error)) from error
+
+    return read
+
+
+def error_of(kinds: object, name: str, facts: dict[str, Any]) -> DataPlaneError:
+    """The error that a class in the module `kinds` makes of these facts; an `InternalError` that says what came where
+    there is no such class, or it makes none of them."""
+    kind = getattr(kinds, name, None)
+    try:
+        if isinstance(kind, type) and issubclass(kind, DataPlaneError):
+            return rebuild(kind, facts)
+        why = "no error of this version"
+    except Exception as failed:
+        why = repr(failed)
+    return InternalError(what=f"another worker told {name[:80]!r}, of {str(facts)[:200]} ({why})")
