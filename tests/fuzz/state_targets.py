@@ -122,10 +122,9 @@ def kept_units(data: bytes) -> None:
         arena.write_bytes(_patched(feed, content[: 1 << 12]) + content[1 << 12 :])
         written = feed.rest().replace(b"ARENA", os.fsencode(arena)).replace(b"PLACE", _place(folder))
         record.path.write_bytes(written)
-        adopted = record.adopt(epoch=1 << 40)
-        if adopted is not None:
-            adopted[0].grow(1 << 30)
-            adopted[0].close(unlink=False)
+        begun = record.open(lambda keeper: Arena.create(folder, 1 << 12, epoch=1, keeper=keeper), epoch=1 << 40)
+        with begun.arena as opened:
+            opened.grow(1 << 30)
         sweep_kept(folder)
 
 
