@@ -52,7 +52,8 @@ def main() -> int:
     record = json.loads((arguments.out / "bench.json").read_text(encoding="utf-8"))
     (arguments.out / "bench.md").write_text(markdown(record), encoding="utf-8")
     report.draw(arguments.out / "bench.png", machine, outcomes)
-    console.print(f"{time.monotonic() - begun:.0f} s; wrote {arguments.out}/bench.json, .md and .png")
+    made = ", ".join(sorted(path.name for path in arguments.out.glob("bench.*")))
+    console.print(f"{time.monotonic() - begun:.0f} s; in {arguments.out}: {made}")
     return 0
 
 

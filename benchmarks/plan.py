@@ -12,6 +12,7 @@ RAY = ("ray-numpy", "ray-tensors")
 STORES = ("local", "remote", "TransferQueue", *RAY)
 ALL = (*STORES, "raw-zmq", *CEILING)
 OURS = ("local", "remote")
+LASTING = ("journal", "disk")
 
 TOKENS = BatchSpec(shape=Shape.TOKENS, rows=512, length=1848)
 """About 19 MB: 20 bytes a token."""
@@ -42,7 +43,7 @@ def _main() -> tuple[Case, ...]:
         Case(name="8 padded slices", op=Op.SLICES, batch=TOKENS, systems=ALL),
         Case(name="read 19 MB", op=Op.READ, batch=TOKENS, systems=("views", *ALL)),
         Case(name="single-sample put", op=Op.SINGLE, batch=TOKENS, systems=(*OURS, "TransferQueue", *RAY)),
-        Case(name="GRPO step", op=Op.STEP, batch=TOKENS, systems=(*OURS, "TransferQueue")),
+        Case(name="GRPO step", op=Op.STEP, batch=TOKENS, systems=(*OURS, *LASTING, "TransferQueue")),
     )
 
 

@@ -19,11 +19,11 @@ from benchmarks.race import Outcome
 from benchmarks.runner import ENTRIES
 from benchmarks.targets import Results, judge
 
-COLUMNS = ("local", "views", "remote", "TransferQueue", "ray-numpy", "ray-tensors", "raw-zmq", "memcpy-1", "memcpy-all")
-CHARTED = ("local", "remote", "TransferQueue", "ray-numpy", "memcpy-1")
+CHARTED = ("local", "remote", "journal", "TransferQueue", "ray-numpy", "memcpy-1")
 COLOURS = {
     "local": "#1b6ca8",
     "remote": "#63a4cf",
+    "journal": "#7fb069",
     "TransferQueue": "#d1495b",
     "ray-numpy": "#edae49",
     "memcpy-1": "#8a8f98",
@@ -40,13 +40,14 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     )
     table.add_column("work")
     table.add_column("MB", justify="right")
-    for name in COLUMNS:
+    columns = [entry.name for entry in ENTRIES if any(entry.name in outcome.seconds for outcome in outcomes)]
+    for name in columns:
         table.add_column(name, justify="right")
     for outcome in outcomes:
         table.add_row(
             outcome.case.name,
             f"{outcome.nbytes / 1e6:.0f}",
-            *(_cell(outcome, name) for name in COLUMNS),
+            *(_cell(outcome, name) for name in columns),
         )
     console.print(table)
 
@@ -107,9 +108,13 @@ def write_json(
 
 
 def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """Bars by case: milliseconds on a logarithmic scale, shorter is better."""
+    """Bars by case: milliseconds on a logarithmic scale, shorter is better. Cases with less than two systems that have
+    a colour are left out, and with none there is no picture."""
     matplotlib.use("Agg")
     shown = [outcome for outcome in outcomes if len(set(outcome.seconds) & set(CHARTED)) > 1]
+    if not shown:
+        path.unlink(missing_ok=True)
+        return
     figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.5 * len(shown)))
     height = 0.8 / len(CHARTED)
     for place, name in enumerate(CHARTED):

@@ -59,6 +59,22 @@ ENTRIES: tuple[Entry, ...] = (
         how="the same over tcp on loopback, no shared memory",
     ),
     Entry(
+        name="journal",
+        process="journal",
+        module="benchmarks.systems.dataplane_system",
+        maker="DataPlane",
+        arguments={"durability": "process"},
+        how="local with a state directory: every command is in the journal before it is answered",
+    ),
+    Entry(
+        name="disk",
+        process="disk",
+        module="benchmarks.systems.dataplane_system",
+        maker="DataPlane",
+        arguments={"durability": "machine"},
+        how="the same, rows and journal forced to the disk that the temporary directory is on",
+    ),
+    Entry(
         name="ray-numpy",
         process="ray",
         module="benchmarks.systems.ray_system",

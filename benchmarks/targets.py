@@ -38,6 +38,10 @@ class Results:
         """Seconds of `case` over those of `base`."""
         return self.cases[case][system].median / self.cases[base][system].median
 
+    def beside(self, case: str, system: str, base: str = "local") -> float:
+        """Seconds of one system over those of another."""
+        return 1 / self.speed(case, system, base)
+
     def last(self, prefix: str) -> str:
         """Of the figures `prefix` and a count of samples, the name of the one with the most."""
         found = [name for name in self.figures if re.fullmatch(re.escape(prefix) + r" [\d,]+", name)]
@@ -58,6 +62,7 @@ class Target:
 
 
 PUT, SLICES, READ = "put 19 MB jagged", "8 padded slices", "read 19 MB"
+STEP = "GRPO step"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
 TQ = "TransferQueue"
 
@@ -81,6 +86,7 @@ TARGETS: tuple[Target, ...] = (
         lambda r: r.slower("read fixed bytes in 1 field", "read fixed bytes in 32 fields"),
         most=True,
     ),
+    Target("GRPO step with the journal: x the time without", 1.1, lambda r: r.beside(STEP, "journal"), most=True),
     Target("single-sample put: x TransferQueue", 10, lambda r: r.speed("single-sample put", "local", TQ)),
     Target("single-sample puts of 64 clients, /s", 1500, lambda r: r.figures["single-sample puts, 64 clients"]),
     Target("commit -> claim returns, p50 ms", 1, lambda r: r.figures["commit -> claim returns, p50"], most=True),

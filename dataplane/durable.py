@@ -6,6 +6,7 @@ every sample, session, reservation, pin, waiting call and unconfirmed answer as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -61,6 +62,7 @@ class DurableLedger:
         self.recovered = recovered
         self.forced = forced
         self._unforced = False
+        self._tick: c.Tick | None = None
         self._journal = journal
         self._ledger = ledger
         self._ahead: float | None = None
@@ -118,15 +120,16 @@ class DurableLedger:
             self._put_in(c.DropUnit(unit=unit, force=True))
 
     def _put_in(self, item: c.Input) -> list[c.Output]:
-        record = records.encode(item)
+        appended = [records.encode(each) for each in (self._tick, item) if each is not None]
         hit("journal.before_append")
-        self._journal.append(record)
+        self._journal.append(*appended)
+        self._tick = None
         hit("journal.after_append")
         self._unforced = self._unforced or (self.forced and not _is_told_again(item))
         try:
             outputs = self._ledger.apply(item)
         finally:
-            self._images.note(len(record))
+            self._images.note(len(appended), sum(map(len, appended)))
         hit("journal.applied")
         return outputs
 
@@ -136,7 +139,17 @@ class DurableLedger:
             if self._ahead is None:
                 self._ahead = self._ledger.now - item.now if self.recovered else 0.0
             item = c.Tick(now=item.now + self._ahead)
+            deadline = self._ledger.next_deadline()
+            if deadline is None or item.now < deadline:
+                return self._pass_time(item)
         return self._put_in(item)
+
+    def _pass_time(self, tick: c.Tick) -> list[c.Output]:
+        """Nothing was due at this tick, so that it tells nobody anything: its record can wait for the next input's."""
+        self._tick = tick
+        outputs = self._ledger.apply(tick)
+        assert not outputs, f"nothing was due at {tick.now}, but {outputs}"
+        return outputs
 
     def sync(self) -> None:
         """What was applied is on the disk when this returns, if it is to survive the machine's end, so that its outputs
@@ -160,6 +173,10 @@ class DurableLedger:
 
     def close(self) -> None:
         """Let go of the directory, all of it on disk. Idempotent."""
+        tick, self._tick = self._tick, None
+        if tick is not None:
+            with contextlib.suppress(StateDirError):  # without it the next life's clock goes on a moment earlier
+                self._journal.append(records.encode(tick))
         self._images.stop()
         self._journal.close()
 
@@ -207,9 +224,9 @@ class _Images:
         if self._records >= SMALL_AFTER_RECORDS:
             self._guarded(self._make_here)
 
-    def note(self, nbytes: int) -> None:
-        """Another record was appended, and applied. Raises nothing: what was done is done."""
-        self._records += 1
+    def note(self, count: int, nbytes: int) -> None:
+        """So many records were appended, and applied. Raises nothing: what was done is done."""
+        self._records += count
         self._bytes += nbytes
         if self._maker is not None:
             self._guarded(self._look)

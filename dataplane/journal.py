@@ -39,6 +39,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
 """
+_INSERT = "INSERT INTO log VALUES (?, ?, ?)"
 _DAMAGED = "It cannot be gone on from; begin anew with another directory, or restore a checkpoint"
 
 
@@ -259,13 +260,30 @@ class Journal(Log):
         """The number of the last record; 0 before the first."""
         return self._last
 
-    def append(self, record: bytes) -> None:
-        """The next record. StateDirError, and nothing is appended, where it cannot be written (a full disk)."""
+    def append(self, *records: bytes) -> None:
+        """The next records, all or none. StateDirError, and nothing is appended, where they cannot be written (a full
+        disk)."""
+        rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._named("cannot be written"):
             if self._droppable:
                 self._drop_some()
-            self._db.execute("INSERT INTO log VALUES (?, ?, ?)", (self._last + 1, record, zlib.crc32(record)))
-        self._last += 1
+            if len(rows) == 1:
+                self._db.execute(_INSERT, rows[0])
+            else:
+                with self._transaction():
+                    self._db.executemany(_INSERT, rows)
+        self._last += len(rows)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # a full disk may have ended it
+                self._db.execute("ROLLBACK")
+            raise
 
     def _drop_some(self) -> None:
         (first,) = self._db.execute("SELECT min(number) FROM log").fetchone()
@@ -298,14 +316,8 @@ class Journal(Log):
                 self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._forced else 'OFF'}")
 
     def _set_facts(self, **facts: int | str) -> None:
-        with self._named("cannot be written"):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
-                self._db.execute("COMMIT")
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
+        with self._named("cannot be written"), self._transaction():
+            self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
 
     def set_aside(self, folder: Path) -> Journal:
         """A new journal in this one's place, which is closed and moved to `folder`. The lock stays held."""

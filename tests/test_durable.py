@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +18,7 @@ from dataplane import durable as module
 from dataplane.durable import DurableLedger, LedgerSettings, main
 from dataplane.errors import StateDirError
 from dataplane.journal import Journal
-from dataplane.ledger import Ledger
+from dataplane.ledger import Ledger, records
 from dataplane.ledger import commands as c
 from tests.ledger_driver import Driver
 from tests.test_ledger_replay import a_busy_day
@@ -86,6 +88,39 @@ def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.
     expected = durable._ledger.fingerprint()
     assert module.rebuild(durable._journal).fingerprint() == expected
     durable.close()
+
+
+def test_ticks_at_which_nothing_is_due_need_no_record_of_their_own(tmp_path: Path) -> None:
+    durable = opened(tmp_path)
+    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    before = durable._journal.last
+    for n in range(10):
+        assert durable.apply(c.Tick(now=1.0 + n / 100)) == []
+    assert durable._journal.last == before
+    durable.apply(c.Heartbeat(session=1))
+    assert [type(records.decode(record)) for _, record in durable._journal.records(before)] == [c.Tick, c.Heartbeat]
+    durable.apply(c.Tick(now=1.2))
+    now = durable._ledger.now
+    durable.close()
+    with Journal.open(tmp_path) as journal:
+        assert module.rebuild(journal).now == now == 1.2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ticks_at_which_nothing_is_due_only_pass_time(seed: int) -> None:
+    log, chance = a_day(seed, 400), random.Random(seed)
+    following = [item.now if isinstance(item, c.Tick) else math.inf for item in log]
+    for place in reversed(range(len(log) - 1)):
+        following[place] = min(following[place], following[place + 1])
+    each, last = Ledger(7), Ledger(7)
+    for item, tick in zip(log, following, strict=True):
+        before = min(tick, each.next_deadline() or math.inf, each.now + 1.0)
+        times = sorted(chance.uniform(each.now, before) for _ in range(3)) if before > each.now else []
+        times = [time for time in times if time < before]
+        assert not any(each.apply(c.Tick(now=time)) for time in times)
+        assert not any(last.apply(c.Tick(now=time)) for time in times[-1:])
+        assert repr(each.apply(item)) == repr(last.apply(item))
+    assert each.fingerprint() == last.fingerprint()
 
 
 def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Figure:
 @contextmanager
 def service(*, capacity_bytes: int = 1 << 30) -> Iterator[tuple[Service, DataPlaneClient]]:
     """A service process and a client of it in this process."""
-    running = Service(capacity_bytes=capacity_bytes)
+    running = Service({"capacity_bytes": capacity_bytes})
     try:
         with connect(running.address) as client:
             client.register_partition(PARTITION, [], None, ["task"])

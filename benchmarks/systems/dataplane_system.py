@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.payload import Batch
 from benchmarks.systems.service import Service
 from dataplane import DataPlaneClient, KVBatchMeta, connect
+from dataplane.kept import discard
 
 PARTITION = "bench"
 CAPACITY_BYTES = 2 << 30
@@ -16,19 +18,34 @@ CAPACITY_BYTES = 2 << 30
 class DataPlane:
     """One service process and one client in this process.
 
-    remote: never by shared memory. views: whole-batch reads with `copy=False`.
+    remote: never by shared memory. views: whole-batch reads with `copy=False`. durability: the service has a state
+    directory and survives this end (`DataPlaneConfig.durability`); "machine": with arenas in the same place.
     """
 
-    def __init__(self, *, remote: bool = False, views: bool = False) -> None:
+    def __init__(self, *, remote: bool = False, views: bool = False, durability: str | None = None) -> None:
         self._remote = remote
         self._views = views
+        self._durability = durability
+        self._state: tempfile.TemporaryDirectory[str] | None = None
         self._service: Service | None = None
         self._client: DataPlaneClient | None = None
 
     def open(self) -> None:
-        self._service = Service(capacity_bytes=CAPACITY_BYTES, tcp_only=self._remote)
+        self._service = Service(self._settings(), tcp_only=self._remote)
         self._client = connect(self._service.address, force_remote=self._remote)
         self._client.register_partition(PARTITION, [], None, ["train"])
+
+    def _settings(self) -> dict[str, Any]:
+        if self._durability is None:
+            return {"capacity_bytes": CAPACITY_BYTES}
+        self._state = tempfile.TemporaryDirectory(prefix="tq-bench-")
+        arenas = {"arena_dir": self._state.name} if self._durability == "machine" else {}
+        return {
+            "capacity_bytes": CAPACITY_BYTES,
+            "state_dir": self._state.name,
+            "durability": self._durability,
+            **arenas,
+        }
 
     @property
     def client(self) -> DataPlaneClient:
@@ -56,3 +73,6 @@ class DataPlane:
             self._client.close()
         if self._service is not None:
             self._service.close()
+        if self._state is not None:
+            discard(self._state.name, [self._state.name, "/dev/shm"])
+            self._state.cleanup()

@@ -14,18 +14,16 @@ READY_S = 60.0
 
 
 class Service:
-    """Started by the constructor; `address` and `pid` are those of its process.
+    """Started by the constructor with these settings of `serve`; `address` and `pid` are those of its process.
 
     tcp_only: the units listen on tcp alone, as on a machine whose ZMQ cannot check who connects over ipc, so that a
     client with `force_remote` measures the road between hosts.
     """
 
-    def __init__(self, *, capacity_bytes: int, tcp_only: bool = False) -> None:
+    def __init__(self, settings: dict[str, Any], *, tcp_only: bool = False) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process: BaseProcess = spawn.Process(
-            target=_serve, args=(theirs, {"capacity_bytes": capacity_bytes}, tcp_only), daemon=True
-        )
+        self._process: BaseProcess = spawn.Process(target=_serve, args=(theirs, settings, tcp_only), daemon=True)
         self._process.start()
         theirs.close()
         if not self._pipe.poll(READY_S):
@@ -44,9 +42,9 @@ class Service:
         self._process.join(READY_S)
 
 
-def _serve(pipe: Connection, config: dict[str, Any], tcp_only: bool) -> None:
+def _serve(pipe: Connection, settings: dict[str, Any], tcp_only: bool) -> None:
     if tcp_only:
         endpoints._bind_ipc = lambda router: ()
-    with serve(config) as server:
+    with serve(settings) as server:
         pipe.send(server.address)
         pipe.poll(None)
