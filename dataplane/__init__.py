@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from dataplane.errors import StateDirError as StateDirError
     from dataplane.errors import StorageUnitError as StorageUnitError
     from dataplane.errors import TaskNotFoundError as TaskNotFoundError
+    from dataplane.errors import TlsError as TlsError
     from dataplane.errors import UnsupportedValueError as UnsupportedValueError
     from dataplane.errors import WaitTimeoutError as WaitTimeoutError
     from dataplane.jagged import maybe_pack_jagged as maybe_pack_jagged
@@ -173,6 +174,7 @@ _HOME = {
     "TOKEN_ALIGNED_FIELDS": "dataplane.schema",
     "TOKEN_MASK": "dataplane.schema",
     "TaskNotFoundError": "dataplane.errors",
+    "TlsError": "dataplane.errors",
     "UnsupportedValueError": "dataplane.errors",
     "WaitTimeoutError": "dataplane.errors",
     "WeightFifo": "dataplane.staleness",

@@ -27,7 +27,7 @@ class AsyncConnection:
         self._copies = CopiesUnderWay()
         self._detached: set[asyncio.Task[None]] = set()
         self._patience_s = copies_end_s(config)
-        self.desk = Desk(config, session=channel.session, lock=lock, durable=channel.durable)
+        self.desk = Desk(channel.shown, session=channel.session, lock=lock, durable=channel.durable)
         channel.learned = self.desk.roads.learn
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,14 @@ from dataplane.unit_process import Stop, UnitProcesses, run_unit
 if TYPE_CHECKING:
     from dataplane import CheckpointInfo, DataPlaneClient
 
+_SECURITY = {
+    "--token-file": ("token_file", f"file with the service's token (default: {ENV_TOKEN})"),
+    "--tls-cert": ("tls_cert_file", "mutual TLS: PEM file of this process's own certificate"),
+    "--tls-key": ("tls_key_file", "PEM file of its key"),
+    "--tls-ca": ("tls_ca_file", "PEM file of the authority that signed everybody's certificates"),
+    "--tls-server-name": ("tls_server_name", "the name in the service's certificate, if not the host of its address"),
+}
+"""Flags of every command: setting and help."""
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
 
 
@@ -94,7 +102,8 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         port=getattr(arguments, "port", 0),
         capacity_bytes=arguments.capacity,
         arena_dir=arguments.arena_dir,
-        token_file=arguments.token_file,
+        insecure=arguments.insecure,
+        **_security(arguments),
         reconnect_s=getattr(arguments, "reconnect", 60.0),
         state_dir=arguments.state_dir,
         durability=arguments.durability,
@@ -104,7 +113,7 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
 def status(arguments: argparse.Namespace) -> int:
     """Print what the service holds."""
     config = DataPlaneConfig(
-        address=arguments.address, token_file=arguments.token_file, client_name="tq status"
+        address=arguments.address, client_name="tq status", **_security(arguments)
     ).with_environment()
     channel = Channel.open(config)
     try:
@@ -159,7 +168,11 @@ def restore(arguments: argparse.Namespace) -> int:
 
 def _connect(arguments: argparse.Namespace) -> DataPlaneClient:
     name = f"tq {arguments.run.__name__}"
-    return dataplane.connect(arguments.address, token_file=arguments.token_file, client_name=name)
+    return dataplane.connect(arguments.address, client_name=name, **_security(arguments))
+
+
+def _security(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name, _ in _SECURITY.values()}
 
 
 def summary(done: CheckpointInfo) -> str:
@@ -176,12 +189,16 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
-        made.add_argument("--token-file", help=f"file with the service's token (default: {ENV_TOKEN})")
+        for flag, (name, text) in _SECURITY.items():
+            made.add_argument(flag, dest=name, metavar="NAME" if name == "tls_server_name" else "FILE", help=text)
         return made
 
     def memory(made: argparse.ArgumentParser) -> None:
         made.add_argument(
-            "--host", default="127.0.0.1", help="address to listen on; another than loopback needs a token"
+            "--host", default="127.0.0.1", help="address to listen on; another than loopback needs a token or TLS"
+        )
+        made.add_argument(
+            "--insecure", action="store_true", help="listen on other than loopback with neither token nor TLS"
         )
         made.add_argument(
             "--capacity", type=size, help="bytes per unit, as 512m or 4g (default: a share of the arena dir)"

@@ -17,6 +17,23 @@ DURABILITIES = ("process", "machine")
 
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
+ENV_TLS = {
+    "tls_cert_file": "TQ_TLS_CERT_FILE",
+    "tls_key_file": "TQ_TLS_KEY_FILE",
+    "tls_ca_file": "TQ_TLS_CA_FILE",
+    "tls_server_name": "TQ_TLS_SERVER_NAME",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """PEM files of one end of mutual TLS. server_name: what the other end's certificate is to be for, if that is not
+    the host in its address."""
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+    server_name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +42,12 @@ class DataPlaneConfig:
 
     address: where the controller answers, "host:port" or "actor:NAME[@NAMESPACE]"; None where a service is started.
     token: shared secret of the service, checked on every door; token_file names a file holding it.
-    host, port: where the controller and its units listen (port 0: any free one). Without a token loopback only. The
-        controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above.
+    tls_cert_file, tls_key_file, tls_ca_file: mutual TLS, given all three or none: PEM files of this process's own
+        certificate and key, and of the authority that signed the certificates of service, units and clients.
+        tls_server_name: the name in the service's certificate, where it is not the host of its address.
+    insecure: listen on other than loopback with neither token nor TLS.
+    host, port: where the controller and its units listen (port 0: any free one). Loopback only without token, TLS or
+        `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory for arenas, /dev/shm by default.
     units: storage units started with the controller.
@@ -51,6 +72,11 @@ class DataPlaneConfig:
     address: str | None = None
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_server_name: str | None = None
+    insecure: bool = False
     host: str = "127.0.0.1"
     port: int = 0
     capacity_bytes: int | None = None
@@ -93,6 +119,10 @@ class DataPlaneConfig:
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
+        missing = [name for name, file in files.items() if not file]
+        if 0 < len(missing) < len(files):
+            raise ValueError(f"TLS takes tls_cert_file, tls_key_file and tls_ca_file together; not set: {missing}")
 
     @classmethod
     def of(cls, config: DataPlaneConfig | Mapping[str, Any] | None) -> DataPlaneConfig:
@@ -108,12 +138,36 @@ class DataPlaneConfig:
         return cls(**config)
 
     def with_environment(self) -> DataPlaneConfig:
-        """The same with address and token taken from TQ_ADDRESS and TQ_TOKEN where they are not set."""
+        """The same with address, token and TLS taken from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_* where they are not set; the
+        files of TLS all from one place."""
+        names = ENV_TLS if self.tls is None else {}
+        found: dict[str, Any] = {
+            name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)
+        }
+        if self.tls_server_name:
+            found.pop("tls_server_name", None)
         return replace(
             self,
+            **found,
             address=self.address or os.environ.get(ENV_ADDRESS) or None,
             token=self.token or (None if self.token_file else os.environ.get(ENV_TOKEN) or None),
         )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files of mutual TLS; None: there is none."""
+        if not (self.tls_cert_file and self.tls_key_file and self.tls_ca_file):
+            return None
+        return TlsFiles(
+            cert_file=self.tls_cert_file,
+            key_file=self.tls_key_file,
+            ca_file=self.tls_ca_file,
+            server_name=self.tls_server_name,
+        )
+
+    def guarded(self) -> bool:
+        """Whether a service may listen where others reach it: token, TLS, or an explicit `insecure`."""
+        return self.insecure or self.tls is not None or self.secret() is not None
 
     def secret(self) -> str | None:
         """The token, read from token_file where that is what is set. ValueError if the file holds none."""

@@ -163,13 +163,17 @@ class DurableLedger:
         deadline = self._ledger.next_deadline()
         return None if deadline is None else deadline - (self._ahead or 0.0)
 
-    def remember(self, **facts: int) -> None:
+    def remember(self, **facts: int | str) -> None:
         """Keep these facts for later lives."""
         self._journal.set_facts(**facts)
 
     def recall(self, name: str) -> int | None:
         """The number that this or an earlier life remembered."""
         return self._journal.number(name)
+
+    def recall_text(self, name: str) -> str | None:
+        """The text that this or an earlier life remembered."""
+        return self._journal.text(name)
 
     def close(self) -> None:
         """Let go of the directory, all of it on disk. Idempotent."""

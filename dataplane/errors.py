@@ -30,6 +30,7 @@
     ├── ServiceError (ConnectionError)
     │   ├── ServiceUnavailableError     nothing answers at the address
     │   ├── AuthenticationError         token missing or wrong
+    │   ├── TlsError                    the ends do not come together: one without TLS, or a certificate not taken
     │   ├── ProtocolVersionError        client and controller do not speak alike; names both versions
     │   ├── SessionExpiredError         the service gave this session up
     │   ├── ServiceRestartedError       another life (epoch) of the service answers
@@ -316,6 +317,13 @@ class AuthenticationError(ServiceError):
             peer=peer,
             why=why,
         )
+
+
+class TlsError(ServiceError):
+    """One end speaks TLS and the other does not, or one does not take the other's certificate."""
+
+    def __init__(self, *, address: str, why: str) -> None:
+        super().__init__(f"no secure connection to {address}: {why}", address=address, why=why)
 
 
 class ProtocolVersionError(ServiceError):

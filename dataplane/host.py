@@ -58,12 +58,19 @@ def lasting_port() -> int:
     return random.randrange(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 
-def require_token_beyond_loopback(host: str, token: str | None) -> None:
-    """ValueError if others than this machine could reach `host` and no token guards it."""
-    if token is None and not ipaddress.ip_address(resolve_host(host)).is_loopback:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a service that listens on `host`."""
+    return ipaddress.ip_address(resolve_host(host)).is_loopback
+
+
+def require_guard_beyond_loopback(host: str, *, guarded: bool) -> None:
+    """ValueError if others than this machine could reach `host` and nothing guards it."""
+    if not guarded and not is_loopback(host):
         raise ValueError(
-            f"host {host!r} is not loopback, others can reach it, so the service needs a token: set config.token, "
-            "token_file (tq serve --token-file) or TQ_TOKEN, or listen on 127.0.0.1"
+            f"host {host!r} is not loopback, others can reach it. Give the service a token (config.token, token_file, "
+            "tq serve --token-file, TQ_TOKEN), or mutual TLS (tls_cert_file, tls_key_file, tls_ca_file; tq serve "
+            "--tls-cert, --tls-key, --tls-ca), or say that anyone may use it (insecure=True, --insecure), or listen on "
+            "127.0.0.1"
         )
 
 

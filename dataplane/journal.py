@@ -98,6 +98,13 @@ class Log:
             return found
         raise self.error(f"{LOG_NAME} is damaged: its {name} is {found!r}", _DAMAGED)
 
+    def text(self, name: str) -> str | None:
+        """The same of what is a text."""
+        found = self.fact(name)
+        if found is None or type(found) is str:
+            return found
+        raise self.error(f"{LOG_NAME} is damaged: its {name} is no text", _DAMAGED)
+
     def image(self) -> tuple[int, bytes] | None:
         """The last image and the number of the last record in it; None if there is none yet."""
         number = self.number("image")

@@ -15,6 +15,7 @@ from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import Order, UnitLink
+from dataplane.curve import ServerKeys
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
 from dataplane.forced import is_on_disk
@@ -62,7 +63,7 @@ class StorageUnit:
         for directory in {config.arena_dir, DEFAULT_LOCK_DIRECTORY}:
             sweep(directory)
             sweep_kept(directory)
-        self._link = UnitLink(self._controller, config.secret(), reconnect_s=config.reconnect_s)
+        self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         self._link.open(
             self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
         )
@@ -71,12 +72,15 @@ class StorageUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
         config, epoch = self._config, time.time_ns()
         opened = self._open_arena(epoch, anew=anew)
+        keys = ServerKeys() if config.tls else None
         self._arena = opened.arena
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._bulk = BulkServer(
             self._arena,
             epoch=epoch,
             token=config.secret(),
+            insecure=config.insecure,
+            keys=keys,
             tcp_host=config.host,
             advertise_host=reachable_host(config.host),
             report=link.report,
@@ -96,6 +100,7 @@ class StorageUnit:
             forced=self._arena.forced,
             recheck=opened.recheck,
             instead_of=opened.lost,
+            curve_key="" if keys is None else keys.public,
         )
 
     def _order(self, order: Order) -> None:
@@ -103,8 +108,10 @@ class StorageUnit:
             if self._bulk is not None:
                 self._bulk.order(order)
 
-    def _added(self, number: int) -> None:
+    def _added(self, number: int, ticket: str) -> None:
         with self._guard:
+            if self._bulk is not None and ticket:
+                self._bulk.admit(ticket)
             if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
                 self._bulk.unit = number
                 if self._record is not None:

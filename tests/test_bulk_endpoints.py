@@ -33,7 +33,7 @@ def is_heard(context, router, endpoint):
 
 
 def test_ipc_comes_before_tcp_and_both_answer(context, router):
-    ipc, tcp = bind(router, "127.0.0.1", None, token=None)
+    ipc, tcp = bind(router, "127.0.0.1", None, guarded=False)
     assert ipc.startswith("ipc://@")
     assert tcp.startswith("tcp://127.0.0.1:")
     assert is_heard(context, router, ipc)
@@ -41,14 +41,14 @@ def test_ipc_comes_before_tcp_and_both_answer(context, router):
 
 
 def test_without_a_tcp_host_there_is_ipc_only(router):
-    assert len(bind(router, None, None, token=None)) == 1
+    assert len(bind(router, None, None, guarded=False)) == 1
 
 
 def test_names_are_resolved_and_another_may_be_told(context, router):
-    _, tcp = bind(router, "localhost", None, token=None)
+    _, tcp = bind(router, "localhost", None, guarded=False)
     assert is_heard(context, router, tcp)
     with context.socket(zmq.ROUTER) as other:
-        assert bind(other, "127.0.0.1", "node-7", token=None)[1].startswith("tcp://node-7:")
+        assert bind(other, "127.0.0.1", "node-7", guarded=False)[1].startswith("tcp://node-7:")
 
 
 def test_ipv6(context, router):
@@ -56,26 +56,26 @@ def test_ipv6(context, router):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 on this machine")
-    _, tcp = bind(router, "::1", None, token=None)
+    _, tcp = bind(router, "::1", None, guarded=False)
     assert tcp.startswith("tcp://[::1]:")
     assert is_heard(context, router, tcp)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
-def test_beyond_loopback_only_with_a_token(router, host):
+def test_beyond_loopback_only_if_guarded(router, host):
     with pytest.raises(ValueError, match="loopback"):
-        bind(router, host, None, token=None)
+        bind(router, host, None, guarded=False)
 
 
 def test_a_host_that_is_not_here_is_named(router):
     with pytest.raises(ServiceUnavailableError, match=r"192\.0\.2\.1"):
-        bind(router, "192.0.2.1", None, token="secret")
+        bind(router, "192.0.2.1", None, guarded=True)
 
 
 def test_another_user_is_turned_away_on_ipc(router):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    (ipc,) = bind(router, None, None, token=None)
+    (ipc,) = bind(router, None, None, guarded=False)
     child = os.fork()
     if child == 0:
         os.setuid(NOBODY)
@@ -89,7 +89,7 @@ def test_another_user_is_turned_away_on_ipc(router):
 
 
 def test_a_client_tries_what_it_can_reach(router):
-    ipc, tcp = bind(router, "127.0.0.1", None, token=None)
+    ipc, tcp = bind(router, "127.0.0.1", None, guarded=False)
     assert candidates((ipc, tcp), same_host=True) == [ipc, tcp]
     assert candidates((ipc, tcp), same_host=False) == [tcp]
     assert candidates(("ipc://@nobody", "ipc:///nobody/there", tcp), same_host=True) == [tcp]

@@ -398,7 +398,7 @@ def test_stopping_twice_and_ordering_after_is_harmless():
     assert unit.reports.empty()
 
 
-def test_tcp_beyond_loopback_needs_a_token(unit):
+def test_tcp_beyond_loopback_needs_a_guard(unit):
     open_server = BulkServer(unit.arena, epoch=1, token=None, report=unit.reports.put, tcp_host="0.0.0.0")
     with pytest.raises(ValueError, match="loopback"):
         open_server.start()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane import DataPlaneConfig, build_data_plane_client, connect
+from dataplane.config import TlsFiles
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,27 @@ def test_the_environment_fills_gaps_only(monkeypatch: pytest.MonkeyPatch) -> Non
     filled = DataPlaneConfig().with_environment()
     assert (filled.address, filled.secret()) == ("there:1", "secret")
     assert DataPlaneConfig(address="here:2").with_environment().address == "here:2"
+
+
+@pytest.mark.parametrize("given", [["tls_cert_file"], ["tls_key_file", "tls_ca_file"]])
+def test_tls_files_are_given_together(given: list[str]) -> None:
+    left_out = {"tls_cert_file", "tls_key_file", "tls_ca_file"} - set(given)
+    with pytest.raises(ValueError, match="together") as caught:
+        DataPlaneConfig.of(dict.fromkeys(given, "x.pem"))
+    assert all(name in str(caught.value).partition("not set")[2] for name in left_out)
+
+
+def test_tls_files_come_all_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"TQ_TLS_{name}_FILE", f"env-{name}")
+    monkeypatch.setenv("TQ_TLS_SERVER_NAME", "tq.cluster")
+    tls = DataPlaneConfig().with_environment().tls
+    assert tls == TlsFiles(cert_file="env-CERT", key_file="env-KEY", ca_file="env-CA", server_name="tq.cluster")
+    own = DataPlaneConfig(tls_cert_file="a", tls_key_file="b", tls_ca_file="c")
+    assert own.with_environment().tls == TlsFiles(cert_file="a", key_file="b", ca_file="c")
+    named = DataPlaneConfig(tls_server_name="other").with_environment().tls
+    assert named is not None
+    assert named.server_name == "other"
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_another_host_or_an_ipc_that_does_not_answer_is_served_over_tcp(
     connect = opening.door_socket
     nobody = {"ipc": "ipc://@tq-nobody-listens-here"}
     monkeypatch.setattr(opening, "IPC_WAIT_S", 0.05)
-    monkeypatch.setattr(opening, "door_socket", lambda ctx, end: connect(ctx, nobody.get(end[:3], end)))
+    monkeypatch.setattr(opening, "door_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
     channel = open_channel(real)
     assert channel.door == f"tcp://{opening.door_address(real.address)}"
     register(channel)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dataplane import connect, serve
 from dataplane.config import DataPlaneConfig
 from dataplane.control import controller as controller_module
 from dataplane.control.channel import Channel
@@ -62,7 +63,7 @@ def test_two_services_never_share_a_port() -> None:
 
 
 def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> None:
-    with pytest.raises(ValueError, match="needs a token"):
+    with pytest.raises(ValueError, match="a token"):
         Controller(replace(CONFIG, host="0.0.0.0")).start()
     with Controller(replace(CONFIG, host="0.0.0.0", token="secret")) as controller:
         host, port = split_address(controller.address)
@@ -70,6 +71,18 @@ def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> N
         channel = Channel.open(replace(CONFIG, address=f"127.0.0.1:{port}", token="secret"))
         channel.call(c.Units())
         channel.close()
+
+
+def test_beyond_loopback_without_any_guard_it_must_be_told_to_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with serve({"host": "0.0.0.0", "insecure": True, "capacity_bytes": 1 << 20}) as server:
+        assert [record.message for record in caplog.records if "insecure" in record.message] == [
+            "insecure: whoever reaches 0.0.0.0 may read, change and drop everything this service holds"
+        ]
+        port = split_address(server.address)[1]
+        connect(f"127.0.0.1:{port}").close()
+    caplog.clear()
+    with Controller(replace(CONFIG, insecure=True)):
+        assert not caplog.records
 
 
 def test_stopping_ends_everything_and_answers_parked_calls() -> None:

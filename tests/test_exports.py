@@ -80,6 +80,7 @@ EXPECTED = [
     "TOKEN_ALIGNED_FIELDS",
     "TOKEN_MASK",
     "TaskNotFoundError",
+    "TlsError",
     "UnsupportedValueError",
     "WaitTimeoutError",
     "WeightFifo",

@@ -12,7 +12,7 @@ from dataplane.host import (
     join_address,
     reachable_host,
     require_free_port,
-    require_token_beyond_loopback,
+    require_guard_beyond_loopback,
     resolve_host,
     split_address,
 )
@@ -27,13 +27,13 @@ def test_addresses_split_and_join(address: str) -> None:
     assert join_address(*split_address(address)) == address
 
 
-def test_a_host_beyond_loopback_needs_a_token() -> None:
-    require_token_beyond_loopback("127.0.0.1", None)
-    require_token_beyond_loopback("localhost", None)
-    require_token_beyond_loopback("0.0.0.0", "secret")
+def test_a_host_beyond_loopback_needs_a_guard_and_the_refusal_names_each() -> None:
+    require_guard_beyond_loopback("127.0.0.1", guarded=False)
+    require_guard_beyond_loopback("localhost", guarded=False)
+    require_guard_beyond_loopback("0.0.0.0", guarded=True)
     for host in ("0.0.0.0", "192.0.2.1", "::"):
-        with pytest.raises(ValueError, match=r"needs a token: set config\.token"):
-            require_token_beyond_loopback(host, None)
+        with pytest.raises(ValueError, match=r"config\.token.*--token-file.*--tls-cert.*--insecure"):
+            require_guard_beyond_loopback(host, guarded=False)
 
 
 def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:

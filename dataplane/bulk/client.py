@@ -317,7 +317,7 @@ class UnitConnection:
             with self._state:
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
-                return Wire(self._context, self._endpoint, wake=self._wake)
+                return Wire(self._context, self._endpoint, wake=self._wake, curve_key=self.info.curve_key)
             if wire.idle_and_sound:
                 return wire
             wire.close()

@@ -10,7 +10,7 @@ import socket
 import zmq
 
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import bracketed, require_token_beyond_loopback, resolve_host
+from dataplane.host import bracketed, require_guard_beyond_loopback, resolve_host
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ KEEPALIVE_IDLE_S = 60
 
 
 def bind(
-    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, token: str | None
+    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, guarded: bool
 ) -> tuple[str, ...]:
     """Bind to ipc, for this user only, and to a free tcp port of `tcp_host` if one is given; the endpoints to tell
-    clients, ipc first. `token` guards the socket; without one tcp is for loopback (ValueError)."""
+    clients, ipc first. What is not `guarded` listens on loopback only (ValueError)."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
-        endpoints += _bind_tcp(router, tcp_host, advertise_host, token)
+        endpoints += _bind_tcp(router, tcp_host, advertise_host, guarded)
     if not endpoints:
         raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
     return endpoints
@@ -45,8 +45,8 @@ def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
     return (endpoint,)
 
 
-def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, token: str | None) -> tuple[str, ...]:
-    require_token_beyond_loopback(host, token)
+def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, guarded: bool) -> tuple[str, ...]:
+    require_guard_beyond_loopback(host, guarded=guarded)
     ip = resolve_host(host)
     if ":" in ip:
         router.set(zmq.IPV6, 1)

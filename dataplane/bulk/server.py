@@ -24,6 +24,7 @@ from dataplane.bulk.endpoints import bind
 from dataplane.bulk.frames import MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.bulk.sessions import Sessions
+from dataplane.curve import ServerKeys
 from dataplane.errors import (
     ArenaSpaceError,
     AuthenticationError,
@@ -60,6 +61,8 @@ PEER_REPLIES = 64
 and gives up; the thread never waits for it."""
 FEW_RANGES = 64
 """More than these are copied by one vectorised gather."""
+EARLY = 4096
+"""Clients that may attach before the unit has its number, and wait for it."""
 REPLY_MEMORY_BYTES = 64 << 20
 """Memory of replies that were sent, kept for the next ones."""
 STOP_WAIT_S = 30.0
@@ -72,6 +75,9 @@ class BulkServer:
 
     report: called in the server's thread with what the unit has to tell the ledger; must hand it over and return.
     advertise_host: the name that remote clients reach `tcp_host` by, where it is not that itself (0.0.0.0).
+    token: what every request must carry; with `keys`, until `admit` says otherwise.
+    insecure: with neither token nor keys, `tcp_host` may be other than loopback.
+    keys: only those who know the public one get a word in.
     lock_directories: where clients' session locks may be; the arena's directory and /dev/shm by default.
     """
 
@@ -82,6 +88,8 @@ class BulkServer:
         epoch: int,
         token: str | None,
         report: Callable[[Input], None],
+        insecure: bool = False,
+        keys: ServerKeys | None = None,
         tcp_host: str | None = None,
         advertise_host: str | None = None,
         lock_directories: Iterable[str | Path] | None = None,
@@ -91,6 +99,8 @@ class BulkServer:
         self._epoch = epoch
         self._token = (token or "").encode()
         self._report = report
+        self._keys = keys
+        self._is_guarded = insecure or token is not None or keys is not None
         self._tcp = (tcp_host, advertise_host)
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._unit = 0
@@ -109,7 +119,7 @@ class BulkServer:
 
     def start(self) -> None:
         """Bind and serve. `endpoints` are set when it returns. Raises ServiceUnavailableError if nothing can be bound,
-        ValueError for a tcp_host beyond loopback without a token."""
+        ValueError for a tcp_host beyond loopback that nothing guards."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -119,7 +129,9 @@ class BulkServer:
             self._router.set(zmq.SNDHWM, PEER_REPLIES)
             self._router.set(zmq.RCVHWM, PEER_REQUESTS)
             self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            self.endpoints = bind(self._router, *self._tcp, token=self._token.decode() or None)
+            if self._keys is not None:
+                self._keys.guard(self._router)
+            self.endpoints = bind(self._router, *self._tcp, guarded=self._is_guarded)
         except BaseException:
             self._close_sockets()
             raise
@@ -135,6 +147,10 @@ class BulkServer:
     def unit(self, number: int) -> None:
         self._unit = number
         self._kick()
+
+    def admit(self, token: str) -> None:
+        """From now on requests carry this token. From any thread; before `unit` is set, or the same again."""
+        self._token = token.encode()
 
     @property
     def alive(self) -> bool:
@@ -264,10 +280,10 @@ class BulkServer:
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
         try:
-            self._admit(request)
             if verb == "attach" and not self._unit:
-                self._early.append((peer, request))
+                self._wait_for_number(peer, request)
                 return
+            self._admit(request)
             reply, payload = self._perform(verb, request)
         except DataPlaneError as error:
             reply = _refusal(error)
@@ -277,6 +293,11 @@ class BulkServer:
         self._drain()
         reply.call = request.call
         self._send(peer, reply, payload)
+
+    def _wait_for_number(self, peer: bytes, request: pb.BulkRequest) -> None:
+        """Nobody is refused for a token that the unit does not know yet either. Who is one too many asks again."""
+        if len(self._early) < EARLY:
+            self._early.append((peer, request))
 
     def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
         """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane import failpoints
 from dataplane.bulk.frames import Bytes
+from dataplane.curve import encrypt
 from dataplane.errors import ClientClosedError, from_wire
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
@@ -25,6 +26,10 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+
+
+SEND_MS = 10_000
+"""Requests in flight are few and find room in the socket's queue at once, unless there is no connection to be had."""
 
 
 class WireLostError(Exception):
@@ -38,11 +43,16 @@ class WireSilentError(Exception):
 class Wire:
     """After any exception out of its methods it is good for `close` only."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, wake: int) -> None:
-        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, wake: int, curve_key: str = ""
+    ) -> None:
+        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `curve_key`: the
+        unit's public key; "": it does not encrypt."""
         self._calls = itertools.count(1)
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.sndtimeo = SEND_MS
+        encrypt(self._socket, curve_key)
         if endpoint.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(_LOST, f"inproc://tq-lost-{secrets.token_hex(8)}")
@@ -73,10 +83,12 @@ class Wire:
                 failpoints.hit("bulk.write.between_frames")
                 self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
         except BaseException as error:
+            if isinstance(error, zmq.Again):
+                error = WireLostError("it takes no requests")
             # A frame that was never sent is let go of when nothing refers to it, the traceback's own frames included.
             parts.clear()
             traceback.clear_frames(error.__traceback__)
-            raise
+            raise error
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
         """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.

@@ -50,7 +50,7 @@ class AsyncChannel(OpenChannel):
         self._context = context
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._dealer = door_socket(context, session.door)
+        self._dealer = door_socket(context, session.door, session.keys)
         self._waiting: dict[int, _Waiting] = {}
         self._left = asyncio.Event()
         self._left.set()
@@ -173,9 +173,10 @@ class AsyncChannel(OpenChannel):
     def _look_again(self) -> None:
         if self._closing:
             return
+        session = self._calls.session
         self._loop.remove_reader(self._dealer.fileno())
         self._dealer.close()
-        self._dealer = door_socket(self._context, self.door)
+        self._dealer = door_socket(self._context, self.door, session.keys)
         self._loop.add_reader(self._dealer.fileno(), self._receive)
         for waiting in list(self._waiting.values()):
             try:

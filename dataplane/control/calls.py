@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
@@ -67,7 +67,7 @@ class Calls:
         self.session = session
         self.doubt: Callable[[], None] = lambda: None
         self._reconnect_s = config.reconnect_s
-        self._token = (config.secret() or "").encode()
+        self._token = session.keys.ticket.encode()
         self._timeout_s = config.call_timeout_s
         self._numbering = Numbering(session.number)
         self._lock = threading.Lock()
@@ -244,10 +244,12 @@ class Calls:
 
 class OpenChannel:
     """What both channels tell of their session, as it was found last. `leftovers` is asked with every heartbeat for
-    commands to post; `learned` is called, in any thread, with the storage units whenever the session is found again."""
+    commands to post; `shown` are the settings, with the token that storage units want; `learned` is called, in any
+    thread, with the storage units whenever the session is found again."""
 
     def __init__(self, session: Session, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
+        self.shown = replace(config, token=session.keys.ticket or None, token_file=None)
         self.leftovers: Callable[[], Iterable[c.Command]] = list
         self.learned: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
 

@@ -39,7 +39,7 @@ class Channel(OpenChannel):
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._door = Door(context, session.door)
+        self._door = Door(context, session.door, session.keys)
         self._left: list[Door] = []
         self._guard = threading.Lock()
         self._closing = False
@@ -169,7 +169,7 @@ class Channel(OpenChannel):
         with self._guard:
             if self._closing:
                 return
-            left, self._door = self._door, Door(self._context, session.door)
+            left, self._door = self._door, Door(self._context, session.door, session.keys)
             left.close()
             self._left = [door for door in [*self._left, left] if door.wait(0.0)]
         if not self._calls.pointless:
@@ -205,7 +205,7 @@ class Channel(OpenChannel):
 
     def _say_bye(self) -> None:
         bye = self._calls.begin(c.Bye(), CLOSE_S)
-        dealer = door_socket(self._context, self.door)
+        dealer = door_socket(self._context, self.door, self._calls.session.keys)
         try:
             send(dealer, bye.frames)
             while (left_s := bye.deadline - time.monotonic()) > 0:

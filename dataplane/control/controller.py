@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -13,15 +14,17 @@ from dataplane.control.handlers import Facts
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
+from dataplane.curve import ServerKeys
 from dataplane.durable import DurableLedger, LedgerSettings
 from dataplane.failpoints import hit
 from dataplane.host import (
     boot_id,
+    is_loopback,
     join_address,
     lasting_port,
     reachable_host,
     require_free_port,
-    require_token_beyond_loopback,
+    require_guard_beyond_loopback,
     resolve_host,
 )
 from dataplane.ledger.ledger import Ledger
@@ -53,6 +56,7 @@ class Controller:
         self._durable: DurableLedger | None = None
         self._shell: LedgerShell | None = None
         self._grpc: GrpcDoor | None = None
+        self._keys: ServerKeys | None = None
         self._address = ""
 
     @property
@@ -72,22 +76,29 @@ class Controller:
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both doors answer. Raises ValueError for a host beyond loopback without a token, OSError where
-        a port is taken, `StateDirError` for a state that cannot be gone on from; nothing is left running then."""
-        token = self._config.secret()
-        require_token_beyond_loopback(self._config.host, token)
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards, OSError
+        where a port is taken, `StateDirError` for a state that cannot be gone on from; nothing is left running then."""
+        config = self._config
+        token = config.secret()
+        require_guard_beyond_loopback(config.host, guarded=config.guarded())
+        if token is None and config.tls is None and not is_loopback(config.host):
+            log.warning(
+                "insecure: whoever reaches %s may read, change and drop everything this service holds", config.host
+            )
         try:
-            self._start(Secret(token))
+            self._start(token)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _start(self, secret: Secret) -> None:
+    def _start(self, token: str | None) -> None:
         config = self._config
         ledger = self._open_ledger()
-        self._grpc = import_grpc_door()(secret)
-        port, door = self._bind(self._grpc, secret)
+        ticket = token or self._made_ticket() if config.tls else ""
+        self._keys = ServerKeys() if config.tls else None
+        self._grpc = import_grpc_door()(Secret(token), config.tls)
+        port, door = self._bind(self._grpc, Secret(ticket or token))
         self._address = join_address(reachable_host(config.host), port)
         facts = Facts(
             address=self._address,
@@ -97,6 +108,8 @@ class Controller:
             heartbeat_s=config.heartbeat_s,
             durable=self._durable is not None,
             forced=self._durable is not None and self._durable.forced,
+            curve_key="" if self._keys is None else self._keys.public,
+            ticket=ticket,
         )
         door.introduce(facts)
         if self._durable is not None:
@@ -106,6 +119,15 @@ class Controller:
         self._shell = LedgerShell(ledger, door, facts, sync=sync)
         self._shell.start()
         self._grpc.serve(self._shell, facts)
+
+    def _made_ticket(self) -> str:
+        """What stands for the token that a service with TLS does not have. A later life has the same, so that storage
+        units and their clients need not hear of a new one at once."""
+        before = None if self._durable is None else self._durable.recall_text("ticket")
+        ticket = before or secrets.token_urlsafe(32)
+        if self._durable is not None and before is None:
+            self._durable.remember(ticket=ticket)
+        return ticket
 
     def _open_ledger(self) -> LedgerLike:
         config = self._config
@@ -127,14 +149,14 @@ class Controller:
         """Both doors on neighboring ports."""
         host = self._config.host
         if self._config.port:
-            return self._bind_pair(grpc, secret, ZmqDoor(host, self._config.port + 1, secret))
+            return self._bind_pair(grpc, ZmqDoor(host, self._config.port + 1, secret, self._keys))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
             return self._bind_again(grpc, secret, before)
         for _ in range(PORT_TRIES):
             port = 0 if self._durable is None else lasting_port()
             try:
-                return self._bind_pair(grpc, secret, ZmqDoor(host, port and port + 1, secret))
+                return self._bind_pair(grpc, ZmqDoor(host, port and port + 1, secret, self._keys))
             except OSError as error:
                 log.debug("trying other ports: %s", error)
         raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
@@ -144,7 +166,7 @@ class Controller:
         end = time.monotonic() + PORT_WAIT_S
         while True:
             try:
-                return self._bind_pair(grpc, secret, ZmqDoor(self._config.host, port + 1, secret))
+                return self._bind_pair(grpc, ZmqDoor(self._config.host, port + 1, secret, self._keys))
             except OSError as error:
                 if time.monotonic() > end:
                     raise OSError(
@@ -154,7 +176,7 @@ class Controller:
                     ) from error
                 time.sleep(PORT_PAUSE_S)
 
-    def _bind_pair(self, grpc: GrpcDoor, secret: Secret, door: ZmqDoor) -> tuple[int, ZmqDoor]:
+    def _bind_pair(self, grpc: GrpcDoor, door: ZmqDoor) -> tuple[int, ZmqDoor]:
         try:
             require_free_port(self._config.host, door.port - 1)  # gRPC would also print that it is not
             grpc.bind(join_address(resolve_host(self._config.host), door.port - 1))

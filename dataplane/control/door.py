@@ -6,6 +6,7 @@ import threading
 
 import zmq
 
+from dataplane.control.keys import DoorKeys
 from dataplane.control.opening import Socket, door_socket
 from dataplane.control.waker import Waker
 
@@ -14,8 +15,9 @@ class Door:
     """Each call takes a socket of its own and brings it back. Once the door is shut (its service is gone, or the client
     is closing), whoever polls `waker` with its socket wakes, and sockets brought back are closed. Thread-safe."""
 
-    def __init__(self, context: zmq.Context[Socket], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: DoorKeys) -> None:
         self.endpoint = endpoint
+        self._keys = keys
         self.waker = Waker()
         self.shut = False
         self._context = context
@@ -32,7 +34,7 @@ class Door:
             if self._idle:
                 return self._idle.pop()
         try:
-            return door_socket(self._context, self.endpoint)
+            return door_socket(self._context, self.endpoint, self._keys)
         except BaseException:
             with self._changed:
                 self._less()

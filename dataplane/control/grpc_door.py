@@ -18,16 +18,26 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from dataplane.config import TlsFiles
 from dataplane.control import codec, unit_messages
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
 from dataplane.control.statuses import to_status
+from dataplane.control.tls import server_credentials
 from dataplane.control.wire import MAX_MESSAGE_BYTES
-from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, ServiceUnavailableError
+from dataplane.errors import (
+    DataPlaneError,
+    InternalError,
+    InvalidRequestError,
+    ProtocolVersionError,
+    ServiceUnavailableError,
+    to_wire,
+)
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
+from dataplane.types import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +45,7 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "tq.v1.Control"
+GET_KEYS = f"/{SERVICE}/GetKeys"
 START_S = 30.0
 GRACE_S = 0.5
 """How long calls under way may take once the door closes."""
@@ -52,10 +63,12 @@ OPTIONS = (
 
 
 class GrpcDoor:
-    """`bind` (until it works), `serve`, `stop`."""
+    """`bind` (until it works), `serve`, `stop`. With `tls` every peer shows a certificate, health probes too;
+    ValueError for files that cannot be used."""
 
-    def __init__(self, secret: Secret) -> None:
+    def __init__(self, secret: Secret, tls: TlsFiles | None = None) -> None:
         self._secret = secret
+        self._credentials = None if tls is None else server_credentials(tls)
         self._ready = threading.Event()
         self._end_links: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="tq-grpc", daemon=True)
@@ -86,7 +99,10 @@ class GrpcDoor:
             raise OSError(f"cannot listen on {address}: {error}") from error
 
     async def _bind(self, address: str) -> None:
-        self._server.add_insecure_port(address)
+        if self._credentials is None:
+            self._server.add_insecure_port(address)
+        else:
+            self._server.add_secure_port(address, self._credentials)
 
     def serve(self, shell: LedgerShell, facts: Facts) -> None:
         """Begin to answer."""
@@ -124,8 +140,22 @@ class _Guard(grpc.aio.ServerInterceptor):
         try:
             self._secret.check(str(shown).removeprefix("Bearer ").encode(), peer="the controller")
         except DataPlaneError as error:
+            if details.method == GET_KEYS:
+                return grpc.unary_unary_rpc_method_handler(_refuser_of_keys(error), response_serializer=_serialize)
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
         return await continuation(details)
+
+
+def _refuser_of_keys(error: DataPlaneError) -> Callable[[Any, Context], Awaitable[Message]]:
+    async def refuse(request: Any, context: Context) -> Message:
+        return _no_keys(error)
+
+    return refuse
+
+
+def _no_keys(error: DataPlaneError) -> pb.Keys:
+    name, facts = to_wire(error)
+    return pb.Keys(error=pb.Error(name=name, facts=facts))
 
 
 def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
@@ -164,6 +194,7 @@ class _Service:
             )
         methods = {name: _unary(self._answer(parse), request_type) for name, (request_type, parse) in unary.items()}
         methods["Heartbeat"] = _unary(self._heartbeat, pb.HeartbeatRequest)
+        methods["GetKeys"] = _unary(self._keys, pb.GetKeysRequest)
         methods["KeepSession"] = _stream(self._keep_session, pb.HeartbeatRequest)
         methods["AttachUnit"] = _stream(self._attach_unit, pb.UnitReport)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -207,6 +238,13 @@ class _Service:
             await _abort(context, error)
         return heartbeat_reply(self._facts)
 
+    async def _keys(self, request: pb.GetKeysRequest, context: Context) -> Message:
+        try:
+            _check_version(request.protocol_version)
+        except DataPlaneError as error:
+            return _no_keys(error)
+        return pb.Keys(curve_key=self._facts.curve_key, ticket=self._facts.ticket)
+
     async def _keep_session(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
     ) -> AsyncIterator[Message]:
@@ -239,7 +277,9 @@ class _Service:
         self._links.add(orders)
         try:
             unit = await self._add_unit(requests, order)
-            yield unit_messages.order_to_pb(unit)
+            added = unit_messages.order_to_pb(unit)
+            added.added.ticket = self._facts.ticket
+            yield added
             reading = asyncio.create_task(self._read_reports(requests, unit.unit, orders))
             while (item := await orders.get()) is not None:
                 if isinstance(item, DataPlaneError):
@@ -268,6 +308,7 @@ class _Service:
             add = unit_messages.report_from_pb(request)
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("a storage unit says AddUnit first")
+            _check_version(request.add.protocol_version)
             if self._facts.forced and not add.forced:
                 raise InvalidRequestError(
                     f"storage unit {add.name!r} was started without --durability machine, which this service promises"
@@ -298,6 +339,11 @@ class _Service:
         except Exception as error:
             log.exception("failed on a report of storage unit %d", unit)
             orders.put_nowait(InternalError(what=repr(error)))
+
+
+def _check_version(theirs: int) -> None:
+    if theirs != PROTOCOL_VERSION:
+        raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 
 
 def _unary(behavior: Any, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:

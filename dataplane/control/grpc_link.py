@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 import grpc
 
+from dataplane.config import TlsFiles
 from dataplane.control import unit_messages
 from dataplane.control.statuses import from_status
+from dataplane.control.tls import channel_credentials, diagnose
 from dataplane.control.wire import MAX_MESSAGE_BYTES
+from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.pb import control_pb2_grpc
+from dataplane.types import PROTOCOL_VERSION
 
 OPTIONS = (
     # The way to a controller in the same cluster never leads through the proxy that downloads use.
@@ -28,11 +32,17 @@ OPTIONS = (
 
 
 class GrpcLink:
-    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders."""
+    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. `ticket`: what clients of the
+    unit show as token, once it was added; "": the service's token.
 
-    def __init__(self, address: str, token: str | None, reports: Iterator[c.Input]) -> None:
+    ValueError for files of `tls` that cannot be used.
+    """
+
+    def __init__(self, address: str, token: str | None, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._tls = tls
+        self.ticket = ""
+        self._channel = _channel(address, tls)
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._since = time.monotonic()
@@ -42,10 +52,14 @@ class GrpcLink:
         """Until the stream ends. Raises the error it ended with."""
         try:
             for wire in self._call:
+                self.ticket = wire.added.ticket or self.ticket
                 yield unit_messages.order_from_pb(wire)
         except grpc.RpcError as error:
             waited_s = time.monotonic() - self._since
-            raise from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s) from error
+            found = from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s)
+            if isinstance(found, ServiceUnavailableError):
+                raise diagnose(self._address, self._tls) or found from error
+            raise found from error
 
     def close(self) -> None:
         """End the stream, if it has not ended."""
@@ -53,6 +67,16 @@ class GrpcLink:
         self._channel.close()
 
 
+def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.secure_channel(address, channel_credentials(tls), options=(*OPTIONS, *name))
+
+
 def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:
     for item in reports:
-        yield unit_messages.report_to_pb(item)
+        report = unit_messages.report_to_pb(item)
+        if isinstance(item, c.AddUnit):
+            report.add.protocol_version = PROTOCOL_VERSION
+        yield report

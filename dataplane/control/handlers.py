@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
@@ -25,7 +25,9 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in.
-    `durable`: it keeps its state over a restart; `forced`: over the end of its machine, too."""
+    `durable`: it keeps its state over a restart; `forced`: over the end of its machine, too. `curve_key`: of its ZMQ
+    door, "" where that does not encrypt; then there is no `ticket` either, which stands for the token on all ZMQ doors
+    of a service with TLS."""
 
     address: str
     epoch: int
@@ -34,6 +36,8 @@ class Facts:
     heartbeat_s: float
     durable: bool = False
     forced: bool = False
+    curve_key: str = ""
+    ticket: str = field(default="", repr=False)
 
 
 def parse(method: str, body: bytes) -> c.Input:

@@ -57,7 +57,7 @@ class Keeper:
         self._config = config
         self._context = context
         self._hold(dealer)
-        self._beat = wire.request(c.Heartbeat(session=calls.session.number), (config.secret() or "").encode())
+        self._beat = wire.request(c.Heartbeat(session=calls.session.number), calls.session.keys.ticket.encode())
         self._maintain = maintain
         self._moved = moved
         self._waker = Waker()

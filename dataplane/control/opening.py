@@ -3,15 +3,19 @@
 Not over gRPC, because clients live in training processes, which fork (data loaders do), and gRPC does not bear that: a
 process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
 support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child use one road.
+
+Where the service uses TLS, the client first asks the gRPC door, in the one small call that `http2` makes, for the keys
+of the ZMQ doors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -20,13 +24,17 @@ from google.protobuf.message import DecodeError
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
+from dataplane.control.keys import OPEN, DoorKeys, keys_of
 from dataplane.control.resolve import resolve
+from dataplane.control.tls import USE_TLS
+from dataplane.curve import encrypt
 from dataplane.errors import (
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     ServiceRestartedError,
     ServiceUnavailableError,
+    TlsError,
 )
 from dataplane.failpoints import hit
 from dataplane.host import boot_id, join_address, split_address
@@ -49,8 +57,8 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """An open session. `door` is the ZMQ endpoint for its commands; `nonce` finds it again; `durable`: the service
-    keeps it over a restart."""
+    """An open session. `door` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
+    `durable`: the service keeps it over a restart."""
 
     number: int
     epoch: int
@@ -60,16 +68,23 @@ class Session:
     heartbeat_s: float
     nonce: str
     durable: bool
+    keys: DoorKeys = OPEN
 
 
-def door_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
+def door_socket(context: zmq.Context[Socket], endpoint: str, keys: DoorKeys = OPEN) -> Socket:
     """A socket that talks to a controller's ZMQ door."""
+    dealer = _dealer(context, endpoint, keys)
+    dealer.connect(endpoint)
+    return dealer
+
+
+def _dealer(context: zmq.Context[Socket], endpoint: str, keys: DoorKeys) -> Socket:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+    dealer.set(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    encrypt(dealer, keys.curve_key)
     if "[" in endpoint:
         dealer.set(zmq.IPV6, 1)
-    dealer.connect(endpoint)
     return dealer
 
 
@@ -78,7 +93,8 @@ def open_session(config: DataPlaneConfig, context: zmq.Context[Socket], lock_pat
 
     lock_path: of the lock that the process holds if it may use shared memory.
     Raises `ServiceUnavailableError` (at once where nothing listens), `AuthenticationError`, `ProtocolVersionError`,
-    ValueError for a config without an address.
+    `TlsError` where one end speaks TLS and the other does not or does not like the other's certificate, ValueError for
+    a config without an address or with files for TLS that cannot be used.
     """
     if not config.address:
         raise ValueError("no address of a data plane service: pass one, set config.address or TQ_ADDRESS")
@@ -96,7 +112,7 @@ def go_on(
     few times `GO_ON_S` at most, and no longer than the address takes to resolve once `given_up()`.
 
     Raises `ServiceUnavailableError` while there is no service, `ServiceRestartedError` from one that does not have the
-    session's state, `SessionExpiredError`, `AuthenticationError`, `ClientClosedError` once `given_up()`.
+    session's state, `SessionExpiredError`, `AuthenticationError`, `TlsError`, `ClientClosedError` once `given_up()`.
     """
     assert config.address is not None
     wanted = _wanted(config, session.nonce, session.number, session.epoch)
@@ -147,12 +163,16 @@ def _enter(
 ) -> tuple[Session, Socket]:
     deadline = time.monotonic() + timeout_s
     door = door_address(address)
-    probe(address, timeout_s)
-    dealer = door_socket(context, f"tcp://{door}")
+    keys = keys_of(config, address, deadline)
+    probe(address, max(deadline - time.monotonic(), LOOK_S))
+    dealer = _dealer(context, f"tcp://{door}", keys)
     try:
-        frames = wire.request(wanted, (config.secret() or "").encode())
-        opened, value = _opened(_ask(dealer, frames, address, deadline, given_up).good_body(), address)
-        endpoint, dealer = _nearest(dealer, opened, config, context, door)
+        with _refusals(dealer) as refused:
+            dealer.connect(f"tcp://{door}")
+            frames = wire.request(wanted, keys.ticket.encode())
+            reply = _ask(dealer, refused, frames, address, deadline, given_up)
+        opened, value = _opened(reply.good_body(), address)
+        endpoint, dealer = _nearest(dealer, opened, keys, context, door)
     except BaseException:
         dealer.close()
         raise
@@ -165,6 +185,7 @@ def _enter(
         heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
         nonce=wanted.nonce,
         durable=opened.durable,
+        keys=keys,
     )
     return session, dealer
 
@@ -193,8 +214,25 @@ def probe(address: str, timeout_s: float) -> None:
         raise ServiceUnavailableError(address=address, why=why) from error
 
 
+@contextlib.contextmanager
+def _refusals(dealer: Socket) -> Iterator[Socket]:
+    """A socket that becomes readable when what `dealer` will connect to encrypts and it does not."""
+    event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
+    try:
+        yield monitor
+    finally:
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+
+
 def _ask(
-    dealer: Socket, frames: list[bytes], address: str, deadline: float, given_up: Callable[[], bool]
+    dealer: Socket,
+    refused: Socket,
+    frames: list[bytes],
+    address: str,
+    deadline: float,
+    given_up: Callable[[], bool],
 ) -> wire.Reply:
     """What answers, asked again after each `REPEAT_S` while something listens."""
     began = time.monotonic()
@@ -205,10 +243,16 @@ def _ask(
         if now >= repeat_at:
             if now > began:
                 probe(address, deadline - now)
-            dealer.send_multipart(frames)
+            # What refuses this client's security may have hung up by now, and then nothing takes the message.
+            with contextlib.suppress(zmq.Again):
+                dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
-        if dealer.poll(int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1):
+        patience_ms = int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1
+        ready = dict(zmq.zmq_poll([(dealer, zmq.POLLIN), (refused, zmq.POLLIN)], patience_ms))
+        if dealer in ready:
             return _reply(dealer, address)
+        if refused in ready:
+            raise TlsError(address=address, why=USE_TLS)
     why = f"something listens, but nothing answered within {deadline - began:.1f} s"
     raise ServiceUnavailableError(address=address, why=why)
 
@@ -221,13 +265,13 @@ def _reply(dealer: Socket, address: str) -> wire.Reply:
 
 
 def _nearest(
-    dealer: Socket, opened: pb.Opened, config: DataPlaneConfig, context: zmq.Context[Socket], door: str
+    dealer: Socket, opened: pb.Opened, keys: DoorKeys, context: zmq.Context[Socket], door: str
 ) -> tuple[str, Socket]:
     """The best door that works from here, and a socket to it on which the session's heartbeat was answered."""
-    beat = wire.request(c.Heartbeat(session=opened.session), (config.secret() or "").encode())
+    beat = wire.request(c.Heartbeat(session=opened.session), keys.ticket.encode())
     if opened.host == boot_id():
         for endpoint in (each for each in opened.doors if each.startswith("ipc://")):
-            near = door_socket(context, endpoint)
+            near = door_socket(context, endpoint, keys)
             near.send_multipart(beat)
             if near.poll(int(IPC_WAIT_S * 1000)):
                 near.recv_multipart()

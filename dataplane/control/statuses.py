@@ -46,6 +46,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.ServiceUnavailableError: Code.UNAVAILABLE,
     e.StorageUnitError: Code.UNAVAILABLE,
     e.AuthenticationError: Code.UNAUTHENTICATED,
+    e.TlsError: Code.UNAUTHENTICATED,
     e.ProtocolVersionError: Code.UNIMPLEMENTED,
     e.SessionExpiredError: Code.FAILED_PRECONDITION,
     e.ServiceRestartedError: Code.FAILED_PRECONDITION,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dataplane.config import TlsFiles
 from dataplane.control.grpc_import import import_grpc_link
 from dataplane.control.resolve import resolve
 from dataplane.errors import (
@@ -23,6 +24,7 @@ from dataplane.errors import (
     ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
+    TlsError,
 )
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -38,7 +40,7 @@ CLOSE_S = 5.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Pauses before the link is tried again: each twice the last, up to this, less some chance."""
-FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError)
+FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
 """Refusals that trying again would not change."""
 
 
@@ -102,9 +104,18 @@ class UnitLink:
     refused, `lost` is set; reports are dropped from then on.
     """
 
-    def __init__(self, address: str, token: str | None, *, timeout_s: float = 10.0, reconnect_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        *,
+        tls: TlsFiles | None = None,
+        timeout_s: float = 10.0,
+        reconnect_s: float = 60.0,
+    ) -> None:
         self._address = address
         self._token = token
+        self._tls = tls
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._add: c.AddUnit | None = None
@@ -123,18 +134,18 @@ class UnitLink:
         add: c.AddUnit,
         on_order: Callable[[Order], None],
         *,
-        on_added: Callable[[int], None] = lambda unit: None,
+        on_added: Callable[[int, str], None] = lambda unit, ticket: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
         """Offer the unit to the controller; its number there. The callbacks are called in the link's thread: `on_order`
-        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
-        nothing of what it held, when the controller does not know the number: how it presents itself then. What they
-        raise ends the link.
+        in order; `on_added` with the number and what the unit's clients show as token ("": the service's), each time
+        the unit was accepted; `start_over` to make the unit anew, with nothing of what it held, when the controller
+        does not know the number: how it presents itself then. What they raise ends the link.
 
         Blocks for `timeout_s` at most. Raises `ServiceUnavailableError` (at once where nothing listens),
-        `AuthenticationError`, `InvalidRequestError` for an arena that is there already, `ServiceRestartedError` for one
-        with a number that the controller does not know and no `start_over`, `CallTimeoutError`, what the callbacks
-        raise.
+        `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there
+        already, `ServiceRestartedError` for one with a number that the controller does not know and no `start_over`,
+        `CallTimeoutError`, what the callbacks raise.
         """
         assert self._thread is None, "opened twice"
         if self._closed.is_set():
@@ -246,7 +257,7 @@ class UnitLink:
             add = self._add
             assert add is not None
             again = list(self._attached.values()) if add.unit else []
-            return import_grpc_link()(address, self._token, self._outbox.stream([add, *again]))
+            return import_grpc_link()(address, self._token, self._outbox.stream([add, *again]), self._tls)
 
     def _converse(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
         """One stream, from AddUnit to its end: whether the unit was accepted, and the error the stream ended with."""
@@ -260,7 +271,7 @@ class UnitLink:
             for order in link.orders():
                 if isinstance(order, c.UnitAdded):
                     accepted.set()
-                    self._accept(order.unit)
+                    self._accept(order.unit, link.ticket)
                 elif isinstance(order, c.FenceSession | c.GrowArena):
                     self._on_order(order)
         except DataPlaneError as caught:
@@ -271,12 +282,12 @@ class UnitLink:
             self._settled.set()
         return accepted.is_set(), error
 
-    def _accept(self, unit: int) -> None:
+    def _accept(self, unit: int, ticket: str) -> None:
         with self._guard:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)
         self._outcome = unit
-        self._on_added(unit)
+        self._on_added(unit, ticket)
         self._settled.set()
         self._answered.set()
 

@@ -12,6 +12,8 @@ from dataplane.ledger import commands as c
 OK = b"ok"
 MAX_MESSAGE_BYTES = 256 << 20
 """The largest message on either door."""
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
+"""The same with what CURVE adds to it."""
 
 
 def request(item: c.Input, token: bytes) -> list[bytes]:

@@ -14,6 +14,7 @@ from dataplane.control import wire
 from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
 from dataplane.control.secret import Secret
 from dataplane.control.sockets import NOBLOCK, readable, receive, send
+from dataplane.curve import ServerKeys
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, InvalidRequestError
 from dataplane.host import join_address, resolve_host
 from dataplane.ledger import commands as c
@@ -38,16 +39,19 @@ class ZmqDoor:
     and `monitor` and calls `serve` and `notice_disconnects`.
 
     The connection that a session's heartbeats come from stands for its client: when it ends before the session said
-    Bye, the handler gets `SessionSilent`. Raises OSError if the port is taken.
+    Bye, the handler gets `SessionSilent`. With `keys` it talks to those only who know its public one. Raises OSError if
+    the port is taken.
     """
 
-    def __init__(self, host: str, port: int, secret: Secret) -> None:
+    def __init__(self, host: str, port: int, secret: Secret, keys: ServerKeys | None = None) -> None:
         self._secret = secret
         self._facts: Facts | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
-        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        if keys is not None:
+            keys.guard(self.socket)
         self._sessions: dict[int, int] = {}
         self._closed = False
         try:

@@ -52,6 +52,7 @@ class Unit:
             arena_path=self.offer.arena_path,
             capacity_bytes=self.offer.capacity_bytes,
             forced=self.offer.forced,
+            curve_key=self.offer.curve_key,
         )
 
     def back(self, backed_bytes: int, *, failed: bool) -> None:

@@ -239,7 +239,7 @@ class FieldLocations(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
-    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced")
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced", "curve_key")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,7 @@ class UnitInfo(_message.Message):
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     FORCED_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
     host: str
@@ -256,7 +257,8 @@ class UnitInfo(_message.Message):
     arena_path: str
     capacity_bytes: int
     forced: bool
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., forced: bool = ...) -> None: ...
+    curve_key: str
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., forced: bool = ..., curve_key: _Optional[str] = ...) -> None: ...
 
 class NamedTexts(_message.Message):
     __slots__ = ("name", "values")
@@ -318,6 +320,22 @@ class Opened(_message.Message):
     durable: bool
     def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ...) -> None: ...
 
+class GetKeysRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class Keys(_message.Message):
+    __slots__ = ("curve_key", "ticket", "error")
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    curve_key: str
+    ticket: str
+    error: Error
+    def __init__(self, curve_key: _Optional[str] = ..., ticket: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -361,7 +379,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +392,8 @@ class AddUnit(_message.Message):
     FORCED_FIELD_NUMBER: _ClassVar[int]
     RECHECK_FIELD_NUMBER: _ClassVar[int]
     INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -386,15 +406,19 @@ class AddUnit(_message.Message):
     forced: bool
     recheck: bool
     instead_of: str
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ...) -> None: ...
+    curve_key: str
+    protocol_version: int
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
-    __slots__ = ("cookie", "unit")
+    __slots__ = ("cookie", "unit", "ticket")
     COOKIE_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     cookie: str
     unit: int
-    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
+    ticket: str
+    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class UnitLost(_message.Message):
     __slots__ = ("unit",)

@@ -40,6 +40,11 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Opened.FromString,
                 _registered_method=True)
+        self.GetKeys = channel.unary_unary(
+                '/tq.v1.Control/GetKeys',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Keys.FromString,
+                _registered_method=True)
         self.KeepSession = channel.stream_stream(
                 '/tq.v1.Control/KeepSession',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.HeartbeatRequest.SerializeToString,
@@ -204,6 +209,14 @@ class ControlServicer(object):
     def OpenSession(self, request, context):
         """Opens a session; a repeated nonce finds the session it opened before, also in a later life of a service that kept
         its state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKeys(self, request, context):
+        """What a client of a service with TLS needs for the ZMQ doors. Tells its errors in its answer, so that clients can ask
+        it without a gRPC library.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -436,6 +449,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.OpenSessionRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Opened.SerializeToString,
             ),
+            'GetKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKeys,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.GetKeysRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Keys.SerializeToString,
+            ),
             'KeepSession': grpc.stream_stream_rpc_method_handler(
                     servicer.KeepSession,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.HeartbeatRequest.FromString,
@@ -620,6 +638,33 @@ class Control(object):
             '/tq.v1.Control/OpenSession',
             dataplane_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
             dataplane_dot_pb_dot_control__pb2.Opened.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/GetKeys',
+            dataplane_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Keys.FromString,
             options,
             channel_credentials,
             insecure,

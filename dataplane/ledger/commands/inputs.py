@@ -69,6 +69,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     forced: bool = False
     recheck: bool = False
     instead_of: str = ""
+    curve_key: str = ""
 
 
 class UnitLost(Input, frozen=True, kw_only=True):

@@ -171,7 +171,8 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 class UnitInfo(Value, frozen=True, kw_only=True):
     """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp. `forced`: who writes into the
-    mapped arena forces that to the disk before it commits."""
+    mapped arena forces that to the disk before it commits. `curve_key`: the public key to talk to its endpoints with
+    ("": in the clear)."""
 
     unit: int
     name: str
@@ -181,3 +182,4 @@ class UnitInfo(Value, frozen=True, kw_only=True):
     arena_path: str
     capacity_bytes: int
     forced: bool = False
+    curve_key: str = ""

@@ -1,0 +1,24 @@
+#!/bin/sh
+# Makes the certificates that the tests use, for a hundred years: two authorities, what each signed, and a name that is
+# not the host's. They guard nothing: their keys are here for everybody to read.
+set -eu
+cd "$(dirname "$0")"
+
+authority() { # FILE
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500 -subj "/CN=$1 of the tests" \
+        -addext "keyUsage=critical,keyCertSign" -keyout "$1.key" -out "$1.pem"
+}
+
+signed() { # FILE AUTHORITY NAMES
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=$1 of the tests" \
+        -keyout "$1.key" -out "$1.csr"
+    printf 'subjectAltName=%s\n' "$3" > "$1.ext"
+    openssl x509 -req -in "$1.csr" -CA "$2.pem" -CAkey "$2.key" -CAcreateserial -days 36500 -extfile "$1.ext" -out "$1.pem"
+    rm "$1.csr" "$1.ext" "$2.srl"
+}
+
+authority ca
+authority other-ca
+signed node ca IP:127.0.0.1,DNS:localhost
+signed named ca DNS:tq.test
+signed stranger other-ca IP:127.0.0.1,DNS:localhost
