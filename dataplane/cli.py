@@ -18,6 +18,7 @@ from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
+from dataplane.types import Checksums
 from dataplane.unit import StorageUnit
 from dataplane.unit_process import Stop, UnitProcesses, run_unit
 
@@ -107,6 +108,7 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         reconnect_s=getattr(arguments, "reconnect", 60.0),
         state_dir=arguments.state_dir,
         durability=arguments.durability,
+        checksums=getattr(arguments, "checksums", Checksums.ACROSS_HOSTS),
     ).with_environment()
 
 
@@ -216,6 +218,12 @@ def parser() -> argparse.ArgumentParser:
     memory(made)
     made.add_argument("--port", type=int, default=0, help="port of the controller (default: any free one, printed)")
     made.add_argument("--units", type=int, default=1, help="storage units to start (default: 1)")
+    made.add_argument(
+        "--checksums",
+        choices=list(Checksums),
+        default=Checksums.ACROSS_HOSTS,
+        help="which rows get a checksum that readers compare (default: across-hosts)",
+    )
     made = command("unit", unit, "Run one more storage unit for a running controller.")
     memory(made)
     made.add_argument("address", help="host:port of the controller")

@@ -19,7 +19,7 @@ import torch
 
 import dataplane
 from dataplane import DataPlaneConfig, connect, unit_process
-from dataplane.cli import main, size
+from dataplane.cli import _service_config, main, parser, size
 from dataplane.kept import discard
 from dataplane.unit_process import UnitProcesses
 from tests.lives import wait_until
@@ -42,6 +42,14 @@ def test_bad_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serve", "--capacity", "lots"])
     assert left.value.code == 2
     assert "lots" in capsys.readouterr().err
+
+
+def test_which_rows_get_checksums_is_told_to_the_service(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _service_config(parser().parse_args(["serve"])).checksums == "across-hosts"
+    assert _service_config(parser().parse_args(["serve", "--checksums", "always"])).checksums == "always"
+    with pytest.raises(SystemExit):
+        main(["serve", "--checksums", "sometimes"])
+    assert "sometimes" in capsys.readouterr().err
 
 
 def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

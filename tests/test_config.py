@@ -16,6 +16,7 @@ from dataplane.config import TlsFiles
     [
         {"capacity_bytes": 10},
         {"units": -1},
+        {"checksums": "sometimes"},
         {"durability": "for ever"},
         {"durability": "machine"},
         {"result_memory_bytes": -1},

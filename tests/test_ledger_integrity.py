@@ -162,6 +162,21 @@ def test_they_are_kept_where_the_partition_grows_and_through_images_and_replay()
     assert canonical(answer.result.fields[0]) == canonical(expected)
 
 
+def test_an_image_of_a_version_without_them_is_read() -> None:
+    driver, client = ready()
+    put(client, ["a"], None)
+    state = driver.ledger._state
+    for old in (state, state.partitions["p"].fields["x"]):
+        for name in ("checksums", "several_hosts"):
+            vars(old).pop(name, None)
+    made = Ledger.restored(driver.ledger.image())
+    locate = c.Locate(partition="p", samples=by_ids("a"), fields=("x",))
+    (answer,) = made.apply(c.Call(session=client.session, number=100, watermark=100, command=locate))
+    assert isinstance(answer, c.Answer)
+    assert isinstance(answer.result, c.Located)
+    assert answer.result.fields[0].checksums is None
+
+
 def test_without_them_nothing_is_kept() -> None:
     driver, client = ready()
     put(client, ["a"], None)

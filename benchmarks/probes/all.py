@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.probes import broadcast, calls, channels, claims, controller, crowd, live, memory, messages, packing
+from benchmarks.probes import (
+    broadcast,
+    calls,
+    channels,
+    checksums,
+    claims,
+    controller,
+    crowd,
+    live,
+    memory,
+    messages,
+    packing,
+)
 from benchmarks.probes.base import Figure
 
 PROBES: Mapping[str, Callable[..., list[Figure]]] = {
@@ -14,6 +26,7 @@ PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "growth with stored samples": live.growth,
     "processor time of the controller": controller.commands,
     "client memory": memory.peaks,
+    "checksums of rows": checksums.cost,
     "leader broadcast": broadcast.leader_broadcast,
     "broadcast among workers": messages.broadcasts,
     "small messages among workers": messages.small_messages,

@@ -31,6 +31,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "shared": lambda: Shared(torch.arange(6).reshape(2, 3) + 1, [0, 1, 1, 0]),
     "strided": lambda: torch.arange(24).reshape(4, 6)[:, ::2] + 0,
     "columns": lambda: torch.arange(12).reshape(3, 4).t(),
+    "large": lambda: torch.arange(4 * 200_000).reshape(4, 200_000),
     GROWN: lambda: [torch.arange(n) + 1 for n in (3, 1, 5, 2)],
 }
 IDS = ["a", "b", "c", "d"]

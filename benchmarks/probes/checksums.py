@@ -1,0 +1,71 @@
+"""What checksums of rows cost: the same batch with and without them, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+
+from benchmarks.payload import Batch, build
+from benchmarks.plan import TOKENS
+from benchmarks.probes.base import PARTITION, Figure
+from benchmarks.systems.service import Service
+from dataplane import DataPlaneClient, connect
+
+POLICIES = ("never", "across-hosts", "always")
+CAPACITY_BYTES = 256 << 20
+WARM_UP = 2
+
+
+def cost(*, quick: bool) -> list[Figure]:
+    """Times of a put and a read of 19 MB over those without checksums: by shared memory on one host, where by default
+    there are none, and where all rows have them; and over tcp, where they have them by default."""
+    taken: dict[tuple[str, str, str], list[float]] = {}
+    batch = build(TOKENS)
+    with contextlib.ExitStack() as stack:
+        clients = {
+            (policy, road): stack.enter_context(_client(policy, remote=road == "remote"))
+            for policy in POLICIES
+            for road in ("local", "remote")
+        }
+        for turn in range((7 if quick else 15) + WARM_UP):
+            for (policy, road), client in clients.items():
+                _turn(client, batch)
+                for op, seconds in _turn(client, batch).items():
+                    if turn >= WARM_UP:
+                        taken.setdefault((policy, road, op), []).append(seconds)
+    middle = {key: statistics.median(seconds) for key, seconds in taken.items()}
+    return [
+        Figure(
+            name=f"{op} 19 MB, {road}, checksums {policy} : never",
+            value=middle[policy, road, op] / middle["never", road, op],
+            unit="x time",
+            note=f"{1e3 * middle['never', road, op]:.2f} ms without",
+        )
+        for road, policy in (("local", "across-hosts"), ("local", "always"), ("remote", "across-hosts"))
+        for op in ("put", "read")
+    ]
+
+
+@contextlib.contextmanager
+def _client(policy: str, *, remote: bool) -> Iterator[DataPlaneClient]:
+    service = Service({"capacity_bytes": CAPACITY_BYTES, "checksums": policy}, tcp_only=remote)
+    try:
+        with connect(service.address, force_remote=remote) as client:
+            client.register_partition(PARTITION, [], None, ["task"])
+            yield client
+    finally:
+        service.close()
+
+
+def _turn(client: DataPlaneClient, batch: Batch) -> dict[str, float]:
+    """Seconds of a put and of a read."""
+    began = time.perf_counter()
+    meta = client.put_samples(batch.ids, PARTITION, batch.columns)
+    put = time.perf_counter()
+    read = client.get_samples(meta, PARTITION, batch.names)
+    done = time.perf_counter()
+    del read
+    client.clear_samples(meta, PARTITION)
+    return {"put": put - began, "read": done - put}
