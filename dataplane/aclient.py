@@ -247,6 +247,10 @@ class AsyncDataPlaneClient:
         """See `DataPlaneClient.stats`."""
         return await self._run(ops.stats)
 
+    async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
+        """See `DataPlaneClient.shrink`."""
+        return await self._run(ops.shrink, timeout_s)
+
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._closed = True

@@ -168,6 +168,17 @@ def restore(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def shrink(arguments: argparse.Namespace) -> int:
+    """Give memory back to the machine; exit code 1 if a unit did not."""
+    with _connect(arguments) as client:
+        done = client.shrink()
+    for unit in done.units:
+        problem = f" ({unit.error})" if unit.error else ""
+        given, held = readable(unit.given_bytes), readable(unit.backed_bytes)
+        print(f"unit {unit.unit} {unit.name}: {given} given back, {held} held{problem}")
+    return 1 if any(unit.error for unit in done.units) else 0
+
+
 def _connect(arguments: argparse.Namespace) -> DataPlaneClient:
     name = f"tq {arguments.run.__name__}"
     return dataplane.connect(arguments.address, client_name=name, **_security(arguments))
@@ -234,6 +245,8 @@ def parser() -> argparse.ArgumentParser:
     made = command("status", status, "Print what a service holds.")
     made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
     made.add_argument("--json", action="store_true", help="print JSON")
+    made = command("shrink", shrink, "Give memory above what is used back to the machine.")
+    made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
     for name, run, text in (
         ("checkpoint", checkpoint, "Save partitions into a directory, as they are at one instant."),
         ("restore", restore, "Bring the partitions of a checkpoint back, all or none."),

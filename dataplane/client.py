@@ -393,6 +393,15 @@ class DataPlaneClient:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""
         return self._run(ops.stats)
 
+    def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
+        """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
+        and free room below stay; the next puts make the units grow again. Colocated trainers call it between phases.
+
+        Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
+        each (with an `error` where one is not connected, did not answer, or has a file system without holes).
+        """
+        return self._run(ops.shrink, timeout_s)
+
     def close(self) -> None:
         """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this
         client was bootstrapped with ends too. Idempotent; calls waiting in other threads get `ClientClosedError`.

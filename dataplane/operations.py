@@ -387,6 +387,11 @@ def stats(desk: Desk) -> Operation[c.StatsReport]:
     return (yield Send(c.Stats())).result  # type: ignore[no-any-return]
 
 
+def shrink(desk: Desk, timeout_s: float) -> Operation[c.Shrunken]:
+    """Memory goes back to the machine."""
+    return (yield Send(c.Shrink(timeout_s=timeout_s))).result  # type: ignore[no-any-return]
+
+
 def ask(desk: Desk, command: c.Command) -> Operation[Any]:
     """Send one command and return its result."""
     return (yield Send(command)).result

@@ -44,6 +44,8 @@ from dataplane.ledger.commands import (
     SessionAlive,
     SessionAttached,
     SessionGone,
+    ShrinkArena,
+    Shrunk,
 )
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.rowcopy import gather
@@ -67,7 +69,7 @@ REPLY_MEMORY_BYTES = 64 << 20
 """Memory of replies that were sent, kept for the next ones."""
 STOP_WAIT_S = 30.0
 
-Order = FenceSession | GrowArena
+Order = FenceSession | GrowArena | ShrinkArena
 
 
 class BulkServer:
@@ -108,6 +110,7 @@ class BulkServer:
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._growth: deque[tuple[GrowArena, Iterator[int]]] = deque()
+        self._shrinks = 0
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -228,6 +231,22 @@ class BulkServer:
                     self._report((SessionGone if gone else SessionAlive)(unit=unit, session=session))
                 case GrowArena() as order:
                     self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
+                case ShrinkArena() as order:
+                    self._shrink(order)
+
+    def _shrink(self, order: ShrinkArena) -> None:
+        """Growth that was ordered before is not wanted any more."""
+        error = None
+        if order.number > self._shrinks:
+            self._growth.clear()
+            self._shrinks = order.number
+            try:
+                self._arena.punch(order.backed_bytes)
+            except OSError as caught:
+                error = str(caught)
+                log.warning("unit %d cannot give memory back: %s", self._unit, error)
+        backed = self._arena.backed_bytes
+        self._report(Shrunk(unit=order.unit, number=order.number, backed_bytes=backed, error=error))
 
     def _grow_a_step(self) -> None:
         order, steps = self._growth[0]
@@ -243,7 +262,8 @@ class BulkServer:
             log.exception("unit %d cannot grow to %d bytes", self._unit, order.backed_bytes)
         self._growth.popleft()
         hit("unit.before_grown")
-        self._report(Grown(unit=order.unit, backed_bytes=self._arena.backed_bytes, error=error))
+        backed = self._arena.backed_bytes
+        self._report(Grown(unit=order.unit, backed_bytes=backed, error=error, shrinks=self._shrinks))
 
     def _serve_some(self) -> None:
         for _ in range(MESSAGES_PER_TURN):

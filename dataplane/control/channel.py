@@ -62,7 +62,7 @@ class Channel(OpenChannel):
     def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
         """Send a command and wait for its answer: its number and result.
 
-        Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim) plus
+        Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim, Shrink) plus
         `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
         `ServiceUnavailableError` when the service is gone (where it keeps its state: for `config.reconnect_s`; until
         then the call waits for its return), `ClientClosedError` when `close` is called meanwhile. However it fails,

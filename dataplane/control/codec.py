@@ -37,6 +37,7 @@ RESULTS: dict[type[c.Command], type[c.Result]] = {
     c.SetVersion: c.Done,
     c.List: c.Listed,
     c.Stats: c.StatsReport,
+    c.Shrink: c.Shrunken,
     c.WhyBlocked: c.Blocked,
     c.Save: c.Saved,
     c.ReadSaved: c.SavedRows,
@@ -56,11 +57,12 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.SessionGone,
     c.SessionAlive,
     c.Grown,
+    c.Shrunk,
     c.Tick,
 )
 """The unnumbered inputs with a message: every `Input` but `Call`, and `Restarted`, which never leaves its process."""
 
-OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, c.FenceSession, c.GrowArena)
+OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, c.FenceSession, c.GrowArena, c.ShrinkArena)
 """Outputs with a message; an `Answer` travels as its result, errors as errors, and a `Notice` does not leave."""
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Order = c.FenceSession | c.GrowArena
+Order = c.FenceSession | c.GrowArena | c.ShrinkArena
 
 CLOSE_S = 5.0
 FIRST_PAUSE_S = 0.1
@@ -165,7 +165,7 @@ class UnitLink:
         return self._outcome
 
     def report(self, item: c.Input) -> None:
-        """Tell the controller `SessionAttached`, `SessionGone`, `SessionAlive` or `Grown`. Does not block."""
+        """Tell the controller `SessionAttached`, `SessionGone`, `SessionAlive`, `Grown` or `Shrunk`. Does not block."""
         if self.lost.is_set():
             return
         with self._guard:
@@ -176,6 +176,8 @@ class UnitLink:
                     self._attached.pop(session, None)
                 case c.Grown(backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
+                case c.Shrunk(number=number, backed_bytes=backed) if self._add is not None:
+                    self._add = msgspec.structs.replace(self._add, backed_bytes=backed, shrinks=number)
             self._outbox.put(item)
 
     def close(self) -> None:
@@ -272,7 +274,7 @@ class UnitLink:
                 if isinstance(order, c.UnitAdded):
                     accepted.set()
                     self._accept(order.unit, link.ticket)
-                elif isinstance(order, c.FenceSession | c.GrowArena):
+                elif isinstance(order, Order):
                     self._on_order(order)
         except DataPlaneError as caught:
             error = caught

@@ -7,7 +7,7 @@ from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 
-Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown
+Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk
 
 _REPORTS: dict[str, type[c.Input]] = {
     "add": c.AddUnit,
@@ -15,8 +15,14 @@ _REPORTS: dict[str, type[c.Input]] = {
     "gone": c.SessionGone,
     "alive": c.SessionAlive,
     "grown": c.Grown,
+    "shrunk": c.Shrunk,
 }
-_ORDERS: dict[str, type[c.Output]] = {"added": c.UnitAdded, "fence": c.FenceSession, "grow": c.GrowArena}
+_ORDERS: dict[str, type[c.Output]] = {
+    "added": c.UnitAdded,
+    "fence": c.FenceSession,
+    "grow": c.GrowArena,
+    "shrink": c.ShrinkArena,
+}
 _REPORT_NAMES = {value: name for name, value in _REPORTS.items()}
 _ORDER_NAMES = {value: name for name, value in _ORDERS.items()}
 
@@ -39,7 +45,7 @@ def report_from_pb(wire: pb.UnitReport) -> Report:
 
 
 def order_to_pb(order: c.Output) -> pb.UnitOrder:
-    """The message of `UnitAdded`, `FenceSession` or `GrowArena`."""
+    """The message of `UnitAdded`, `FenceSession`, `GrowArena` or `ShrinkArena`."""
     return pb.UnitOrder(**{_ORDER_NAMES[type(order)]: codec.to_pb(order)})  # type: ignore[arg-type]
 
 

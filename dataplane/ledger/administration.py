@@ -19,6 +19,7 @@ from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.rooms import MAX_BYTES, Rooms
 from dataplane.ledger.sessions import ParkedClaim, Session
+from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
 
@@ -105,9 +106,10 @@ class Partitions:
 
 
 class UnitReports:
-    def __init__(self, state: State, rooms: Rooms, liveness: Liveness) -> None:
+    def __init__(self, state: State, rooms: Rooms, liveness: Liveness, shrinks: Shrinks) -> None:
         self.state = state
         self.rooms = rooms
+        self.shrinks = shrinks
         self.liveness = liveness
         self.cookies: dict[str, int] = {}
         self.added = 0
@@ -151,8 +153,10 @@ class UnitReports:
             self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
-        unit.back(item.backed_bytes, failed=False)
+        counts = self.shrinks.offered(unit, item.shrinks)
+        unit.back(item.backed_bytes if counts else unit.space.backed_bytes, failed=False)
         self._added(unit)
+        self.shrinks.order_again(unit)
         self.liveness.unit_back(unit.number)
 
     def _take_the_place(self, item: c.AddUnit) -> bool:
@@ -179,11 +183,12 @@ class UnitReports:
         if unit is not None:
             unit.connected = False
             unit.asked = 0
+            self.shrinks.gone(unit.number)
             self.state.extents.freed = True
 
     def grown(self, item: c.Grown) -> None:
         unit = self.state.units.get(item.unit)
-        if unit is not None:
+        if unit is not None and item.shrinks == unit.shrinks:
             unit.back(item.backed_bytes, failed=item.error is not None)
             self.rooms.grow_ahead(unit)
             self.state.extents.freed = True
@@ -210,6 +215,7 @@ class UnitReports:
         for partition, rows in found:
             partition.clear(rows)
             state.touch(partition)
+        self.shrinks.gone(unit.number)
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]

@@ -30,7 +30,8 @@ from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.reads import Reads
 from dataplane.ledger.rooms import Rooms
 from dataplane.ledger.saves import Saves
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedShrink, Session
+from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.types import Checksums
 
@@ -69,7 +70,8 @@ class Ledger:
         self._reads = Reads(self._state)
         self._partitions = Partitions(self._state, self._claims.task_gone)
         self._saves = Saves(self._state, self._partitions)
-        self._units = UnitReports(self._state, self._rooms, self._liveness)
+        self._shrinks = Shrinks(self._state)
+        self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks)
         self._handlers = self._command_table()
         self._reports = self._report_table()
 
@@ -174,6 +176,7 @@ class Ledger:
             c.UnitLost: self._units.lost,
             c.DropUnit: self._units.drop,
             c.Grown: self._units.grown,
+            c.Shrunk: self._shrinks.shrunk,
             c.Restarted: self._restart,
             c.Tick: self._tick,
         }
@@ -202,6 +205,7 @@ class Ledger:
             c.SetVersion: self._partitions.set_version,
             c.List: self._reads.list_samples,
             c.Stats: self._reads.stats,
+            c.Shrink: self._shrinks.shrink,
             c.WhyBlocked: self._claims.why_blocked,
             c.Save: self._saves.save,
             c.ReadSaved: self._saves.read_saved,
@@ -337,9 +341,11 @@ class Ledger:
             if parked is not None:
                 state.unpark(parked, self._timed_out(parked))
 
-    def _timed_out(self, parked: Parked) -> DataPlaneError:
+    def _timed_out(self, parked: Parked) -> c.Result | DataPlaneError:
         if isinstance(parked, ParkedClaim):
             return self._claims.timed_out(parked)
+        if isinstance(parked, ParkedShrink):
+            return self._shrinks.timed_out(parked)
         assert isinstance(parked, ParkedAllocate)
         return self._rooms.out_of_room(parked)
 

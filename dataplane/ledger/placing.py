@@ -100,7 +100,7 @@ def can_grow(unit: Unit) -> bool:
 def growth(unit: Unit, need: int) -> int | None:
     """The backing to ask of the unit so that it has `need` bytes more; None if it was asked already or cannot."""
     backed = unit.space.backed_bytes
-    if not unit.connected or not can_grow(unit):
+    if not unit.connected or not can_grow(unit) or unit.shrinking:
         return None
     target = min(backed + max(STEP_BYTES, need, backed // 4), unit.ceiling)
     if unit.asked and unit.asked >= min(backed + need, unit.ceiling):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, Int32s, Int64s, Result
+from dataplane.ledger.commands import Allocate, Claim, Int32s, Int64s, Result, UnitShrunk
 
 if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
@@ -89,6 +89,15 @@ class ParkedAllocate(Parked):
         self.evicted: tuple[str, ...] = ()
         self.command = command
         self.partition = partition
+
+
+class ParkedShrink(Parked):
+    """`found` is what is known of each unit, `waits_for` the order that it has not carried out yet, by unit."""
+
+    def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
+        super().__init__(session, number, since, timeout_s)
+        self.found: dict[int, UnitShrunk] = {}
+        self.waits_for: dict[int, int] = {}
 
 
 class Claimed:

@@ -64,6 +64,23 @@ class FreeSpace:
             self.backed_bytes = top
             self.give(old, top - old)
 
+    def unback(self, to_bytes: int) -> int:
+        """What is free from `to_bytes` on, to the end of what is backed, is not backed any more; how much that is."""
+        if not self._starts:
+            return 0
+        starts = self._starts[-1]
+        block, position, old = len(self._starts) - 1, len(starts) - 1, self.backed_bytes
+        top = max(granules_up(to_bytes), self.highest_used_bytes)
+        if top >= old:
+            return 0
+        if starts[position] < top:
+            self._resize(block, position, top - starts[position])
+        else:
+            self._remove(block, position)
+        self.free_bytes -= old - top
+        self.backed_bytes = top
+        return old - top
+
     def take(self, nbytes: int) -> int | None:
         """Offset of `nbytes` (> 0), the lowest there is; None if no fragment is that large."""
         assert nbytes > 0, nbytes

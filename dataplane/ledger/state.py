@@ -11,7 +11,7 @@ from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, Session
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedShrink, Session
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
 from dataplane.types import Checksums
@@ -68,6 +68,7 @@ class State:
         self.sessions: dict[int, Session] = {}
         self.parked = 0
         self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}
+        self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases: list[tuple[float, int, Lease]] = []
@@ -138,6 +139,8 @@ class State:
         elif isinstance(parked, ParkedAllocate):
             del self.room_waiters[parked.command.update][parked.key]
             self.extents.freed = True
+        elif isinstance(parked, ParkedShrink):
+            self.shrinkers.pop(parked.key, None)
         self.answer(parked.session, parked.number, result)
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:

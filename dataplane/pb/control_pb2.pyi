@@ -355,31 +355,35 @@ class ByeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitReport(_message.Message):
-    __slots__ = ("add", "attached", "gone", "alive", "grown")
+    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
+    SHRUNK_FIELD_NUMBER: _ClassVar[int]
     add: AddUnit
     attached: SessionAttached
     gone: SessionGone
     alive: SessionAlive
     grown: Grown
-    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ...) -> None: ...
+    shrunk: Shrunk
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ...) -> None: ...
 
 class UnitOrder(_message.Message):
-    __slots__ = ("added", "fence", "grow")
+    __slots__ = ("added", "fence", "grow", "shrink")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_FIELD_NUMBER: _ClassVar[int]
     added: UnitAdded
     fence: FenceSession
     grow: GrowArena
-    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
+    shrink: ShrinkArena
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +398,7 @@ class AddUnit(_message.Message):
     INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -408,7 +413,8 @@ class AddUnit(_message.Message):
     instead_of: str
     curve_key: str
     protocol_version: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    shrinks: int
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit", "ticket")
@@ -473,14 +479,16 @@ class SessionSilent(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class Grown(_message.Message):
-    __slots__ = ("unit", "backed_bytes", "error")
+    __slots__ = ("unit", "backed_bytes", "error", "shrinks")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
     unit: int
     backed_bytes: int
     error: str
-    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    shrinks: int
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ..., shrinks: _Optional[int] = ...) -> None: ...
 
 class FenceSession(_message.Message):
     __slots__ = ("unit", "session", "lock_path")
@@ -499,6 +507,28 @@ class GrowArena(_message.Message):
     unit: int
     backed_bytes: int
     def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
+
+class ShrinkArena(_message.Message):
+    __slots__ = ("unit", "number", "backed_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    backed_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
+
+class Shrunk(_message.Message):
+    __slots__ = ("unit", "number", "backed_bytes", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    backed_bytes: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Tick(_message.Message):
     __slots__ = ("now",)
@@ -997,6 +1027,34 @@ class StatsReport(_message.Message):
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     waiting_allocations: int
     def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ...) -> None: ...
+
+class ShrinkRequest(_message.Message):
+    __slots__ = ("header", "timeout_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    timeout_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class UnitShrunk(_message.Message):
+    __slots__ = ("unit", "name", "given_bytes", "backed_bytes", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    given_bytes: int
+    backed_bytes: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., given_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Shrunken(_message.Message):
+    __slots__ = ("units",)
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[UnitShrunk]
+    def __init__(self, units: _Optional[_Iterable[_Union[UnitShrunk, _Mapping]]] = ...) -> None: ...
 
 class WhyBlockedRequest(_message.Message):
     __slots__ = ("header", "partition", "task", "fields", "where", "group_by", "group_size", "max_lag", "version_tag")

@@ -2,8 +2,8 @@
 
 Inputs are either a `Call` (a numbered command of a client's session) or one of the unnumbered reports of the shell
 and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Restarted`, `Tick`). Outputs are answers (`Answer`, `Opened`, `UnitAdded`) and
-orders to units (`FenceSession`, `GrowArena`).
+`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Restarted`, `Tick`). Outputs are answers (`Answer`, `Opened`,
+`UnitAdded`), orders to units (`FenceSession`, `GrowArena`, `ShrinkArena`) and words for the log (`Notice`).
 
 Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
 with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
@@ -23,6 +23,7 @@ from dataplane.ledger.commands.inputs import (
     SessionAttached,
     SessionGone,
     SessionSilent,
+    Shrunk,
     Tick,
     UnitLost,
 )
@@ -33,6 +34,7 @@ from dataplane.ledger.commands.outputs import (
     Notice,
     Opened,
     Output,
+    ShrinkArena,
     UnitAdded,
     UnitDropped,
 )
@@ -82,6 +84,7 @@ from dataplane.ledger.commands.requests import (
     Seal,
     SetTags,
     SetVersion,
+    Shrink,
     Stage,
     Stats,
     Unclaim,
@@ -105,8 +108,10 @@ from dataplane.ledger.commands.results import (
     Saved,
     SavedRows,
     SessionStats,
+    Shrunken,
     StatsReport,
     UnitList,
+    UnitShrunk,
     UnitStats,
     Writer,
 )
@@ -184,6 +189,10 @@ __all__ = [
     "SessionStats",
     "SetTags",
     "SetVersion",
+    "Shrink",
+    "ShrinkArena",
+    "Shrunk",
+    "Shrunken",
     "Stage",
     "Stats",
     "StatsReport",
@@ -196,6 +205,7 @@ __all__ = [
     "UnitInfo",
     "UnitList",
     "UnitLost",
+    "UnitShrunk",
     "UnitStats",
     "Units",
     "Value",

@@ -55,7 +55,8 @@ class AddUnit(Input, frozen=True, kw_only=True):
     number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
     unit that has a number from a service that lost its state. Another `host` than before is the same machine, started
     anew. `forced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
-    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. Output: `UnitAdded`."""
+    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `shrinks` is
+    the number of the last `ShrinkArena` it has carried out. Output: `UnitAdded`."""
 
     name: str
     host: str
@@ -70,6 +71,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     recheck: bool = False
     instead_of: str = ""
     curve_key: str = ""
+    shrinks: int = 0
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
@@ -110,9 +112,21 @@ class SessionAlive(Input, frozen=True, kw_only=True):
 
 
 class Grown(Input, frozen=True, kw_only=True):
-    """The arena is backed by memory up to `backed_bytes`. `error` says why it could not be more."""
+    """The arena is backed by memory up to `backed_bytes`. `error` says why it could not be more. `shrinks` is the
+    number of the last `ShrinkArena` that was carried out before."""
 
     unit: int
+    backed_bytes: int
+    error: str | None = None
+    shrinks: int = 0
+
+
+class Shrunk(Input, frozen=True, kw_only=True):
+    """The unit has carried out `ShrinkArena` of this `number` (again, perhaps); its arena is backed up to
+    `backed_bytes`. `error` says why the memory did not go back to the machine."""
+
+    unit: int
+    number: int
     backed_bytes: int
     error: str | None = None
 

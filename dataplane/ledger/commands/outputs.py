@@ -59,3 +59,12 @@ class GrowArena(Output, frozen=True, kw_only=True):
 
     unit: int
     backed_bytes: int
+
+
+class ShrinkArena(Output, frozen=True, kw_only=True):
+    """To `unit`: forget orders to grow that came before, give the memory from `backed_bytes` on back to the machine,
+    then report `Shrunk`. Only report it if an order of this `number` was carried out already."""
+
+    unit: int
+    number: int
+    backed_bytes: int

@@ -261,6 +261,13 @@ class Stats(Command, frozen=True, kw_only=True):
     """Answered `StatsReport`."""
 
 
+class Shrink(Command, frozen=True, kw_only=True):
+    """Every connected unit gives the memory above its highest used byte back to the machine. Answered `Shrunken` when
+    all have, or at the deadline. Puts make them grow again."""
+
+    timeout_s: float = 30.0
+
+
 class WhyBlocked(Command, frozen=True, kw_only=True):
     """Why a claim of `fields` by `task` would wait now; the rest as in `Claim`. Answered `Blocked`."""
 

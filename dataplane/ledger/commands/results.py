@@ -167,6 +167,26 @@ class StatsReport(Result, frozen=True, kw_only=True):
     waiting_allocations: int
 
 
+class UnitShrunk(Value, frozen=True, kw_only=True):
+    """`given_bytes` went back to the machine, `backed_bytes` are still held. `error` says why nothing did, or why it is
+    not known."""
+
+    unit: int
+    name: str
+    given_bytes: int
+    backed_bytes: int
+    error: str = ""
+
+
+class Shrunken(Result, frozen=True, kw_only=True):
+    units: tuple[UnitShrunk, ...]
+
+    @property
+    def given_bytes(self) -> int:
+        """By all units together."""
+        return sum(unit.given_bytes for unit in self.units)
+
+
 class Writer(Value, frozen=True, kw_only=True):
     """A session that wrote to a partition, `ago_s` seconds ago; `live` while it is there. `fields` are those that were
     asked about and that nobody wrote after it."""
