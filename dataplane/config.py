@@ -49,7 +49,7 @@ class DataPlaneConfig:
     host, port: where the controller and its units listen (port 0: any free one). Loopback only without token, TLS or
         `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
-    arena_dir: a local directory for arenas, /dev/shm by default.
+    arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.
     reserve_fraction: the part of capacity kept for updates of existing rows.
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.

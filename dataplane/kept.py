@@ -20,6 +20,7 @@ import msgspec
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
+from dataplane.folder import own_path
 from dataplane.forced import sync_path
 from dataplane.host import boot_id
 
@@ -140,7 +141,8 @@ class UnitRecord:
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:
     """Remove the records of all units in `state_dir`, and the arenas that they kept, unless a process holds them. What
-    was removed of the latter."""
+    was removed of the latter. arena_directories: what the units had as `arena_dir`."""
     for path in Path(state_dir).glob("unit-*.json"):
         path.unlink(missing_ok=True)
-    return [path for directory in set(arena_directories) for path in sweep_kept(directory)]
+    folders = [folder for directory in set(arena_directories) for folder in (Path(directory), own_path(directory))]
+    return [path for folder in folders if folder.is_dir() for path in sweep_kept(folder)]

@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Self
 
 from dataplane.arena import Arena, default_capacity, sweep_kept
-from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
+from dataplane.bulk.lock import lock_directories
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.unit_link import Order, UnitLink
 from dataplane.curve import ServerKeys
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
+from dataplane.folder import own_directory, own_path
 from dataplane.forced import is_on_disk
 from dataplane.host import boot_id, reachable_host
 from dataplane.kept import Adopted, UnitRecord
@@ -41,6 +42,7 @@ class StorageUnit:
         self._config = config
         self._controller = controller_address
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self._folder = own_path(config.arena_dir)
         self._arena: Arena | None = None
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
@@ -60,7 +62,8 @@ class StorageUnit:
     def _start(self) -> None:
         self._stopped = False
         config = self._config
-        for directory in {config.arena_dir, DEFAULT_LOCK_DIRECTORY}:
+        self._folder = own_directory(config.arena_dir)
+        for directory in lock_directories(self._folder):
             sweep(directory)
             sweep_kept(directory)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
@@ -132,12 +135,12 @@ class StorageUnit:
 
         def create(keeper: Path | None) -> Arena:
             capacity = config.capacity_bytes or default_capacity(config.arena_dir)
-            return Arena.create(config.arena_dir, capacity, epoch=epoch, keeper=keeper, forced=forced)
+            return Arena.create(self._folder, capacity, epoch=epoch, keeper=keeper, forced=forced)
 
         if config.state_dir is None:
             return Adopted(arena=create(None))
-        lock_directories = {config.arena_dir, DEFAULT_LOCK_DIRECTORY}
-        self._record = UnitRecord(config.state_dir, self.name, lock_directories, forced=forced)
+        directories = lock_directories(self._folder)
+        self._record = UnitRecord(config.state_dir, self.name, directories, forced=forced)
         if anew:
             return Adopted(arena=self._record.begin(create))
         return self._record.open(create, epoch=epoch)

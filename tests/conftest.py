@@ -22,8 +22,10 @@ providers.HypothesisProvider._local_constants = providers._local_constants
 
 
 def our_files() -> set[str]:
-    """Arenas and session locks that are in shared memory now."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("tq-", ".tq-"))}
+    """Arenas and session locks that are in shared memory now, by their paths in it."""
+    folders = [SHARED_MEMORY, *(path for path in SHARED_MEMORY.glob("tq-*") if path.is_dir())]
+    files = [path for folder in folders for path in folder.iterdir() if path.name.startswith(("tq-", ".tq-"))]
+    return {str(path.relative_to(SHARED_MEMORY)) for path in files if path not in folders}
 
 
 def abandoned(path: Path) -> bool:

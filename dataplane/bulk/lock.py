@@ -8,11 +8,13 @@ session is gone. Children forked by the client share the lock, on purpose: they 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.folder import own_directory
 from dataplane.lockfile import (
     SESSION_LOCK_NAME,
     create_locked,
@@ -24,6 +26,18 @@ from dataplane.lockfile import (
 )
 
 DEFAULT_LOCK_DIRECTORY = "/dev/shm"
+"""Session locks lie in this user's own directory there."""
+
+log = logging.getLogger(__name__)
+
+
+def lock_directories(arenas: Path) -> set[Path]:
+    """Where a unit whose arena is in `arenas` takes session locks from."""
+    try:
+        return {arenas, own_directory(DEFAULT_LOCK_DIRECTORY)}
+    except OSError as error:
+        log.warning("no client is local to this storage unit, unless its lock is in %s: %s", arenas, error)
+        return {arenas}
 
 
 class SessionLock:
@@ -36,10 +50,11 @@ class SessionLock:
         self._owner = os.getpid()
 
     @classmethod
-    def create(cls, directory: str | Path = DEFAULT_LOCK_DIRECTORY) -> SessionLock:
-        """A new lock file in `directory`, held. The directory must be one that the unit accepts: the arena's own, or
-        /dev/shm. Raises OSError."""
-        path = Path(directory).absolute() / new_session_lock_name()
+    def create(cls, directory: str | Path | None = None) -> SessionLock:
+        """A new lock file in `directory`, held. The directory must be one that the unit accepts: the arena's own, or,
+        the default, this user's in /dev/shm. Raises OSError."""
+        folder = own_directory(DEFAULT_LOCK_DIRECTORY) if directory is None else Path(directory).absolute()
+        path = folder / new_session_lock_name()
         return cls(path, create_locked(path))
 
     @property

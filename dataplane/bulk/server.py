@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from dataplane.arena import Arena
 from dataplane.bulk.endpoints import bind
 from dataplane.bulk.frames import MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
-from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
+from dataplane.bulk.lock import lock_directories as default_lock_directories
 from dataplane.bulk.sessions import Sessions
 from dataplane.curve import ServerKeys
 from dataplane.errors import (
@@ -80,7 +80,7 @@ class BulkServer:
     token: what every request must carry; with `keys`, until `admit` says otherwise.
     insecure: with neither token nor keys, `tcp_host` may be other than loopback.
     keys: only those who know the public one get a word in.
-    lock_directories: where clients' session locks may be; the arena's directory and /dev/shm by default.
+    lock_directories: where clients' session locks may be; the arena's directory and this user's in /dev/shm by default.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BulkServer:
         advertise_host: str | None = None,
         lock_directories: Iterable[str | Path] | None = None,
     ) -> None:
-        folders = (arena.path.parent, DEFAULT_LOCK_DIRECTORY) if lock_directories is None else lock_directories
+        folders = default_lock_directories(arena.path.parent) if lock_directories is None else lock_directories
         self._arena = arena
         self._epoch = epoch
         self._token = (token or "").encode()

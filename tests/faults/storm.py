@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane import connect
+from dataplane.folder import own_path
 from dataplane.kept import discard
 from dataplane.lockfile import sweep
 from tests.faults.forks import forks
@@ -313,7 +314,7 @@ class Storm:
                 player.process.kill()
                 player.process.join(START_S)
         discard(self.state, ["/dev/shm"])
-        sweep("/dev/shm")  # the locks of the dead, as the next storage unit here would
+        sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

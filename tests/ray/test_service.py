@@ -13,6 +13,7 @@ import torch
 
 import dataplane
 from dataplane.errors import AuthenticationError, ServiceUnavailableError
+from dataplane.folder import own_path
 from workers import LaunchedService, ServiceStartError, launch_service
 from workers.resolver import resolve_actor
 
@@ -100,11 +101,11 @@ def test_a_second_service_needs_another_name(service: LaunchedService, tmp_path:
         launch_service({"address": service.address})
     with launch_service({**SMALL, "arena_dir": str(tmp_path)}, name="another") as other:
         assert other.token != service.token
-        assert list(tmp_path.iterdir())
+        assert list(own_path(tmp_path).iterdir())
         with pytest.raises(AuthenticationError):
             dataplane.connect(other.address, token=service.token)
     other.shutdown()
-    assert not list(tmp_path.iterdir())
+    assert not list(own_path(tmp_path).iterdir())
     with pytest.raises(ServiceUnavailableError):
         resolve_actor("another@tests")
 

@@ -1,0 +1,74 @@
+"""This user's own directory in a shared one: made for it alone, and refused if somebody else may have had a hand in."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dataplane import connect, serve
+from dataplane.bulk.lock import lock_directories
+from dataplane.config import MIB
+from dataplane.folder import own_directory, own_path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_it_is_made_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = own_directory(tmp_path)
+    finally:
+        os.umask(before)
+    assert made == own_path(tmp_path) == tmp_path / f"tq-{os.geteuid()}"
+    assert mode(made) == 0o700
+    assert own_directory(tmp_path) == made
+
+
+def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> None:
+    with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
+        client.stats()
+        (arena,) = own_path(tmp_path).iterdir()
+        locks = list(own_path("/dev/shm").glob("tq-session-*.lock"))
+        assert mode(arena) == 0o600
+        assert mode(own_path(tmp_path)) == mode(own_path("/dev/shm")) == 0o700
+        assert locks
+        assert {mode(path) for path in locks} == {0o600}
+
+
+@pytest.mark.parametrize("wrong", ["link", "file", "mode", "owner"])
+def test_one_that_another_may_have_prepared_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    path = own_path(tmp_path)
+    why = {
+        "link": "is a link",
+        "file": "is a file",
+        "mode": "has mode 0755.*chmod 700",
+        "owner": f"belongs to user {os.geteuid()}",
+    }
+    match wrong:
+        case "link":
+            elsewhere = tmp_path / "elsewhere"
+            elsewhere.mkdir(mode=0o700)
+            path.symlink_to(elsewhere)
+        case "file":
+            path.write_bytes(b"")
+        case "mode":
+            path.mkdir()
+            path.chmod(0o755)
+        case "owner":
+            path.mkdir(mode=0o700)
+            monkeypatch.setattr(os, "geteuid", lambda: 4711)
+            path = path.rename(own_path(tmp_path))
+    with pytest.raises(PermissionError, match=f"{path} {why[wrong]}"):
+        own_directory(tmp_path)
+    with pytest.raises(PermissionError, match=str(path)):
+        serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)})
+    monkeypatch.setattr("dataplane.bulk.lock.DEFAULT_LOCK_DIRECTORY", str(tmp_path))
+    assert lock_directories(Path("/somewhere")) == {Path("/somewhere")}
+    assert str(path) in caplog.text
