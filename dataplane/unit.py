@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
@@ -10,11 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from dataplane.arena import Arena, default_capacity, sweep_kept
 from dataplane.bulk.lock import lock_directories
 from dataplane.bulk.server import BulkServer
+from dataplane.checksums import damaged
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.control.unit_link import Order, UnitLink
+from dataplane.control.unit_link import UnitLink
 from dataplane.curve import ServerKeys
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
@@ -24,6 +29,8 @@ from dataplane.host import boot_id, reachable_host
 from dataplane.kept import Adopted, UnitRecord
 from dataplane.ledger import commands as c
 from dataplane.lockfile import file_system, sweep
+
+log = logging.getLogger(__name__)
 
 FIRST_BACKING_BYTES = 64 * MIB
 
@@ -106,10 +113,15 @@ class StorageUnit:
             curve_key="" if keys is None else keys.public,
         )
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: c.UnitOrder) -> None:
         with self._guard:
-            if self._bulk is not None:
+            if self._bulk is None or self._link is None or self._arena is None:
+                return
+            if not isinstance(order, c.CheckRows):
                 self._bulk.order(order)
+                return
+            link, data = self._link, self._arena.data
+        link.report(_checked(order, data))
 
     def _added(self, number: int, ticket: str) -> None:
         with self._guard:
@@ -171,6 +183,28 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
+    """Compare rows of the arena's `data` with their checksums."""
+    wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)
+    if len(wrong):
+        log.error(
+            "storage unit %d: %d rows of field %r in partition %r are damaged",
+            order.unit,
+            len(wrong),
+            order.field,
+            order.partition,
+        )
+    return c.RowsChecked(
+        unit=order.unit,
+        partition=order.partition,
+        field=order.field,
+        last=int(order.rows[-1]),
+        rows=order.rows[wrong],
+        births=order.births[wrong],
+        offsets=order.offsets[wrong],
+    )
 
 
 def _require_disk(config: DataPlaneConfig) -> None:

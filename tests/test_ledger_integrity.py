@@ -196,22 +196,3 @@ def test_a_later_life_may_have_another_policy() -> None:
     driver.add_unit(name="unit0", unit=1)
     assert located(client, "a") is None
     assert not granted(client)
-
-
-def test_what_a_unit_holds_is_told_with_its_checksums() -> None:
-    driver, client = ready(units=2)
-    put(client, ["a", "b", "c"], sums(7, 0, 9), lengths=[8, 8, 100])
-    put(client, ["d", "e"], sums(5), index=[0, 0])
-    put(client, ["f"], None)
-    whole: dict[str, tuple[int, int, int]] = {}
-    for unit in (1, 2):
-        for stored in driver.ledger.stored_on(unit):
-            assert (stored.partition, stored.field) == ("p", "x")
-            places = zip(stored.offsets.tolist(), stored.sizes.tolist(), stored.checksums.tolist(), strict=True)
-            whole.update(zip(driver.ledger.names_of("p", stored.rows), places, strict=True))
-    found = client.locate(by_ids("a", "c", "d", "e")).fields[0]
-    expected = zip(found.offsets.tolist(), [8, 100, 8, 8], [7, 9, 5, 5], strict=True)
-    assert whole == dict(zip(["a", "c", "d", "e"], expected, strict=True))
-    client.clear("a", "d")
-    left = [driver.ledger.names_of("p", s.rows) for unit in (1, 2) for s in driver.ledger.stored_on(unit)]
-    assert sorted(name for names in left for name in names) == ["c", "e"]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from google.protobuf.message import DecodeError, Message
 
@@ -58,11 +58,12 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.SessionAlive,
     c.Grown,
     c.Shrunk,
+    c.RowsChecked,
     c.Tick,
 )
 """The unnumbered inputs with a message: every `Input` but `Call`, and `Restarted`, which never leaves its process."""
 
-OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, c.FenceSession, c.GrowArena, c.ShrinkArena)
+OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, *get_args(c.UnitOrder))
 """Outputs with a message; an `Answer` travels as its result, errors as errors, and a `Notice` does not leave."""
 
 

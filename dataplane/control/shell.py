@@ -234,7 +234,7 @@ class LedgerShell:
             return
         key = key_of(output)
         if key is None:
-            assert isinstance(output, c.FenceSession | c.GrowArena | c.ShrinkArena)
+            assert isinstance(output, c.UnitOrder)
             orders = self._units.get(output.unit)
             if orders is not None:
                 hit("controller.before_order")

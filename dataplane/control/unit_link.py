@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Order = c.FenceSession | c.GrowArena | c.ShrinkArena
 
 CLOSE_S = 5.0
 FIRST_PAUSE_S = 0.1
@@ -132,7 +131,7 @@ class UnitLink:
     def open(
         self,
         add: c.AddUnit,
-        on_order: Callable[[Order], None],
+        on_order: Callable[[c.UnitOrder], None],
         *,
         on_added: Callable[[int, str], None] = lambda unit, ticket: None,
         start_over: Callable[[], c.AddUnit] | None = None,
@@ -165,7 +164,7 @@ class UnitLink:
         return self._outcome
 
     def report(self, item: c.Input) -> None:
-        """Tell the controller `SessionAttached`, `SessionGone`, `SessionAlive`, `Grown` or `Shrunk`. Does not block."""
+        """Tell the controller what the unit has to report. Does not block."""
         if self.lost.is_set():
             return
         with self._guard:
@@ -274,7 +273,7 @@ class UnitLink:
                 if isinstance(order, c.UnitAdded):
                     accepted.set()
                     self._accept(order.unit, link.ticket)
-                elif isinstance(order, Order):
+                elif isinstance(order, c.UnitOrder):
                     self._on_order(order)
         except DataPlaneError as caught:
             error = caught

@@ -7,7 +7,7 @@ from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 
-Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk
+Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk | c.RowsChecked
 
 _REPORTS: dict[str, type[c.Input]] = {
     "add": c.AddUnit,
@@ -16,12 +16,14 @@ _REPORTS: dict[str, type[c.Input]] = {
     "alive": c.SessionAlive,
     "grown": c.Grown,
     "shrunk": c.Shrunk,
+    "checked": c.RowsChecked,
 }
 _ORDERS: dict[str, type[c.Output]] = {
     "added": c.UnitAdded,
     "fence": c.FenceSession,
     "grow": c.GrowArena,
     "shrink": c.ShrinkArena,
+    "check": c.CheckRows,
 }
 _REPORT_NAMES = {value: name for name, value in _REPORTS.items()}
 _ORDER_NAMES = {value: name for name, value in _ORDERS.items()}
@@ -45,7 +47,7 @@ def report_from_pb(wire: pb.UnitReport) -> Report:
 
 
 def order_to_pb(order: c.Output) -> pb.UnitOrder:
-    """The message of `UnitAdded`, `FenceSession`, `GrowArena` or `ShrinkArena`."""
+    """The message of `UnitAdded` or an order."""
     return pb.UnitOrder(**{_ORDER_NAMES[type(order)]: codec.to_pb(order)})  # type: ignore[arg-type]
 
 

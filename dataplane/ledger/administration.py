@@ -17,6 +17,7 @@ from dataplane.ledger.commits import check_tags
 from dataplane.ledger.drops import drop
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
+from dataplane.ledger.recheck import Recheck
 from dataplane.ledger.rooms import MAX_BYTES, Rooms
 from dataplane.ledger.sessions import ParkedClaim, Session
 from dataplane.ledger.shrinking import Shrinks
@@ -111,6 +112,7 @@ class UnitReports:
         self.rooms = rooms
         self.shrinks = shrinks
         self.liveness = liveness
+        self.recheck = Recheck(state)
         self.cookies: dict[str, int] = {}
         self.added = 0
 
@@ -149,6 +151,7 @@ class UnitReports:
             error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
+        recheck = item.recheck and (item.epoch > unit.epoch or unit.checking)
         if item.host != unit.host:
             self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
@@ -158,6 +161,8 @@ class UnitReports:
         self._added(unit)
         self.shrinks.order_again(unit)
         self.liveness.unit_back(unit.number)
+        if recheck:
+            self.recheck.begin(unit)
 
     def _take_the_place(self, item: c.AddUnit) -> bool:
         """The arena that this unit had before is lost: what it held goes. Whether it can be."""
@@ -192,6 +197,9 @@ class UnitReports:
             unit.back(item.backed_bytes, failed=item.error is not None)
             self.rooms.grow_ahead(unit)
             self.state.extents.freed = True
+
+    def rows_checked(self, item: c.RowsChecked) -> None:
+        self.recheck.checked(item)
 
     def drop(self, item: c.DropUnit) -> None:
         state = self.state

@@ -1,9 +1,8 @@
-"""Which rows get checksums, which of them a reader is to compare with, and where all of them are."""
+"""Which rows get checksums, and which of them a reader is to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -46,32 +45,3 @@ def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
         return None
     found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
     return found if found.any() else None
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Live rows of one field, on one unit, that have checksums: row `rows[i]` is `sizes[i]` bytes at `offsets[i]` of
-    the arena. Rows that share their bytes are each there."""
-
-    partition: str
-    field: str
-    rows: Int64s
-    offsets: Int64s
-    sizes: Int64s
-    checksums: UInt32s
-
-
-def stored_on(state: State, unit: int) -> Iterator[StoredRows]:
-    """Every live row on the unit that has a checksum, field by field. The ledger must not change meanwhile."""
-    for partition in state.partitions.values():
-        rows = partition.rows.in_order()
-        for name, field in partition.fields.items():
-            if field.checksums is None:
-                continue
-            extents = field.extents[rows]
-            here = (extents > 0) & (state.extents.units[extents] == unit) & (field.checksums[rows] > 0)
-            mine = rows[here]
-            if len(mine):
-                yield StoredRows(
-                    partition.name, name, mine, field.offsets[mine], field.bytes_of(mine), field.checksums[mine]
-                )

@@ -7,7 +7,7 @@ and the same state, so that a log of inputs is a backup.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
@@ -24,7 +24,6 @@ from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
 from dataplane.ledger.image import ImageError, dump, load
-from dataplane.ledger.integrity import StoredRows, stored_on
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.reads import Reads
@@ -87,14 +86,6 @@ class Ledger:
     def units_on(self, host: str) -> list[int]:
         """The numbers of a host's storage units, present or lost."""
         return [unit.number for unit in self._state.units.values() if unit.host == host]
-
-    def stored_on(self, unit: int) -> Iterator[StoredRows]:
-        """Every live row on the unit that has a checksum; see `integrity.stored_on`."""
-        return stored_on(self._state, unit)
-
-    def names_of(self, partition: str, rows: c.Int64s) -> tuple[str, ...]:
-        """The ids of live rows of a partition."""
-        return self._state.partitions[partition].rows.names_of(rows)
 
     def apply(self, item: c.Input) -> list[c.Output]:
         """Everything that follows from one input, in the order in which it must leave. What an input that failed (a
@@ -177,6 +168,7 @@ class Ledger:
             c.DropUnit: self._units.drop,
             c.Grown: self._units.grown,
             c.Shrunk: self._shrinks.shrunk,
+            c.RowsChecked: self._units.rows_checked,
             c.Restarted: self._restart,
             c.Tick: self._tick,
         }

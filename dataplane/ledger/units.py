@@ -10,8 +10,9 @@ class Unit:
     """`ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
     `asked` is the backing asked of the unit and not yet reported (0: none). `room` is what new rows or updates may
     still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
-    may be there all the time. `shrinks` counts the orders to give memory back, which it may not have carried out yet
-    (`shrinking`): until then it is not asked to grow, and what it says of its backing is from before."""
+    may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
+    give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
+    it says of its backing is from before."""
 
     def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
         self.number = number
@@ -24,6 +25,7 @@ class Unit:
         self.shrinking = False
         self.connected = True
         self.awaited = False
+        self.checking = False
         self.offer = offer
 
     @property

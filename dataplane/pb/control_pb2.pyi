@@ -355,32 +355,36 @@ class ByeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitReport(_message.Message):
-    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk")
+    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk", "checked")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
     SHRUNK_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     add: AddUnit
     attached: SessionAttached
     gone: SessionGone
     alive: SessionAlive
     grown: Grown
     shrunk: Shrunk
-    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ...) -> None: ...
+    checked: RowsChecked
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ..., checked: _Optional[_Union[RowsChecked, _Mapping]] = ...) -> None: ...
 
 class UnitOrder(_message.Message):
-    __slots__ = ("added", "fence", "grow", "shrink")
+    __slots__ = ("added", "fence", "grow", "shrink", "check")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
     SHRINK_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     added: UnitAdded
     fence: FenceSession
     grow: GrowArena
     shrink: ShrinkArena
-    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ...) -> None: ...
+    check: CheckRows
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
     __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks")
@@ -529,6 +533,44 @@ class Shrunk(_message.Message):
     backed_bytes: int
     error: str
     def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CheckRows(_message.Message):
+    __slots__ = ("unit", "partition", "field", "rows", "births", "offsets", "sizes", "checksums")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    partition: str
+    field: str
+    rows: bytes
+    births: bytes
+    offsets: bytes
+    sizes: bytes
+    checksums: bytes
+    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class RowsChecked(_message.Message):
+    __slots__ = ("unit", "partition", "field", "last", "rows", "births", "offsets")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    partition: str
+    field: str
+    last: int
+    rows: bytes
+    births: bytes
+    offsets: bytes
+    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., last: _Optional[int] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class Tick(_message.Message):
     __slots__ = ("now",)

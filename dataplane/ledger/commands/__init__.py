@@ -2,8 +2,8 @@
 
 Inputs are either a `Call` (a numbered command of a client's session) or one of the unnumbered reports of the shell
 and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Restarted`, `Tick`). Outputs are answers (`Answer`, `Opened`,
-`UnitAdded`), orders to units (`FenceSession`, `GrowArena`, `ShrinkArena`) and words for the log (`Notice`).
+`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `RowsChecked`, `Restarted`, `Tick`). Outputs are answers (`Answer`,
+`Opened`, `UnitAdded`), orders to units (`UnitOrder`) and words for the log (`Notice`).
 
 Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
 with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
@@ -19,6 +19,7 @@ from dataplane.ledger.commands.inputs import (
     Input,
     OpenSession,
     Restarted,
+    RowsChecked,
     SessionAlive,
     SessionAttached,
     SessionGone,
@@ -29,6 +30,7 @@ from dataplane.ledger.commands.inputs import (
 )
 from dataplane.ledger.commands.outputs import (
     Answer,
+    CheckRows,
     FenceSession,
     GrowArena,
     Notice,
@@ -37,6 +39,7 @@ from dataplane.ledger.commands.outputs import (
     ShrinkArena,
     UnitAdded,
     UnitDropped,
+    UnitOrder,
 )
 from dataplane.ledger.commands.parts import (
     ColumnSizes,
@@ -129,6 +132,7 @@ __all__ = [
     "Bye",
     "Call",
     "CheckConsumption",
+    "CheckRows",
     "Claim",
     "Claimed",
     "Clear",
@@ -174,6 +178,7 @@ __all__ = [
     "Release",
     "Restarted",
     "Result",
+    "RowsChecked",
     "Samples",
     "Save",
     "Saved",
@@ -202,6 +207,7 @@ __all__ = [
     "Unclaim",
     "UnitAdded",
     "UnitDropped",
+    "UnitOrder",
     "UnitInfo",
     "UnitList",
     "UnitLost",

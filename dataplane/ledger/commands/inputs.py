@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.ledger.commands.parts import Value
+from dataplane.ledger.commands.parts import Int64s, Value
 from dataplane.ledger.commands.requests import Command
 from dataplane.types import Checksums
 
@@ -129,6 +129,19 @@ class Shrunk(Input, frozen=True, kw_only=True):
     number: int
     backed_bytes: int
     error: str | None = None
+
+
+class RowsChecked(Input, frozen=True, kw_only=True):
+    """Of the rows of one `CheckRows`, up to row `last` of a field, those whose bytes were not those of their checksum:
+    row, birth and where in the arena."""
+
+    unit: int
+    partition: str
+    field: str
+    last: int
+    rows: Int64s
+    births: Int64s
+    offsets: Int64s
 
 
 class Restarted(Input, frozen=True, kw_only=True):

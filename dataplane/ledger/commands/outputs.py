@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands.parts import UnitInfo, Value
+from dataplane.ledger.commands.parts import Int64s, UInt32s, UnitInfo, Value
 from dataplane.ledger.commands.results import Result
 
 
@@ -68,3 +68,20 @@ class ShrinkArena(Output, frozen=True, kw_only=True):
     unit: int
     number: int
     backed_bytes: int
+
+
+class CheckRows(Output, frozen=True, kw_only=True):
+    """To `unit`: compare these rows of one field with their checksums, then report `RowsChecked`. Row `rows[i]` is
+    `sizes[i]` bytes at `offsets[i]` of the arena."""
+
+    unit: int
+    partition: str
+    field: str
+    rows: Int64s
+    births: Int64s
+    offsets: Int64s
+    sizes: Int64s
+    checksums: UInt32s
+
+
+UnitOrder = FenceSession | GrowArena | ShrinkArena | CheckRows

@@ -1,0 +1,149 @@
+"""A service that is to outlive its machine: what is left after everything was killed, on "another boot".
+
+The kernel's memory cannot be taken away from a test. That rows and records were forced to the disk in time is shown by
+what was asked of the kernel before the answer (`tests/test_journal.py`, `tests/test_forced.py`, and here).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from dataplane import connect, serve
+from dataplane.arena import Arena, MappedArena
+from dataplane.kept import discard
+from dataplane.lockfile import file_system
+from tests.conftest import litter, our_files
+from tests.lives import wait_until
+
+NAMES = [f"s{number}" for number in range(6)]
+
+
+@pytest.fixture
+def services() -> Iterator[list[Service]]:
+    started: list[Service] = []
+    yield started
+    for service in started:
+        service.process.kill()
+        service.process.communicate()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory for state and arenas, on a disk."""
+    if file_system(tmp_path) in ("tmpfs", "ramfs"):
+        pytest.skip("the directory for temporary files is memory here; set TMPDIR to one on a disk")
+    yield tmp_path
+    discard(tmp_path, [tmp_path])
+
+
+class Service:
+    """`tq serve` with all it needs on the disk."""
+
+    def __init__(self, disk: Path) -> None:
+        command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", "--durability", "machine"]
+        command += ["--state-dir", str(disk), "--arena-dir", str(disk)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def crash(self, disk: Path) -> None:
+        """Everything dies at once, and the records are of another boot."""
+        for process in [*psutil.Process(self.process.pid).children(), psutil.Process(self.process.pid)]:
+            process.kill()
+            process.wait(60)
+        self.process.communicate(timeout=60)
+        with sqlite3.connect(disk / "journal.sqlite") as journal:
+            journal.execute("UPDATE facts SET value = 'the boot before' WHERE name = 'boot'")
+        journal.close()
+        record = disk / "unit-unit-0.json"
+        kept = json.loads(record.read_text())
+        kept["place"] = " ".join(["the-boot-before", *kept["place"].split(" ")[1:]])
+        record.write_text(json.dumps(kept))
+
+    def end(self) -> str:
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+        return errors
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.arange(1000 * number, 1000 * number + 100)
+
+
+def test_rows_outlive_their_machine_and_damaged_ones_are_found(disk: Path, services: list[Service]) -> None:
+    files = our_files()
+    first = Service(disk)
+    services.append(first)
+    with connect(first.address) as client:
+        client.register_partition("train", ["tokens"], None, ["policy"])
+        client.put_samples(NAMES, "train", {"tokens": [tokens(number) for number in range(6)]})
+        assert client.claim_meta("train", "policy", ["tokens"], 2).sample_ids == NAMES[:2]
+        client.stats()
+        first.crash(disk)
+    (arena,) = disk.glob("**/tq-kept-*")
+    content = arena.read_bytes()
+    damaged = content.index(tokens(4).numpy().tobytes())
+    with open(arena, "r+b") as file:
+        file.seek(damaged + 300)
+        file.write(bytes([content[damaged + 300] ^ 1]))
+    second = Service(disk)
+    services.append(second)
+    with connect(second.address) as client:
+        wait_until(lambda: len(client.list_samples("train").sample_ids) == 5)
+        left = [number for number in range(6) if number != 4]
+        rows = client.get_samples([NAMES[number] for number in left], "train", ["tokens"])["tokens"].unbind()
+        assert all(torch.equal(row, tokens(number)) for row, number in zip(rows, left, strict=True))
+        client.put_samples(["more"], "train", {"tokens": [tokens(7)]})
+        assert client.claim_meta("train", "policy", ["tokens"], 4).sample_ids == ["s2", "s3", "s5", "more"]
+    errors = second.end()
+    assert "1 samples of partition 'train' are lost" in errors
+    assert "'s4'" in errors
+    discard(disk, [disk])
+    assert not litter(files)
+
+
+def test_rows_are_on_the_disk_before_they_are_committed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    for kind in (Arena, MappedArena):
+        force = kind.force
+
+        def record(self: object, offsets: object, sizes: object, force: object = force, kind: type = kind) -> None:
+            assert callable(force)
+            force(self, offsets, sizes)
+            events.append(kind.__name__)
+
+        monkeypatch.setattr(kind, "force", record)
+    fdatasync = os.fdatasync
+
+    def sync(fd: int) -> None:
+        fdatasync(fd)
+        events.append("journal")
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    settings = {"capacity_bytes": 8 << 20, "state_dir": str(disk), "arena_dir": str(disk), "durability": "machine"}
+    with serve(settings) as server:
+        for remote, kind in ((False, "MappedArena"), (True, "Arena")):
+            with connect(server.address, force_remote=remote) as client:
+                client.register_partition("train", ["tokens"], None, ["policy"])
+                client.put_samples(["warm"], "train", {"tokens": [tokens(1)]})
+                events.clear()
+                client.put_samples(["a"], "train", {"tokens": [tokens(2)]})
+                found = events[:]
+            assert found.index(kind) < len(found) - 1 - found[::-1].index("journal")
+
+
+def test_memory_is_refused_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is memory"):
+        serve({"state_dir": str(tmp_path), "durability": "machine", "capacity_bytes": 8 << 20})
