@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-async test soak faults bench lint format proto clean setup
+.PHONY: demo demo-async test soak faults fuzz bench lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -37,6 +37,13 @@ soak: setup ## the ledger's model test and simulator, twenty times longer, on fr
 
 faults: setup ## kill and stop every process of a working service in turn, 200 times; ARGS="--seed N" repeats a storm
 	@$(BIN)/python -m tests.faults.storm --faults 200 $(ARGS)
+
+fuzz: $(VENV)/.fuzz ## feed every decoder with hostile bytes for ten minutes; ARGS="--seconds N --target NAME" for less
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+$(VENV)/.fuzz: $(VENV)/.ready
+	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[fuzz]'
+	@touch $@
 
 bench: $(BENCH_VENV)/.ready ## what it costs, beside its peers; ARGS=--quick takes two minutes
 	@$(BENCH_VENV)/bin/python -m benchmarks $(ARGS)

@@ -14,6 +14,7 @@ bytes]`; a dtype is torch's name, or numpy's description of it as a list of fiel
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ MAX_ROW_BYTES = 1 << 30
 _TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
 _ATOMS = frozenset({type(None), bool, float})
 _SCALAR_KINDS = "biufcMm"
+_PLAIN_DTYPE = re.compile(r"[<>|=][?biufcmMSUV][0-9]*(\[[0-9a-zA-Z/]+\])?")
 _HINT = (
     "Object columns carry None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, numpy arrays and "
     "torch tensors, exactly these types; convert the value first."
@@ -232,6 +234,8 @@ def _described_dtype(description: Any) -> np.dtype[Any]:
 
 def _with_tuples(description: Any) -> Any:
     if isinstance(description, str):
+        if not _PLAIN_DTYPE.fullmatch(description):  # numpy would parse others, some as Python
+            raise ValueError(f"not a dtype: {description!r}")
         return description
     return [
         (tuple(name) if isinstance(name, list) else name, _with_tuples(kind), *map(tuple, shape))

@@ -179,8 +179,10 @@ def main() -> int:
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), Settings)
 
     def watch() -> None:
-        sys.stdin.read()
-        stop.set()
+        try:
+            sys.stdin.read()
+        finally:
+            stop.set()
 
     threading.Thread(target=watch, daemon=True).start()
     return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop))

@@ -16,6 +16,7 @@ from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
 from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, noise
+from tests.logs import logged
 
 
 @pytest.fixture
@@ -442,3 +443,12 @@ def test_a_header_too_large_is_dropped_unread(unit, peer):
     peer.send(call=2, read=read((0, 1)))
     reply, _ = peer.reply()
     assert reply.call == 2
+
+
+def test_a_fault_outside_of_a_request_is_logged_and_the_thread_goes_on(unit, peer, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(unit.server, "_answer", lambda peer, request: 1 // 0)
+        with logged("failed on a message; the server goes on", times=2):
+            peer.send(b"and a frame", call=1, read=read((0, 1)))
+            peer.send(call=2, read=read((0, 1)))
+    assert peer.ask(call=3, read=read((0, 1)))[0].call == 3

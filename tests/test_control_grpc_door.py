@@ -180,3 +180,27 @@ def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
         error = from_status(caught.value, address="a", what="Seal", waited_s=0.0)
         assert isinstance(error, ServiceUnavailableError)
         assert "is stopping" in str(error)
+
+
+def test_a_defect_in_a_handler_is_logged_and_told_and_the_door_goes_on(
+    scripted: grpc.Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = control_pb2_grpc.ControlStub(scripted)
+    with monkeypatch.context() as patched:
+        patched.setattr("dataplane.control.grpc_door.message_of", failing)
+        with pytest.raises(grpc.RpcError) as told:
+            stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=1)), timeout=WAIT_S)
+    with monkeypatch.context() as patched:
+        patched.setattr("dataplane.control.grpc_door.heartbeat_reply", failing)
+        with pytest.raises(grpc.RpcError) as beat:
+            list(stub.KeepSession(iter([pb.HeartbeatRequest(session=1)]), timeout=WAIT_S))
+    for error in (told, beat):
+        assert error.value.code() == grpc.StatusCode.INTERNAL
+        assert "ZeroDivisionError" in error.value.details()
+    assert "failed on a SealRequest" in caplog.text
+    assert "failed on a HeartbeatRequest" in caplog.text
+    stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=2)), timeout=WAIT_S)
+
+
+def failing(*_: object) -> None:
+    raise ZeroDivisionError("a defect")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from dataplane.control.handlers import Facts, Reply
 from dataplane.control.secret import Secret
@@ -18,6 +19,7 @@ from dataplane.control.zmq_door import ZmqDoor
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
+from tests.logs import logged
 
 Serve = Callable[..., LedgerShell]
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
@@ -235,3 +237,65 @@ def ledger_orders(ledger: ScriptedLedger, shell: LedgerShell, order: c.Output) -
     shell.submit(c.SessionSilent(session=1))
     ledger_wakes(shell)
     ledger.apply = apply  # type: ignore[method-assign]
+
+
+def test_a_journal_that_cannot_be_written_refuses_and_goes_on(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def full(item: c.Call) -> c.Result:
+        if item.number < 3:
+            raise StateDirError(directory="/state", why="no space left on device")
+        return c.Done()
+
+    inbox, ledger = Inbox(), ScriptedLedger(full)
+    shell = serve(ledger)
+    with caplog.at_level(logging.ERROR):
+        for number in (1, 2):
+            shell.submit(call(number), inbox.reply)
+            error = result(inbox.take())
+            assert isinstance(error, StateDirError)
+            assert error.directory == "/state"
+    assert caplog.text.count("nothing is done") == 1  # said now and then, not for each
+    shell.submit(call(3), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+def test_a_units_link_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(output: c.Output) -> None:
+        raise RuntimeError("the loop is closed")
+
+    ledger, inbox = ScriptedLedger(), Inbox()
+    shell = serve(ledger)
+    shell.submit(add_unit(), inbox.reply, orders=broken)
+    assert isinstance(inbox.take(), c.UnitAdded)
+    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
+    assert "could not hand over GrowArena" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["handle", "_detach", "_forget"])
+def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    shell = serve(ScriptedLedger())
+    with monkeypatch.context() as patched:
+        patched.setattr(shell, where, fail)
+        with logged("the service failed on what was submitted, and goes on"):
+            shell.submit(call(1))
+            shell.detach(1, fail)
+            shell.withdraw(call(1), fail)
+    ledger_wakes(shell)
+
+
+def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = serve(ScriptedLedger())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer, monkeypatch.context() as patched:
+        peer.linger = 0
+        # It fails on the first message, before it has looked at it.
+        serve_one = ZmqDoor.serve
+        patched.setattr(ZmqDoor, "serve", lambda door, handler: serve_one(door, handler) and fail())
+        peer.connect(shell._door.endpoints[0])
+        with logged("the service failed on a message of the ZMQ door, and goes on"):
+            peer.send_multipart([b"Seal", b"", b""])
+    ledger_wakes(shell)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("a defect")

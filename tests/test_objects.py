@@ -293,3 +293,10 @@ def test_a_tensor_of_another_size_than_its_bytes_is_damage() -> None:
     for shape in (b"\x92\x02\x01", b"\x92\x02\x03", b"\x92\x00\x02"):
         with pytest.raises(InternalError, match="damaged"):
             decode_object(whole.replace(b"\x92\x02\x02", shape))
+
+
+@pytest.mark.parametrize("name", [b",i2", b"i2,", b"O", b"|O", b"(2)i", b"<i2\n", b"int16"])
+def test_a_dtype_that_is_not_plain_is_damage(name: bytes) -> None:
+    row = b"\x93" + bytes([0xA0 + len(name)]) + name + b"\x91\x01\xc4\x02ab"
+    with pytest.raises(InternalError, match="not a dtype"):
+        decode_object(b"\xc7" + bytes([len(row)]) + b"\x03" + row)

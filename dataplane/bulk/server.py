@@ -271,9 +271,14 @@ class BulkServer:
                 peer = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            request = self._header()
-            if request is not None:
-                self._answer(peer, request)
+            try:
+                request = self._header()
+                if request is not None:
+                    self._answer(peer, request)
+            except zmq.ZMQError:
+                raise  # the socket is broken, and would be ready again at once
+            except Exception:
+                log.exception("unit %d: failed on a message; the server goes on", self._unit)
             self._drain()
 
     def _header(self) -> pb.BulkRequest | None:

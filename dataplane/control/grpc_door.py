@@ -71,9 +71,18 @@ class GrpcDoor:
         self._credentials = None if tls is None else server_credentials(tls)
         self._ready = threading.Event()
         self._end_links: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="tq-grpc", daemon=True)
+        self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
-        self._ready.wait(START_S)
+        if not self._ready.wait(START_S) or not self._thread.is_alive():
+            raise InternalError(what="the gRPC door could not be opened")
+
+    def _loop_forever(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception:
+            log.critical("the gRPC door failed: nobody can use it any more", exc_info=True)
+        finally:
+            self._ready.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -201,11 +210,7 @@ class _Service:
 
     def _answer(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
         async def answer(request: Any, context: Context) -> Message:
-            try:
-                return message_of(await self._ask(parse(request)), self._facts)
-            except DataPlaneError as error:
-                await _abort(context, error)
-                raise
+            return message_of(await self._ask(parse(request)), self._facts)
 
         return answer
 
@@ -232,10 +237,7 @@ class _Service:
             raise
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
-        try:
-            self._shell.submit(codec.from_pb(c.Heartbeat, request))
-        except DataPlaneError as error:
-            await _abort(context, error)
+        self._shell.submit(codec.from_pb(c.Heartbeat, request))
         return heartbeat_reply(self._facts)
 
     async def _keys(self, request: pb.GetKeysRequest, context: Context) -> Message:
@@ -346,16 +348,48 @@ def _check_version(theirs: int) -> None:
         raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 
 
-def _unary(behavior: Any, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+def _unary(
+    behavior: Callable[[Any, Context], Awaitable[Message]], request_type: type[Message]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(request: Any, context: Context) -> Message:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _refuse(context, request_type, error)
+            raise
+
     return grpc.unary_unary_rpc_method_handler(
-        behavior, request_deserializer=request_type.FromString, response_serializer=_serialize
+        answer, request_deserializer=request_type.FromString, response_serializer=_serialize
     )
 
 
-def _stream(behavior: Any, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+def _stream(
+    behavior: Callable[[Any, Context], AsyncIterator[Message]], request_type: type[Message]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
+        replies: Any = behavior(requests, context)
+        async with contextlib.aclosing(replies):
+            try:
+                async for reply in replies:
+                    yield reply
+            except Exception as error:
+                await _refuse(context, request_type, error)
+                raise
+
     return grpc.stream_stream_rpc_method_handler(
-        behavior, request_deserializer=request_type.FromString, response_serializer=_serialize
+        answer, request_deserializer=request_type.FromString, response_serializer=_serialize
     )
+
+
+async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
+    """End the call with `error`, unless it is ended already. One that nobody expected is logged, and told as what it
+    is; the door goes on."""
+    if isinstance(error, grpc.aio.AbortError):
+        return
+    if not isinstance(error, DataPlaneError):
+        log.error("failed on a %s", request_type.DESCRIPTOR.name, exc_info=error)
+        error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")
+    await _abort(context, error)
 
 
 def _serialize(message: Message) -> bytes:

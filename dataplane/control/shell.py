@@ -145,11 +145,11 @@ class LedgerShell:
                 if self._waker.fd in ready:
                     self._waker.clear()
                     while self._inbox:
-                        self._inbox.popleft()()
+                        _guarded("what was submitted", self._inbox.popleft())
                 if self._door.socket in ready:
-                    self._serve_door()
+                    _guarded("a message of the ZMQ door", self._serve_door)
                 if self._door.monitor in ready:
-                    self._door.notice_disconnects(self)
+                    _guarded("the end of a connection", lambda: self._door.notice_disconnects(self))
                 self._sweep()
                 self._send()
         except StateDirError as error:
@@ -238,7 +238,7 @@ class LedgerShell:
             orders = self._units.get(output.unit)
             if orders is not None:
                 hit("controller.before_order")
-                orders(output)
+                _hand_over(orders, output)
             return
         asked = self._asked.pop(key, None)
         if asked is None:
@@ -288,6 +288,16 @@ class LedgerShell:
                 _hand_over(reply, answer)
         self._door.close()
         self.ended.set()
+
+
+def _guarded(what: str, work: Callable[[], None]) -> None:
+    """A fault in one thing is that thing's. Only a broken socket is the end: it would be ready again at once."""
+    try:
+        work()
+    except zmq.ZMQError:
+        raise
+    except Exception:
+        log.exception("the service failed on %s, and goes on", what)
 
 
 def _hand_over(reply: Reply, output: c.Output) -> None:

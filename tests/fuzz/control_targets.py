@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 
 from google.protobuf.message import DecodeError
 
@@ -27,7 +28,7 @@ LIMITS = Limits(samples=1 << 12, parked=64, sessions=16, partitions=16)
 def day() -> Driver:
     """A ledger with samples, leases, pins and waiting claims, and the inputs that led there."""
     driver = Driver(capacity=64 * 1024, limits=LIMITS)
-    a_busy_day(driver, 4, 60)
+    a_busy_day(driver, 4, 40)
     return driver
 
 
@@ -50,7 +51,7 @@ def requests(data: bytes) -> None:
         _journalled(item)
         for output in ledger.apply(item):
             _answered(item, output)
-    _still_whole(ledger)
+    _still_whole(ledger, data)
     if refused is not None:
         raise refused
 
@@ -78,9 +79,10 @@ def _answered(item: c.Input, output: c.Output) -> None:
         codec.decode_result(type(item.command).__name__, body)
 
 
-def _still_whole(ledger: Ledger) -> None:
-    """The state can be imaged, and goes on from there as the same."""
-    if Ledger.restored(ledger.image()).fingerprint() != ledger.fingerprint():
+def _still_whole(ledger: Ledger, data: bytes) -> None:
+    """Time goes on. The state can be imaged, and goes on from there as the same (looked at for some inputs only: it
+    takes long)."""
+    if not zlib.crc32(data) % 8 and Ledger.restored(ledger.image()).fingerprint() != ledger.fingerprint():
         raise FindingError("the ledger is another one once restored from its image")
     ledger.apply(c.Tick(now=ledger.now + 1e6))
 
@@ -124,7 +126,7 @@ def unit_reports(data: bytes) -> None:
         _journalled(item)
         for output in ledger.apply(item):
             _answered(item, output)
-    _still_whole(ledger)
+    _still_whole(ledger, data)
     if refused is not None:
         raise refused
 

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from dataplane.control.waker import Waker
+from dataplane.errors import InternalError
 from dataplane.host import join_address, resolve_host, split_address
 from dataplane.warm import WarmMemory
 from workers.address import WorkerAddress
@@ -182,7 +183,7 @@ class Engine:
                     self._let_go()
         except Exception as defect:
             _log.exception("the messages of worker %s ended by a defect", self.name)
-            error = defect
+            error = InternalError(what=f"the messages of worker {self.name} ended by a defect: {defect!r}")
         finally:
             self._end(error)
 
