@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from dataplane.host import split_address
 from tests.channel_peer import Peer, kept, say
 from tests.channels import CAPACITY, ROADS, alongside, broker, elsewhere, every_wire, make, peer, waiting
 from workers.channel import (
@@ -400,3 +401,12 @@ def test_names_that_cannot_be(name: str) -> None:
 def test_a_maxsize_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="maxsize is -1"):
         Channel.create("c", maxsize=-1, local=True)
+
+
+@pytest.mark.parametrize("token", ["wrong", "gar\u00e7on", "\U0001f511"])
+def test_a_token_of_any_letters_is_only_wrong(broker: ChannelBroker, token: str) -> None:
+    host, port = split_address(Endpoint.parse(broker.endpoint).address)
+    with socket.create_connection((host, port), timeout=20) as peer:
+        peer.sendall(wire.encode(wire.Hello(1, wire.VERSION, token, False)))
+        assert peer.recv(1) == b""
+    assert broker.alive

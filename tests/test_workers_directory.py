@@ -10,7 +10,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import zmq
 
+from dataplane.errors import InternalError
+from tests.logs import logged
 from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State
 from workers.directory.process import has_ended, this_process
@@ -290,3 +293,26 @@ def test_waiting_costs_no_processor_time(directory: Directory, client: Directory
 
 def test_a_process_that_runs_has_not_ended() -> None:
     assert not has_ended(this_process())
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"\x81\xa4type\xa1\xff"], [b"\xff", b"two"], [b"\x91" * 5000]])
+def test_a_message_that_makes_no_sense_is_dropped(frames: list[bytes]) -> None:
+    with Directory("127.0.0.1") as directory, zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(f"tcp://{directory.address}")
+        with logged("and was dropped"):
+            peer.send_multipart(frames)
+        client = DirectoryClient(directory.address)
+        assert client.register_group("g", {}).live
+        client.close()
+
+
+def test_a_defect_in_one_request_is_told_and_the_directory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Directory("127.0.0.1") as directory:
+        client = DirectoryClient(directory.address)
+        with monkeypatch.context() as patched:
+            patched.setattr(Registry, "register", lambda *_: 1 // 0)
+            with pytest.raises(InternalError, match="ZeroDivisionError"):
+                client.register_group("g", {})
+        assert client.register_group("g", {}).live
+        client.close()

@@ -20,8 +20,8 @@ OUT = Path("out/fuzz")
 LONGEST_INPUT_BYTES = 1 << 15
 INPUT_S = 30
 RSS_MIB = 2048
-GRACE_S = 180.0
-"""Beyond its time: imports, seeds, and the last input."""
+GRACE_S = 900.0
+"""Beyond its time: imports, which take minutes on a busy machine, seeds, and the last input."""
 SHOWN_LINES = 25
 
 
