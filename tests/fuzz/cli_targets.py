@@ -13,7 +13,7 @@ from unittest import mock
 from dataplane import cli
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import require_token_beyond_loopback, split_address
+from dataplane.host import require_guard_beyond_loopback, split_address
 from tests.fuzz.target import Feed, FindingError, Target
 
 WORDS = (
@@ -57,7 +57,7 @@ class _Unreachable:
 
     def __init__(self, config: DataPlaneConfig, address: str | None = None, *, name: str | None = None) -> None:
         token = config.secret()
-        require_token_beyond_loopback(config.host, token)
+        require_guard_beyond_loopback(config.host, guarded=token is not None)
         for each in (address, config.address):
             if each is not None and not each.startswith("actor:"):
                 split_address(each)
