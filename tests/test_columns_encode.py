@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from dataplane.checksums import checksums_of
 from dataplane.columns import Shared, encode_fields
 from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError
 from dataplane.jagged import jagged_from_values
 from dataplane.types import FieldKind, FieldSpec
 from tests.columns_helpers import encode_one, nested_of
+from tests.contract.values import DTYPES
 
 DENSE = FieldSpec(FieldKind.DENSE)
 JAGGED = FieldSpec(FieldKind.JAGGED)
@@ -201,3 +204,29 @@ def test_long_rows_of_a_list_are_buffers_of_their_own_and_short_ones_are_joined(
     assert len(encode_one(long, 2).buffers(0, 2)) == 2
     assert len(encode_one([torch.zeros(3), torch.ones(2)], 2).buffers(0, 2)) == 1
     assert encode_one([torch.zeros(0), torch.zeros(0)], 2).buffers(0, 2) == []
+
+
+ARRANGED: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "list": lambda rows: rows,
+    "ragged": lambda rows: [rows[0], rows[1].reshape(-1), rows[2], rows[3].t()],
+    "dense": lambda rows: torch.stack([rows[0]] * 4),
+    "transposed": lambda rows: torch.stack([rows[0].t()] * 4).transpose(1, 2),
+    "jagged": nested_of,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "needs_grad"),
+    [*((kind, dtype, False) for kind in ARRANGED for dtype in DTYPES), ("list", torch.float32, True)],
+)
+def test_checksums_are_of_the_bytes_that_are_written(kind: str, dtype: torch.dtype, needs_grad: bool) -> None:
+    rows = [torch.arange(12 * n).to(torch.uint8).view(-1, 2).to(dtype).requires_grad_(needs_grad) for n in (1, 3, 0, 2)]
+    (plain,) = encode_fields({"x": ARRANGED[kind](rows)}, rows=4, specs={})
+    column = plain.with_checksums()
+    assert column.checksums is not None
+    memory, expected = np.empty(column.nbytes, np.uint8), np.empty(column.nbytes, np.uint8)
+    column.write(0, 4, memory)
+    plain.write(0, 4, expected)
+    assert np.array_equal(memory, expected)
+    starts = np.cumsum(column.sizes) - column.sizes
+    assert column.checksums.tolist() == checksums_of(expected, starts, column.sizes).tolist()

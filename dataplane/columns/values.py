@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ RAGGED_ALIGN_BYTES = 16
 
 _WORTH_A_BUFFER_BYTES = 16384
 """Rows shorter than this on average are joined for `buffers`: a frame of its own costs more than the copy."""
+
+
+_NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class Values(Protocol):
@@ -140,7 +143,15 @@ class ListValues:
         return ListValues([self.tensors[k] for k in which.tolist()])
 
     def checksums(self) -> UInt32s:
-        return settled([xxhash.xxh3_64_intdigest(byte_view(tensor.cpu().contiguous()).data) for tensor in self.tensors])
+        return settled([xxhash.xxh3_64_intdigest(_buffer(tensor.cpu().contiguous())) for tensor in self.tensors])
+
+
+def _buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor; as `byte_view`, in a tenth of the time for types that numpy has too."""
+    if tensor.dtype in _NOT_NUMPYS:
+        return byte_view(tensor).data
+    array: np.ndarray[Any, Any] = tensor.detach().numpy()
+    return array.data
 
 
 def _on_one_device(tensors: list[Tensor]) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from dataplane.ledger.arrays import every, some
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
 from dataplane.ledger.fields import Field
 from dataplane.ledger.sessions import Session
@@ -34,9 +35,15 @@ def to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s
     needs none."""
     if state.checksums is Checksums.NEVER:
         return None
-    if state.checksums is Checksums.ACROSS_HOSTS and session.attached.keys() >= set(np.unique(units).tolist()):
+    if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):
         return None
     return checksums
+
+
+def _all_in(units: Int32s, attached: Collection[int]) -> bool:
+    if len(units) and int(units[0]) in attached and every(units == units[0]):
+        return True
+    return all(unit in attached for unit in np.unique(units).tolist())
 
 
 def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
@@ -44,4 +51,4 @@ def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
     if field is None or field.checksums is None:
         return None
     found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
-    return found if found.any() else None
+    return found if some(found) else None

@@ -214,6 +214,29 @@ def test_a_local_put_over_a_travelled_one_takes_its_checksum_away(local, remote)
     assert remote.get_samples(IDS, "mixed", ["f"]).batch_size[0] == 4
 
 
+def test_the_unit_that_holds_the_row_is_named() -> None:
+    with (
+        serve({"capacity_bytes": 8 * MIB, "units": 2, "checksums": "always"}) as server,
+        connect(server.address) as client,
+    ):
+        client.register_partition("p", ["f"], None, ["task"])
+        for name in IDS[:2]:
+            client.put_samples([name], "p", {"f": torch.ones(1, MIB // 2)})
+            client.put_samples([f"more of {name}"], "p", {"f": torch.ones(1, MIB // 2)})
+        inner = client._connections.get()
+        locate = c.Locate(partition="p", samples=c.Samples(ids=("a", "more of a", "b", "more of b")), fields=("f",))
+        (found,) = inner._channel.call(locate)[1].fields
+        assert set(found.units.tolist()) == {1, 2}
+        for place, unit in enumerate(found.units.tolist()):
+            row = inner.desk.roads.connection(unit).arena.writable(int(found.offsets[place]), 16)
+            row[7] ^= 1
+            with pytest.raises(ChecksumError) as raised:
+                client.get_samples(locate.samples.ids, "p", ["f"])
+            assert (raised.value.unit, raised.value.sample) == (unit, locate.samples.ids[place])
+            row[7] ^= 1
+        assert client.get_samples(locate.samples.ids, "p", ["f"]).batch_size[0] == 4
+
+
 def test_never_is_never(tmp_path) -> None:
     with (
         serve({"capacity_bytes": 16 * MIB, "checksums": "never"}) as server,
