@@ -11,7 +11,7 @@ from dataplane.ledger import Ledger, Limits
 from dataplane.ledger.commands import Mode
 from tests.simulation.client import Client
 from tests.simulation.schedule import finish, play, settle
-from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, scorer, trainer
+from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, saver, scorer, trainer
 from tests.simulation.world import World
 
 HOSTS = ("host0", "host1")
@@ -36,6 +36,7 @@ def scripts() -> st.SearchStrategy[Make]:
         st.builds(reader, seed, count),
         st.builds(cleaner, seed, count),
         st.builds(dripper, seed, count),
+        st.builds(saver, seed, count),
     )
 
 
@@ -53,6 +54,7 @@ def plans(draw: st.DrawFn) -> Plan:
         (draw(host), (producer(seed, 12, shared=seed % 2 == 0, mode=Mode.UPSERT),)),
         (draw(host), (scorer(seed, 12, lease_s=None), reader(seed, 8))),
         (HOSTS[0], (dripper(seed, 6), cleaner(seed, 4))),
+        (draw(host), (saver(seed, 3),)),
         (draw(host), (trainer(seed, 10), reader(seed + 1, 8))),
     ]
     more = st.tuples(host, st.lists(scripts(), min_size=1, max_size=2).map(tuple))

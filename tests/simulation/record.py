@@ -54,6 +54,7 @@ from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES
 from tests.ledger_values import canonical, placement_ranges, value_places
 from tests.simulation.rows import POISON, Value, content
+from tests.simulation.saves import SaveBooks
 
 TIMEOUT_S = 20.0
 """Silence after which the ledger may give up a session that no unit can prove alive."""
@@ -163,6 +164,7 @@ class Recorder:
         self.connected: set[int] = set()
         self.epochs: dict[str, int] = {}
         self.counts: dict[str, int] = defaultdict(int)
+        self.saves = SaveBooks(self)
 
     def add_memory(self, unit: int, capacity: int) -> None:
         self.memory[unit] = Memory.of(capacity)
@@ -235,6 +237,7 @@ class Recorder:
                     self.grants[session, number] = list(without(self.grants[session, number], *extent(item.command)))
             case Release(located=number):
                 self.pins.pop((session, number), None)
+                self.saves.taken.pop((session, number), None)
                 self.withdrawn.add((session, number))
             case Unclaim(claimed=number):
                 self.withdrawn.add((session, number))
@@ -276,7 +279,9 @@ class Recorder:
         kind = type(answer.result).__name__
         self.counts[f"{type(command).__name__}:{kind}"] += 1
         if isinstance(answer.result, DataPlaneError):
+            self.saves.refused(name, command, answer.result)
             return
+        self.saves.answered(name, command, answer.result)
         match command, answer.result:
             case Allocate(), Allocated():
                 self.allocated(name, command, answer.result)
@@ -326,9 +331,9 @@ class Recorder:
         ]
         used += [
             (cell.offset, cell.value.nbytes, f"live {cell.value}")
-            for cells in self.cells.values()
+            for key, cells in self.cells.items()
             for cell in cells.values()
-            if cell.unit == unit
+            if cell.unit == unit and key[0] not in self.saves.doubtful
         ]
         used += [
             (cell.offset, cell.value.nbytes, f"pinned by {name}")
@@ -456,8 +461,8 @@ class Recorder:
 
     def sweep(self) -> None:
         """Every live or pinned cell holds the bytes of its value."""
-        for cells in self.cells.values():
-            for cell in cells.values():
+        for key, cells in self.cells.items():
+            for cell in [] if key[0] in self.saves.doubtful else cells.values():
                 self.verify(cell)
         for pinned in self.pins.values():
             for cell in pinned:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import (
@@ -32,19 +34,27 @@ from dataplane.ledger.commands import (
     Locate,
     Mode,
     Nack,
+    Publish,
+    ReadSaved,
     Register,
     Release,
     Samples,
+    Save,
+    SavedPartition,
+    SavedRows,
+    Stage,
     UInt32s,
 )
 from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES, FieldSpec
 from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
-from tests.simulation.client import Ask, Client, Drain, Post, Read, Script, Stop, Thread, Withdrawn, Write
+from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.record import PlannedColumn, part_places
 from tests.simulation.rows import Value, checksum, content
 
 PARTITION = "train"
+ALBUM = "album"
+"""What savers bring back of what they saved."""
 TASKS = ("score", "train")
 FIELDS = {"tokens": WORDS, "prompt": BYTES, "score": BYTES}
 PIECE = 96
@@ -88,14 +98,21 @@ def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
     return script
 
 
-def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Column], mode: Mode) -> Script:
+def put(
+    client: Client,
+    thread: Thread,
+    samples: Samples,
+    columns: Sequence[Column],
+    mode: Mode,
+    partition: str = PARTITION,
+) -> Script:
     """Allocate, copy piece by piece, commit. Withdrawn: what is under way is stopped, then the room is given back."""
     record = client.world.record
     plan = [planned(client, column, len(samples)) for column in columns]
     sizes = [[value.nbytes for value in column.values] for column in plan]
     reply = yield Ask(
         Allocate(
-            partition=PARTITION,
+            partition=partition,
             columns=tuple(ColumnSizes(name=c.name, sizes=int64s(s)) for c, s in zip(columns, sizes, strict=True)),
             update=mode is Mode.UPDATE,
             timeout_s=10.0,
@@ -117,7 +134,8 @@ def put(client: Client, thread: Thread, samples: Samples, columns: Sequence[Colu
         yield Post(Abort(reservation=reply.number))
         raise
     sums = checksums_of(plan) if reply.result.checksums else None
-    yield Ask(commit_of(samples, columns, mode, reply.number, checksums=sums))
+    commit = commit_of(samples, columns, mode, reply.number, checksums=sums)
+    yield Ask(msgspec.structs.replace(commit, partition=partition))
 
 
 def checksums_of(plan: Sequence[PlannedColumn]) -> list[UInt32s]:
@@ -196,25 +214,82 @@ def planned(client: Client, column: Column, count: int) -> PlannedColumn:
     return PlannedColumn(column.name, values, list(range(count) if column.index is None else column.index))
 
 
-def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str]) -> Script:
+def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str], partition: str = PARTITION) -> Script:
     """Locate, read row by row, release; every row is checked."""
-    reply = yield Ask(Locate(partition=PARTITION, samples=samples, fields=tuple(fields)))
-    name = (client.session, reply.number)
+    reply = yield Ask(Locate(partition=partition, samples=samples, fields=tuple(fields)))
     try:
-        for found in reply.result.fields:
-            for i, length in enumerate(found.lengths.tolist()):
-                nbytes = length * found.spec.unit_bytes
-                if nbytes:
-                    data = yield Read(int(found.units[i]), int(found.offsets[i]), nbytes)
-                    client.world.record.check_read(name, found.name, i, data)
-                    if found.checksums is not None and found.checksums[i]:
-                        assert checksum(data) == found.checksums[i], "a reader would discard a row that is whole"
-                        client.world.record.counts["rows compared"] += 1
+        yield from read(client, reply)
     except Withdrawn:
         thread.shielded = True
         yield Post(Release(located=reply.number))
         raise
     yield Post(Release(located=reply.number))
+
+
+def read(client: Client, reply: Reply) -> Script:
+    """Every cell that the answer tells of, row by row."""
+    for found in reply.result.fields:
+        for i, length in enumerate(found.lengths.tolist()):
+            nbytes = length * found.spec.unit_bytes
+            if nbytes > 0:
+                data = yield Read(int(found.units[i]), int(found.offsets[i]), nbytes)
+                client.world.record.check_read((client.session, reply.number), found.name, i, data)
+                if found.checksums is not None and found.checksums[i]:
+                    assert checksum(data) == found.checksums[i], "a reader would discard a row that is whole"
+                    client.world.record.counts["rows compared"] += 1
+
+
+def saver(seed: int, count: int) -> Make:
+    """Saves the partition and reads all of it as it was then, in pieces; brings some of it back as another partition,
+    in the place of what was brought back before."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        saved = yield Ask(Save(partitions=(PARTITION,)))
+        (described,) = saved.result.partitions
+        pieces = []
+        try:
+            for first in range(0, described.live, 4):
+                piece = yield Ask(piece_of(saved.number, described, first))
+                yield from read(client, piece)
+                pieces.append(piece.result)
+        except (Withdrawn, DataPlaneError):
+            thread.shielded = True
+            yield Post(Release(located=saved.number))
+            raise
+        yield Post(Release(located=saved.number))
+        if pieces and random.random() < 0.7:
+            yield from bring_back(client, thread, f"staged.{client.session}.{saved.number}", described, pieces[0])
+
+    return rounds(count, body)
+
+
+def piece_of(saved: int, described: SavedPartition, first: int) -> ReadSaved:
+    return ReadSaved(
+        saved=saved,
+        partition=PARTITION,
+        first=first,
+        last=min(first + 4, described.live),
+        fields=tuple(field.name for field in described.fields),
+        names=True,
+    )
+
+
+def bring_back(client: Client, thread: Thread, staged: str, described: SavedPartition, piece: SavedRows) -> Script:
+    """Fill a staged partition and publish it; whatever fails, it goes."""
+    ids = piece.ids[:2]
+    wanted = msgspec.structs.replace(described, partition=ALBUM, live=len(ids), born=len(ids), tasks=())
+    yield Ask(Stage(partition=staged))
+    try:
+        columns = [Column("prompt", BYTES, ids, [40 + 30 * place for place in range(len(ids))])]
+        yield from put(client, thread, by_ids(ids), columns, Mode.CREATE, staged)
+        yield Ask(Publish(staged=(staged,), partitions=(wanted,), replace=True))
+    except (Withdrawn, DataPlaneError):
+        thread.shielded = True
+        with contextlib.suppress(NotThereError):  # it was published, after all
+            yield Ask(Clear(partition=staged, samples=None))
+        raise
+    yield from get(client, thread, by_ids(ids), ["prompt"], ALBUM)
 
 
 def producer(seed: int, count: int, *, shared: bool, mode: Mode) -> Make:
@@ -338,7 +413,9 @@ def register(client: Client, thread: Thread) -> Script:
 
 
 def drop(client: Client, thread: Thread) -> Script:
-    yield Ask(Clear(partition=PARTITION, samples=None))
+    for partition in (PARTITION, ALBUM):
+        with contextlib.suppress(NotThereError):  # nobody may have made it
+            yield Ask(Clear(partition=partition, samples=None))
 
 
 def handles_of(claimed: Claimed) -> Samples:

@@ -10,7 +10,7 @@ from tests.profiles import budget
 from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate
 
 
-@budget(150)
+@budget(120)
 @given(plan=plans(), decisions=schedules())
 def test_no_torn_or_stale_byte_and_none_lost(plan: Plan, decisions: bytes) -> None:
     world = simulate(plan, decisions)

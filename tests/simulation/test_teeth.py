@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 
+from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.rows import Rows
+from dataplane.ledger.saves import Saves
 from dataplane.ledger.state import State
 from tests.profiles import budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
@@ -92,6 +94,50 @@ def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unit, "write", lambda self, grant, offset, data, epoch: write(self, grant, offset, data, self.epoch))
 
 
+def saves_pin_nothing(patch: pytest.MonkeyPatch) -> None:
+    save = Saves.save
+
+    def careless(self: Saves, session: Any, number: int, command: Any) -> Any:
+        saved = save(self, session, number, command)
+        self.state.extents.unpin(session.pins.pop(number))
+        return saved
+
+    patch.setattr(Saves, "save", careless)
+
+
+def saves_show_what_is_there_now(patch: pytest.MonkeyPatch) -> None:
+    read = Saves.read_saved
+
+    def late(self: Saves, session: Any, number: int, command: Any) -> Any:
+        taken, there = session.saves.get(command.saved, {}), self.state.partitions.get(command.partition)
+        if command.partition in taken and there is not None:
+            now = self._snapshot(there)
+            taken[command.partition] = now if len(now.ids) >= command.last else taken[command.partition]
+        return read(self, session, number, command)
+
+    patch.setattr(Saves, "read_saved", late)
+
+
+def the_end_of_a_session_forgets_what_it_staged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(liveness, "drop_staged", lambda state, session: None)
+
+
+def restarts_forget_saves(patch: pytest.MonkeyPatch) -> None:
+    restored = Ledger.restored.__func__  # type: ignore[attr-defined]
+
+    def forgetful(kind: type[Ledger], image: bytes) -> Any:
+        ledger = restored(kind, image)
+        for session in ledger._state.sessions.values():
+            session.saves.clear()
+        return ledger
+
+    patch.setattr(Ledger, "restored", classmethod(forgetful))
+
+
+def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(saves, "drop", lambda state, partition: 0)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -107,6 +153,11 @@ def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
         a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,
         a_restarted_unit_takes_everybody_for_gone,
         units_take_frames_of_earlier_lives,
+        saves_pin_nothing,
+        saves_show_what_is_there_now,
+        the_end_of_a_session_forgets_what_it_staged,
+        restarts_forget_saves,
+        what_is_published_over_is_kept,
     ],
 )
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
