@@ -121,7 +121,6 @@ class DurableLedger:
 
     def _put_in(self, item: c.Input) -> list[c.Output]:
         appended = [records.encode(each) for each in (self._tick, item) if each is not None]
-        hit("journal.before_append")
         self._journal.append(*appended)
         self._tick = None
         hit("journal.after_append")

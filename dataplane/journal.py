@@ -272,6 +272,7 @@ class Journal(Log):
         disk)."""
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._named("cannot be written"):
+            hit("journal.before_append")
             if self._droppable:
                 self._drop_some()
             if len(rows) == 1:
