@@ -32,11 +32,12 @@ demo-async: setup ## the same, asynchronously: rollouts go on while the policy t
 test: setup ## the test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-soak: setup ## the ledger's model test and simulator, twenty times longer, on fresh random examples
+soak: setup ## half an hour of faults under rising load, then the ledger's model test and simulator, twenty times longer
+	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 
-faults: setup ## kill and stop every process of a working service in turn, 200 times; ARGS="--seed N" repeats a storm
-	@$(BIN)/python -m tests.faults.storm --faults 200 $(ARGS)
+faults: setup ## every process of a working service dies and stops at every failpoint, links break; ARGS="--seed N" again
+	@$(BIN)/python -m tests.faults.storm $(ARGS)
 
 fuzz: $(VENV)/.fuzz ## feed every decoder with hostile bytes for ten minutes; ARGS="--seconds N --target NAME" for less
 	@$(BIN)/python -m tests.fuzz $(ARGS)

@@ -6,4 +6,12 @@ from __future__ import annotations
 import multiprocessing
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.faults.players", "tests.faults.market", "tests.faults.victim"])
+forks.set_forkserver_preload(
+    [
+        "tests.faults.players",
+        "tests.faults.houses",
+        "tests.faults.market",
+        "tests.faults.network",
+        "tests.faults.victim",
+    ]
+)
