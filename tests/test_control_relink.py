@@ -13,7 +13,7 @@ import pytest
 from dataplane.config import DataPlaneConfig
 from dataplane.control import unit_link
 from dataplane.control.controller import Controller
-from dataplane.control.unit_link import Order, Outbox, UnitLink
+from dataplane.control.unit_link import Outbox, UnitLink
 from dataplane.errors import ArenaSpaceError, InvalidRequestError, ServiceRestartedError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
@@ -23,7 +23,7 @@ CONFIG = DataPlaneConfig()
 WAIT_S = 20.0
 
 
-def ignore(order: Order) -> None:
+def ignore(order: c.UnitOrder) -> None:
     pass
 
 
@@ -91,7 +91,7 @@ def told(ledger: ScriptedLedger) -> list[c.Input]:
 
 
 def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> None:
-    link, orders = scene.link(), queue.SimpleQueue[Order]()
+    link, orders = scene.link(), queue.SimpleQueue[c.UnitOrder]()
     added: list[int] = []
     link.open(add_unit(), orders.put, on_added=lambda unit, ticket: added.append(unit))
     link.report(attached(1))
@@ -121,7 +121,7 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
 
 
 def test_orders_come_through_the_new_link(scene: Scene) -> None:
-    link, orders = scene.link(), queue.SimpleQueue[Order]()
+    link, orders = scene.link(), queue.SimpleQueue[c.UnitOrder]()
     link.open(add_unit(), orders.put)
     apply = scene.ledger.apply
 

@@ -12,7 +12,7 @@ import pytest
 from dataplane.config import DataPlaneConfig
 from dataplane.control.controller import Controller
 from dataplane.control.grpc_import import import_grpc_door, import_grpc_link
-from dataplane.control.unit_link import Order, UnitLink
+from dataplane.control.unit_link import UnitLink
 from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
@@ -34,13 +34,13 @@ def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
         yield controller
 
 
-def refuse(order: Order) -> None:
+def refuse(order: c.UnitOrder) -> None:
     raise AssertionError(order)
 
 
 def test_reports_go_in_and_orders_come_out_in_order(scripted: Controller, ledger: ScriptedLedger) -> None:
     link = UnitLink(scripted.address, None)
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[c.UnitOrder] = queue.SimpleQueue()
     apply = ledger.apply
 
     def ordering(item: c.Input) -> list[c.Output]:
