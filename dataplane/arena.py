@@ -130,7 +130,12 @@ class Arena:
         capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
         _check_room(directory, capacity_bytes + HEADER_BYTES)
         path = Path(directory) / (new_arena_name() if keeper is None else new_kept_arena_name())
-        file = HeldFile(create_locked(path))
+        try:
+            file = HeldFile(create_locked(path))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise _no_space(directory, capacity_bytes, error) from error
+            raise
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)

@@ -138,12 +138,23 @@ def describe(address: str, report: c.StatsReport) -> str:
         lines.append(
             f"  unit {unit.unit} {unit.name}: {readable(used)} of {readable(unit.capacity_bytes)} used"
             f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
-            f" {readable(unit.pinned_bytes)} pinned){'' if unit.connected else ', NOT CONNECTED'}"
+            f" {readable(unit.pinned_bytes)} pinned), {readable(unit.peak_used_bytes)} at most"
+            f"{', FILLING UP' if unit.pressed else ''}{'' if unit.connected else ', NOT CONNECTED'}"
         )
+        lines += [f"    cannot grow: {unit.problem}"] if unit.problem else []
     for part in report.partitions:
         born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
         held = f"{part.live} live ({readable(part.live_bytes)})"
         lines.append(f"  partition {part.partition}: {held}, {born}{', sealed' if part.sealed else ''}")
+        if part.budget_bytes is not None:
+            lines.append(
+                f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"
+                f" {readable(part.peak_used_bytes)} at most{', FILLING UP' if part.pressed else ''}"
+            )
+        if part.evicted or part.evicted_unconsumed:
+            lines.append(f"    {part.evicted} evicted, and {part.evicted_unconsumed} that were not consumed")
+        if part.waiting_puts:
+            lines.append(f"    {part.waiting_puts} puts waiting for room")
         lines += [f"    field {name}: {count} produced" for name, count in part.produced.items()]
         lines += [f"    task {name}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
         if part.waiting_claims:

@@ -51,7 +51,9 @@ class DataPlaneConfig:
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.
-    reserve_fraction: the part of capacity kept for updates of existing rows.
+    reserve_fraction: the part of capacity, and of every partition's budget, kept for updates of existing rows.
+    low_watermark, high_watermark: parts of what new rows may take of a unit, or of a budget: from the high one on it
+        is `pressed` in `stats()`, and the log has a warning, until it is down to the low one.
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
     put_timeout_s: how long a put waits for room.
@@ -83,6 +85,8 @@ class DataPlaneConfig:
     arena_dir: str = "/dev/shm"
     units: int = 1
     reserve_fraction: float = 0.15
+    low_watermark: float = 0.75
+    high_watermark: float = 0.9
     heartbeat_s: float = 2.0
     session_timeout_s: float = 20.0
     call_timeout_s: float = 30.0
@@ -114,6 +118,9 @@ class DataPlaneConfig:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:
             raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
+        if not 0.0 <= self.low_watermark <= self.high_watermark <= 1.0 or not self.high_watermark:
+            marks = f"low_watermark={self.low_watermark}, high_watermark={self.high_watermark}"
+            raise ValueError(f"{marks}: must be 0 <= low <= high <= 1, and high not 0")
         if self.reconnect_s < 0:
             raise ValueError(f"reconnect_s={self.reconnect_s}: cannot be negative")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):

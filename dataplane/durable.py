@@ -46,6 +46,8 @@ class LedgerSettings:
     heartbeat_s: float
     session_timeout_s: float
     checksums: Checksums = Checksums.ACROSS_HOSTS
+    low_watermark: float = 0.75
+    high_watermark: float = 0.9
 
 
 class DurableLedger:

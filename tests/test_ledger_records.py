@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.ledger import Ledger
@@ -29,6 +29,7 @@ def kinds(module: Any, base: type) -> list[type]:
 
 
 @pytest.mark.parametrize("kind", kinds(inputs, c.Input), ids=lambda kind: str(kind.__name__))
+@settings(deadline=None)
 @given(data=st.data())
 def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
     item = data.draw(of_type(kind))
@@ -36,6 +37,7 @@ def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds(requests, c.Command), ids=lambda kind: str(kind.__name__))
+@settings(deadline=None)
 @given(data=st.data(), session=INT64, number=INT64, watermark=INT64, waiting=st.lists(INT64, max_size=3).map(tuple))
 def test_calls(
     kind: type[c.Command], data: st.DataObject, session: int, number: int, watermark: int, waiting: tuple[int, ...]

@@ -181,18 +181,60 @@ def test_a_put_that_does_not_wait_for_room_waits_for_an_arena_that_grows() -> No
     assert isinstance(client.result(second), CapacityTimeoutError)
 
 
-def test_an_arena_that_cannot_grow_is_as_large_as_it_is() -> None:
+FULL = "the arena wants 9 bytes in /dev/shm, which has 5 free."
+
+
+def stuck() -> tuple[Driver, Client, int]:
+    """A put that waits for an arena that cannot grow."""
     driver = Driver(units=0, reserve_fraction=0.0)
     client = driver.client()
     client.register()
     driver.add_unit(capacity=1024 * MIB, backed=64 * MIB)
-    waiting = client.waits(client.allocate({"x": [100 * MIB]}))
-    driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, error="No space left on device"))
-    assert isinstance(client.result(waiting), RequestTooLargeError)
+    waiting = client.waits(client.allocate({"x": [100 * MIB]}, timeout_s=4.5))
+    driver.take_orders()
+    driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, error=FULL))
+    return driver, client, waiting
+
+
+def test_an_arena_that_cannot_grow_is_asked_again_as_long_as_somebody_waits() -> None:
+    driver, client, waiting = stuck()
+    assert grows(driver) == []
+    assert driver.ledger.next_deadline() == 1.0
+    driver.tick(1.0)
+    assert grows(driver) == [(1, 164 * MIB)]
+    driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, error=FULL))
+    driver.tick(2.0)
+    assert grows(driver) == [(1, 164 * MIB)]
+    driver.apply(c.Grown(unit=1, backed_bytes=164 * MIB))
+    assert isinstance(client.result(waiting), c.Allocated)
+    client.raw(client.allocate({"x": [32 * MIB]}))
+
+
+def test_who_waits_in_vain_for_an_arena_is_told_what_it_lacks() -> None:
+    driver, client, waiting = stuck()
+    driver.tick(4.5)
+    error = client.result(waiting)
+    assert isinstance(error, CapacityTimeoutError)
+    assert error.arena == f"Storage unit 1 cannot grow: {FULL}"
+    assert error.free_bytes == 64 * MIB
     driver.take_orders()
     client.raw(client.allocate({"x": [64 * MIB]}))
-    client.waits(client.allocate({"x": [1]}))
+    driver.tick(20.0)
     assert grows(driver) == []
+    with pytest.raises(RequestTooLargeError):
+        client.raise_(client.allocate({"x": [1025 * MIB]}))
+
+
+def test_a_put_that_does_not_wait_tries_an_arena_that_could_not_grow_once() -> None:
+    driver, client, waiting = stuck()
+    client.do(c.Abort(reservation=waiting))
+    with pytest.raises(CapacityTimeoutError, match="9 bytes in /dev/shm, which has 5 free"):
+        client.raise_(client.allocate({"x": [100 * MIB]}, on_full=c.OnFull.REJECT))
+    driver.tick(1.0)
+    trying = client.waits(client.allocate({"x": [100 * MIB]}, on_full=c.OnFull.REJECT))
+    assert grows(driver) == [(1, 164 * MIB)]
+    driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, error=FULL))
+    assert isinstance(client.result(trying), CapacityTimeoutError)
 
 
 def test_a_put_before_any_unit_waits_for_one() -> None:

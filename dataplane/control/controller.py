@@ -136,6 +136,8 @@ class Controller:
             heartbeat_s=config.heartbeat_s,
             session_timeout_s=config.session_timeout_s,
             checksums=_checksums(config),
+            low_watermark=config.low_watermark,
+            high_watermark=config.high_watermark,
         )
         if self._given is not None:
             return self._given

@@ -230,7 +230,7 @@ class LedgerShell:
 
     def _deliver(self, output: c.Output) -> None:
         if isinstance(output, c.Notice):
-            log.warning("%s", output.text)
+            log.log(logging.WARNING if output.warning else logging.INFO, "%s", output.text)
             return
         key = key_of(output)
         if key is None:

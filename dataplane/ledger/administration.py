@@ -18,7 +18,7 @@ from dataplane.ledger.drops import drop
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.recheck import Recheck
-from dataplane.ledger.rooms import MAX_BYTES, Rooms
+from dataplane.ledger.rooms import MAX_BYTES, RETRY_S, Rooms
 from dataplane.ledger.sessions import ParkedClaim, Session
 from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
@@ -42,7 +42,12 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents)
         _check_live_fields(partition, command)
         partition.register(command)
-        state.extents.freed = True
+        state.extents.freed = state.extents.moved = True
+        if partition.budget_bytes is None:
+            state.budgeted.pop(partition.name, None)
+            partition.account.pressed = False
+        else:
+            state.budgeted[partition.name] = partition
         for parked in list(partition.waiters.values()):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.task_gone(parked))
@@ -157,7 +162,7 @@ class UnitReports:
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
         counts = self.shrinks.offered(unit, item.shrinks)
-        unit.back(item.backed_bytes if counts else unit.space.backed_bytes, failed=False)
+        unit.back(item.backed_bytes if counts else unit.space.backed_bytes)
         self._added(unit)
         self.shrinks.order_again(unit)
         self.liveness.unit_back(unit.number)
@@ -194,7 +199,8 @@ class UnitReports:
     def grown(self, item: c.Grown) -> None:
         unit = self.state.units.get(item.unit)
         if unit is not None and item.shrinks == unit.shrinks:
-            unit.back(item.backed_bytes, failed=item.error is not None)
+            unit.back(item.backed_bytes, item.error or "")
+            unit.retry_at = self.state.now + RETRY_S
             self.rooms.grow_ahead(unit)
             self.state.extents.freed = True
 

@@ -36,6 +36,7 @@ class Account:
         self.live_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.pressed = False
         self.closed = False
 
     def charge(self, nbytes: int) -> None:
@@ -67,7 +68,7 @@ class Several:
 class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
-    `freed` says that bytes came back, or could, since it was last reset."""
+    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back."""
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
@@ -76,6 +77,7 @@ class Extents:
         self.freed = False
         self.several: dict[int, Several] = {}
         self.accounts: dict[int, Account] = {}
+        self.moved = False
         self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
         self.starts: Int64s = np.zeros(64, np.int64)
@@ -113,6 +115,7 @@ class Extents:
         self.owners[number] = 0 if account is None else account.number
         if account is not None:
             account.charge(size)
+        self.moved = True
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
@@ -226,6 +229,7 @@ class Extents:
 
     def _credit(self, numbers: Int32s) -> None:
         """The bytes of these extents are their partitions' no more."""
+        self.moved = True
         owners, sizes = self.owners[numbers], self.sizes[numbers]
         for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
             account = self.accounts.get(owner)
@@ -234,6 +238,7 @@ class Extents:
 
     def _discharge(self, account: Account, nbytes: int) -> None:
         account.used_bytes -= nbytes
+        self.moved = True
         if account.closed and not account.used_bytes:
             self.accounts.pop(account.number, None)
 

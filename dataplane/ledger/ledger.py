@@ -26,6 +26,7 @@ from dataplane.ledger.digest import digest
 from dataplane.ledger.image import ImageError, dump, load
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.pressure import Pressure
 from dataplane.ledger.reads import Reads
 from dataplane.ledger.rooms import Rooms
 from dataplane.ledger.saves import Saves
@@ -44,7 +45,7 @@ class Ledger:
 
     epoch: this life of the service. reserve_fraction: the part of every arena that only updates may use.
     heartbeat_s, session_timeout_s: when a silent session is looked into, and when one that no unit can prove alive is
-    given up. checksums: which rows get one.
+    given up. checksums: which rows get one. low_watermark, high_watermark: see `Pressure`.
     """
 
     def __init__(
@@ -56,8 +57,12 @@ class Ledger:
         heartbeat_s: float = 2.0,
         session_timeout_s: float = 20.0,
         checksums: Checksums = Checksums.ACROSS_HOSTS,
+        low_watermark: float = 0.75,
+        high_watermark: float = 0.9,
     ) -> None:
-        self._take_over(State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s, checksums))
+        state = State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s, checksums)
+        state.watermarks = low_watermark, high_watermark
+        self._take_over(state)
 
     def _take_over(self, state: State) -> None:
         """Everything that works on the state works on this one."""
@@ -70,6 +75,7 @@ class Ledger:
         self._partitions = Partitions(self._state, self._claims.task_gone)
         self._saves = Saves(self._state, self._partitions)
         self._shrinks = Shrinks(self._state)
+        self._pressure = Pressure(self._state)
         self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks)
         self._handlers = self._command_table()
         self._reports = self._report_table()
@@ -102,7 +108,7 @@ class Ledger:
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""
         state = self._state
-        times = [self._liveness.next_look]
+        times = [self._liveness.next_look, self._rooms.retry_at()]
         times += [heap[0][0] for heap in (state.alarms, state.leases, state.wakes) if heap]
         if state.sessions:
             times.append(state.now + state.heartbeat_s)
@@ -213,6 +219,7 @@ class Ledger:
             self._rooms.judge()
         if state.touched:
             self._claims.judge()
+        self._pressure.look()
 
     # --- numbered calls
 
@@ -309,6 +316,7 @@ class Ledger:
         state.reserve_fraction = item.reserve_fraction
         state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
         state.checksums = item.checksums
+        state.watermarks = item.low_watermark, item.high_watermark
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
             unit.awaited = unit.awaited or unit.connected
@@ -325,6 +333,8 @@ class Ledger:
         self._claims.expire_leases()
         state.wake()
         self._liveness.look(gap)
+        if self._rooms.retry_at() <= state.now:
+            state.extents.freed = True
         self._settle()
         while state.alarms and state.alarms[0][0] <= state.now:
             _, _, number, call = heapq.heappop(state.alarms)

@@ -108,6 +108,13 @@ def growth(unit: Unit, need: int) -> int | None:
     return target
 
 
+def growth_again(unit: Unit, need: int, now: float) -> int | None:
+    """The backing to ask of a unit that could not grow some time ago; None if there is none to ask."""
+    if not unit.problem or unit.asked or unit.shrinking or not unit.connected or now < unit.retry_at:
+        return None
+    return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
+
+
 def growth_ahead(unit: Unit) -> int | None:
     """The backing to ask of the unit because little of it is left."""
     slack = min(SLACK_BYTES, unit.ceiling // 8)

@@ -131,6 +131,8 @@ class Reads:
             partitions=tuple(self._partition(partition) for partition in state.partitions.values()),
             sessions=tuple(self._session(other) for other in state.sessions.values()),
             waiting_allocations=sum(len(waiters) for waiters in state.room_waiters.values()),
+            low_watermark=state.watermarks[0],
+            high_watermark=state.watermarks[1],
         )
 
     def _unit(self, unit: Unit) -> c.UnitStats:
@@ -149,6 +151,11 @@ class Reads:
             live_bytes=int(sizes[states == LIVE].sum()),
             retired_bytes=int(sizes[states == RETIRED].sum()),
             pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+            used_bytes=unit.used_bytes,
+            peak_used_bytes=unit.peak_bytes,
+            limit_bytes=unit.limit(update=False),
+            pressed=unit.pressed,
+            problem=unit.problem,
         )
 
     def _session(self, session: Session) -> c.SessionStats:
@@ -188,4 +195,5 @@ class Reads:
             evicted=evicted.consumed,
             evicted_unconsumed=evicted.unconsumed,
             waiting_puts=sum(parked.partition is partition for parked in puts),
+            pressed=account.pressed,
         )

@@ -23,7 +23,7 @@ from dataplane.ledger.commands import (
 from dataplane.ledger.integrity import are_wanted
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_ahead, place
+from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_again, growth_ahead, place
 from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
 from dataplane.ledger.shortage import out_of_room
 from dataplane.ledger.space import granules_up
@@ -31,6 +31,8 @@ from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
 
 MAX_BYTES = 1 << 62
+RETRY_S = 1.0
+"""An arena that could not grow is asked again so often while a put waits: others may have given memory back."""
 
 
 class Rooms:
@@ -163,11 +165,19 @@ class Rooms:
 
     def _growing(self, want: Want) -> bool:
         units = [unit for unit in self.state.units.values() if unit.connected]
-        return self._room(want) >= want.total and any(unit.asked for unit in units)
+        room = sum(max(unit.room_asked(update=want.update), 0) for unit in units)
+        return room >= want.total and any(unit.asked for unit in units)
 
     def _room(self, want: Want) -> int:
         units = [unit for unit in self.state.units.values() if unit.connected]
         return sum(max(unit.room(update=want.update), 0) for unit in units)
+
+    def retry_at(self) -> float:
+        """When arenas that could not grow are to be asked again for those who wait."""
+        if not (self.state.room_waiters[True] or self.state.room_waiters[False]):
+            return float("inf")
+        units = [unit for unit in self.state.units.values() if unit.problem and unit.connected and not unit.asked]
+        return min((unit.retry_at for unit in units), default=float("inf"))
 
     def grow_ahead(self, unit: Unit) -> None:
         self._ask(unit, growth_ahead(unit))
@@ -192,7 +202,7 @@ class Rooms:
                 what=f"this put, in the budget of partition {partition.name!r},",
                 hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
             )
-        limits = [unit.limit(update=want.update) for unit in self.state.units.values()]
+        limits = [unit.most(update=want.update) for unit in self.state.units.values()]
         if not limits:
             return
         if want.total > sum(limits):
@@ -212,6 +222,8 @@ class Rooms:
         if pieces is None:
             for unit in growing:
                 self._ask(unit, growth(unit, want.total))
+            for unit in units:
+                self._ask(unit, growth_again(unit, want.total, self.state.now))
             return None
         for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
             self.grow_ahead(unit)

@@ -40,6 +40,7 @@ def out_of_room(
         free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.connected),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
+        arena=" ".join(f"Storage unit {unit.number} cannot grow: {unit.problem}" for unit in units if unit.problem),
     )
 
 

@@ -58,6 +58,7 @@ class State:
         self.session_timeout_s = session_timeout_s
         self.checksums = checksums
         self.several_hosts = None
+        self.watermarks = (0.75, 0.9)
         self.now = 0.0
         self.births = epoch // BIRTHS_APART_NS
         self.serials = 0
@@ -65,6 +66,7 @@ class State:
         self.units: dict[int, Unit] = {}
         self.extents = Extents(self.units)
         self.partitions: dict[str, Partition] = {}
+        self.budgeted: dict[str, Partition] = {}
         self.sessions: dict[int, Session] = {}
         self.parked = 0
         self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}

@@ -12,7 +12,8 @@ class Unit:
     still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
     may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
     give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
-    it says of its backing is from before."""
+    it says of its backing is from before. `problem` says why growing failed last; it is tried
+    again at `retry_at` at the earliest. `peak_bytes` is the most that was ever used."""
 
     def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
         self.number = number
@@ -23,6 +24,10 @@ class Unit:
         self.asked = 0
         self.shrinks = offer.shrinks
         self.shrinking = False
+        self.problem = ""
+        self.retry_at = 0.0
+        self.peak_bytes = 0
+        self.pressed = False
         self.connected = True
         self.awaited = False
         self.checking = False
@@ -42,7 +47,18 @@ class Unit:
 
     def limit(self, *, update: bool) -> int:
         """Bytes that may be in use after a put of new rows, or an update."""
-        return self.ceiling if update else self.ceiling - int(self.ceiling * self.reserve_fraction)
+        return self._part_of(self.ceiling, update=update)
+
+    def most(self, *, update: bool) -> int:
+        """The same, if it can grow as far as it is to."""
+        return self._part_of(self.space.capacity_bytes, update=update)
+
+    def room_asked(self, *, update: bool) -> int:
+        """`room`, if it grows as far as it was asked to."""
+        return self._part_of(max(self.ceiling, self.asked), update=update) - self.used_bytes
+
+    def _part_of(self, nbytes: int, *, update: bool) -> int:
+        return nbytes if update else nbytes - int(nbytes * self.reserve_fraction)
 
     def room(self, *, update: bool) -> int:
         return self.limit(update=update) - self.used_bytes
@@ -60,11 +76,9 @@ class Unit:
             curve_key=self.offer.curve_key,
         )
 
-    def back(self, backed_bytes: int, *, failed: bool) -> None:
-        """The unit reports its backing."""
+    def back(self, backed_bytes: int, problem: str = "") -> None:
+        """The unit reports its backing, and why it could not be more."""
         self.asked = 0
         self.space.back(backed_bytes)
-        if failed:
-            self.ceiling = self.space.backed_bytes
-        else:
-            self.ceiling = max(self.ceiling, self.space.backed_bytes)
+        self.problem = problem
+        self.ceiling = self.space.backed_bytes if problem else self.space.capacity_bytes

@@ -967,7 +967,7 @@ class StatsRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitStats(_message.Message):
-    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes")
+    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -979,6 +979,11 @@ class UnitStats(_message.Message):
     LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RETIRED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRESSED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
     host: str
@@ -990,10 +995,15 @@ class UnitStats(_message.Message):
     live_bytes: int
     retired_bytes: int
     pinned_bytes: int
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
+    used_bytes: int
+    peak_used_bytes: int
+    limit_bytes: int
+    pressed: bool
+    problem: str
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ...) -> None: ...
 
 class PartitionStats(_message.Message):
-    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts")
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts", "pressed")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
@@ -1013,6 +1023,7 @@ class PartitionStats(_message.Message):
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_UNCONSUMED_FIELD_NUMBER: _ClassVar[int]
     WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
+    PRESSED_FIELD_NUMBER: _ClassVar[int]
     partition: str
     live: int
     born: int
@@ -1032,7 +1043,8 @@ class PartitionStats(_message.Message):
     evicted: int
     evicted_unconsumed: int
     waiting_puts: int
-    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ...) -> None: ...
+    pressed: bool
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ..., pressed: bool = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
@@ -1055,20 +1067,24 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., silent_s: _Optional[float] = ..., parked: _Optional[int] = ..., reservations: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
 
 class StatsReport(_message.Message):
-    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations")
+    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    LOW_WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    HIGH_WATERMARK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     now: float
     units: _containers.RepeatedCompositeFieldContainer[UnitStats]
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionStats]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     waiting_allocations: int
-    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ...) -> None: ...
+    low_watermark: float
+    high_watermark: float
+    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ...) -> None: ...
 
 class ShrinkRequest(_message.Message):
     __slots__ = ("header", "timeout_s")

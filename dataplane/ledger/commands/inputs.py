@@ -154,6 +154,8 @@ class Restarted(Input, frozen=True, kw_only=True):
     heartbeat_s: float
     session_timeout_s: float
     checksums: Checksums = Checksums.ACROSS_HOSTS
+    low_watermark: float = 0.75
+    high_watermark: float = 0.9
 
 
 class Tick(Input, frozen=True, kw_only=True):

@@ -49,9 +49,10 @@ class FenceSession(Output, frozen=True, kw_only=True):
 
 
 class Notice(Output, frozen=True, kw_only=True):
-    """For the log of the service: something a person should know."""
+    """For the log of the service: something a person should know, or act upon (`warning`)."""
 
     text: str
+    warning: bool = True
 
 
 class GrowArena(Output, frozen=True, kw_only=True):

@@ -103,7 +103,11 @@ class Listed(Result, frozen=True, kw_only=True):
 
 
 class UnitStats(Value, frozen=True, kw_only=True):
-    """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps the last three."""
+    """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps the last three.
+
+    `used_bytes` sums reserved, live and retired; `peak_used_bytes` is the most that ever was; new rows may take it up
+    to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last.
+    """
 
     unit: int
     name: str
@@ -116,6 +120,11 @@ class UnitStats(Value, frozen=True, kw_only=True):
     live_bytes: int
     retired_bytes: int
     pinned_bytes: int
+    used_bytes: int = 0
+    peak_used_bytes: int = 0
+    limit_bytes: int = 0
+    pressed: bool = False
+    problem: str = ""
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
@@ -145,6 +154,7 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     evicted: int = 0
     evicted_unconsumed: int = 0
     waiting_puts: int = 0
+    pressed: bool = False
 
 
 class SessionStats(Value, frozen=True, kw_only=True):
@@ -159,12 +169,17 @@ class SessionStats(Value, frozen=True, kw_only=True):
 
 
 class StatsReport(Result, frozen=True, kw_only=True):
+    """A unit, or a partition with a budget, is `pressed` from when it uses `high_watermark` of its `limit_bytes` until
+    it is down to `low_watermark` of it."""
+
     epoch: int
     now: float
     units: tuple[UnitStats, ...]
     partitions: tuple[PartitionStats, ...]
     sessions: tuple[SessionStats, ...]
     waiting_allocations: int
+    low_watermark: float = 0.0
+    high_watermark: float = 0.0
 
 
 class UnitShrunk(Value, frozen=True, kw_only=True):

@@ -1,0 +1,49 @@
+"""How full units and budgets are: the most that was ever used, and word of it when they fill up."""
+
+from __future__ import annotations
+
+from dataplane.ledger.budgets import limit_of
+from dataplane.ledger.commands import Notice
+from dataplane.ledger.extents import Account
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.state import State
+from dataplane.ledger.units import Unit
+
+
+class Pressure:
+    """What is `pressed` uses the high watermark's part of what new rows may take, or did and has not come down to the
+    low one's since. Of partitions, those with a budget only."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def look(self) -> None:
+        """After every input; does nothing unless bytes were taken or came back."""
+        state = self.state
+        if not state.extents.moved:
+            return
+        state.extents.moved = False
+        for unit in state.units.values():
+            unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
+            self._judge(unit, unit.used_bytes, unit.limit(update=False))
+        for partition in state.budgeted.values():
+            limit = limit_of(state, partition, update=False)
+            self._judge(partition, partition.account.used_bytes, limit or 0)
+
+    def _judge(self, who: Unit | Partition, used: int, limit: int) -> None:
+        gauge: Unit | Account = who.account if isinstance(who, Partition) else who
+        low, high = self.state.watermarks
+        pressed = used > low * limit if gauge.pressed else used >= high * limit > 0
+        if pressed != gauge.pressed:
+            gauge.pressed = pressed
+            self.state.out.append(Notice(text=_text(who, used, limit), warning=pressed))
+
+
+def _text(who: Unit | Partition, used: int, limit: int) -> str:
+    if isinstance(who, Partition):
+        name, what = f"partition {who.name!r}", "of its budget "
+    else:
+        name, what = f"storage unit {who.number} ({who.offer.name})", ""
+    return (
+        f"{name} is {100 * used / max(limit, 1):.0f}% full: {used:,} of the {limit:,} bytes {what}for new rows are used"
+    )
