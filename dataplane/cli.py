@@ -213,31 +213,13 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
-        for flag, (name, text) in _SECURITY.items():
-            made.add_argument(flag, dest=name, metavar="NAME" if name == "tls_server_name" else "FILE", help=text)
+        for flag, (setting, help_text) in _SECURITY.items():
+            metavar = "NAME" if setting == "tls_server_name" else "FILE"
+            made.add_argument(flag, dest=setting, metavar=metavar, help=help_text)
         return made
 
-    def memory(made: argparse.ArgumentParser) -> None:
-        made.add_argument(
-            "--host", default="127.0.0.1", help="address to listen on; another than loopback needs a token or TLS"
-        )
-        made.add_argument(
-            "--insecure", action="store_true", help="listen on other than loopback with neither token nor TLS"
-        )
-        made.add_argument(
-            "--capacity", type=size, help="bytes per unit, as 512m or 4g (default: a share of the arena dir)"
-        )
-        made.add_argument("--arena-dir", default="/dev/shm", help="local directory for arenas")
-        made.add_argument("--state-dir", help="local directory from which the service goes on after its end")
-        made.add_argument(
-            "--durability",
-            choices=DURABILITIES,
-            default=DURABILITIES[0],
-            help="which end it survives with a state directory: its process's, or its machine's (arenas on a disk)",
-        )
-
     made = command("serve", serve, "Run a controller and its storage units until SIGTERM or SIGINT.")
-    memory(made)
+    _add_memory(made)
     made.add_argument("--port", type=int, default=0, help="port of the controller (default: any free one, printed)")
     made.add_argument("--units", type=int, default=1, help="storage units to start (default: 1)")
     made.add_argument(
@@ -247,27 +229,51 @@ def parser() -> argparse.ArgumentParser:
         help="which rows get a checksum that readers compare (default: across-hosts)",
     )
     made = command("unit", unit, "Run one more storage unit for a running controller.")
-    memory(made)
+    _add_memory(made)
     made.add_argument("address", help="host:port of the controller")
     made.add_argument("--name", help="name of the unit in reports")
     made.add_argument(
         "--reconnect", type=float, default=60.0, help="seconds to wait for a controller that is gone (default: 60)"
     )
     made = command("status", status, "Print what a service holds.")
-    made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
+    _add_address(made)
     made.add_argument("--json", action="store_true", help="print JSON")
-    made = command("shrink", shrink, "Give memory above what is used back to the machine.")
-    made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
-    for name, run, text in (
-        ("checkpoint", checkpoint, "Save partitions into a directory, as they are at one instant."),
-        ("restore", restore, "Bring the partitions of a checkpoint back, all or none."),
-    ):
-        made = command(name, run, text)
-        made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
-        made.add_argument("path", help="directory of the checkpoint")
-        made.add_argument("--partition", action="append", help="only this one; may be given again (default: all)")
+    _add_address(command("shrink", shrink, "Give memory above what is used back to the machine."))
+    made = command("checkpoint", checkpoint, "Save partitions into a directory, as they are at one instant.")
+    _add_checkpoint(made)
+    made = command("restore", restore, "Bring the partitions of a checkpoint back, all or none.")
+    _add_checkpoint(made)
     made.add_argument("--replace", action="store_true", help="drop partitions of the same names that exist")
     return top
+
+
+def _add_address(made: argparse.ArgumentParser) -> None:
+    made.add_argument("address", nargs="?", help=f"host:port of the controller (default: {ENV_ADDRESS})")
+
+
+def _add_checkpoint(made: argparse.ArgumentParser) -> None:
+    _add_address(made)
+    made.add_argument("path", help="directory of the checkpoint")
+    made.add_argument("--partition", action="append", help="only this one; may be given again (default: all)")
+
+
+def _add_memory(made: argparse.ArgumentParser) -> None:
+    """What controllers and storage units are told."""
+    made.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; another than loopback needs a token or TLS"
+    )
+    made.add_argument(
+        "--insecure", action="store_true", help="listen on other than loopback with neither token nor TLS"
+    )
+    made.add_argument("--capacity", type=size, help="bytes per unit, as 512m or 4g (default: a share of the arena dir)")
+    made.add_argument("--arena-dir", default="/dev/shm", help="local directory for arenas")
+    made.add_argument("--state-dir", help="local directory from which the service goes on after its end")
+    made.add_argument(
+        "--durability",
+        choices=DURABILITIES,
+        default=DURABILITIES[0],
+        help="which end it survives with a state directory: its process's, or its machine's (arenas on a disk)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,17 +23,11 @@ from dataplane.kept import discard
 from dataplane.lockfile import file_system
 from tests.conftest import litter, our_files
 from tests.lives import wait_until
+from tests.test_cli import Service, services
+
+__all__ = ["services"]  # a fixture
 
 NAMES = [f"s{number}" for number in range(6)]
-
-
-@pytest.fixture
-def services() -> Iterator[list[Service]]:
-    started: list[Service] = []
-    yield started
-    for service in started:
-        service.process.kill()
-        service.process.communicate()
 
 
 @pytest.fixture
@@ -47,35 +39,24 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     discard(tmp_path, [tmp_path])
 
 
-class Service:
+def begin(disk: Path) -> Service:
     """`tq serve` with all it needs on the disk."""
+    return Service("--durability", "machine", "--state-dir", str(disk), "--arena-dir", str(disk))
 
-    def __init__(self, disk: Path) -> None:
-        command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", "--durability", "machine"]
-        command += ["--state-dir", str(disk), "--arena-dir", str(disk)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().split()[-1]
 
-    def crash(self, disk: Path) -> None:
-        """Everything dies at once, and the records are of another boot."""
-        for process in [*psutil.Process(self.process.pid).children(), psutil.Process(self.process.pid)]:
-            process.kill()
-            process.wait(60)
-        self.process.communicate(timeout=60)
-        with sqlite3.connect(disk / "journal.sqlite") as journal:
-            journal.execute("UPDATE facts SET value = 'the boot before' WHERE name = 'boot'")
-        journal.close()
-        record = disk / "unit-unit-0.json"
-        kept = json.loads(record.read_text())
-        kept["place"] = " ".join(["the-boot-before", *kept["place"].split(" ")[1:]])
-        record.write_text(json.dumps(kept))
-
-    def end(self) -> str:
-        self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, errors
-        return errors
+def crash(service: Service, disk: Path) -> None:
+    """Everything dies at once, and the records are of another boot."""
+    for process in [*psutil.Process(service.process.pid).children(), psutil.Process(service.process.pid)]:
+        process.kill()
+        process.wait(60)
+    service.process.communicate(timeout=60)
+    with sqlite3.connect(disk / "journal.sqlite") as journal:
+        journal.execute("UPDATE facts SET value = 'the boot before' WHERE name = 'boot'")
+    journal.close()
+    record = disk / "unit-unit-0.json"
+    kept = json.loads(record.read_text())
+    kept["place"] = " ".join(["the-boot-before", *kept["place"].split(" ")[1:]])
+    record.write_text(json.dumps(kept))
 
 
 def tokens(number: int) -> torch.Tensor:
@@ -84,21 +65,21 @@ def tokens(number: int) -> torch.Tensor:
 
 def test_rows_outlive_their_machine_and_damaged_ones_are_found(disk: Path, services: list[Service]) -> None:
     files = our_files()
-    first = Service(disk)
+    first = begin(disk)
     services.append(first)
     with connect(first.address) as client:
         client.register_partition("train", ["tokens"], None, ["policy"])
         client.put_samples(NAMES, "train", {"tokens": [tokens(number) for number in range(6)]})
         assert client.claim_meta("train", "policy", ["tokens"], 2).sample_ids == NAMES[:2]
         client.stats()
-        first.crash(disk)
+        crash(first, disk)
     (arena,) = disk.glob("**/tq-kept-*")
     content = arena.read_bytes()
     damaged = content.index(tokens(4).numpy().tobytes())
     with open(arena, "r+b") as file:
         file.seek(damaged + 300)
         file.write(bytes([content[damaged + 300] ^ 1]))
-    second = Service(disk)
+    second = begin(disk)
     services.append(second)
     with connect(second.address) as client:
         wait_until(lambda: len(client.list_samples("train").sample_ids) == 5)
@@ -107,9 +88,9 @@ def test_rows_outlive_their_machine_and_damaged_ones_are_found(disk: Path, servi
         assert all(torch.equal(row, tokens(number)) for row, number in zip(rows, left, strict=True))
         client.put_samples(["more"], "train", {"tokens": [tokens(7)]})
         assert client.claim_meta("train", "policy", ["tokens"], 4).sample_ids == ["s2", "s3", "s5", "more"]
-    errors = second.end()
-    assert "1 samples of partition 'train' are lost" in errors
-    assert "'s4'" in errors
+    assert second.end(signal.SIGTERM) == 0
+    assert "1 samples of partition 'train' are lost" in second.errors
+    assert "'s4'" in second.errors
     discard(disk, [disk])
     assert not litter(files)
 
