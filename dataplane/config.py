@@ -67,7 +67,7 @@ class DataPlaneConfig:
         rows and journal are forced to the disk before a call returns, and arena_dir has to be on a disk.
     checksums: of a service: which rows get a checksum from their writer, for their readers to compare. "across-hosts":
         all, while clients and storage units are on several hosts, else those that travel; who maps a row's memory does
-        not compare it. "always": all, and all are compared. "never".
+        not compare it. "always": all, and all are compared (so by default with durability "machine"). "never".
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 

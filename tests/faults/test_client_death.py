@@ -109,6 +109,7 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
     ("road", "at"),
     [
         ("local", "get.mid_copy"),
+        ("local", "get.copied"),
         ("local", "get.before_release"),
         ("local", "call.Locate.before"),
         ("local", "call.Locate.after"),
