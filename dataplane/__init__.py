@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dataplane.errors import FieldNotProducedError as FieldNotProducedError
     from dataplane.errors import InternalError as InternalError
     from dataplane.errors import InvalidRequestError as InvalidRequestError
+    from dataplane.errors import LimitError as LimitError
     from dataplane.errors import NotThereError as NotThereError
     from dataplane.errors import PartitionDroppedError as PartitionDroppedError
     from dataplane.errors import PartitionExistsError as PartitionExistsError
@@ -141,6 +142,7 @@ _HOME = {
     "PACKING_KEYS": "dataplane.schema",
     "PAD_TO_MULTIPLE": "dataplane.schema",
     "PREV_LOGPROBS": "dataplane.schema",
+    "LimitError": "dataplane.errors",
     "PartitionDroppedError": "dataplane.errors",
     "PartitionExistsError": "dataplane.errors",
     "PartitionNotFoundError": "dataplane.errors",

@@ -19,6 +19,7 @@
     │   ├── PartitionSealedError        new ids after a seal
     │   ├── PartitionDroppedError       the partition went while a call waited on it
     │   ├── RequestTooLargeError        can never fit, whatever is cleared
+    │   ├── LimitError                  more than the service takes of something; says how many, and how many it takes
     │   ├── StaleCallError              a command number below the session's watermark
     │   ├── ClientClosedError           the client was closed (also by a fork or close() under way)
     │   └── RolloutAbortedError         a replay buffer does not want what was produced any more
@@ -189,6 +190,15 @@ class RequestTooLargeError(RefusedError):
             limit_bytes=limit_bytes,
             what=what,
             hint=hint,
+        )
+
+
+class LimitError(RefusedError):
+    """`got` of `what` where the service takes `limit` at most; `hint` says what to do."""
+
+    def __init__(self, *, what: str, got: int, limit: int, hint: str) -> None:
+        super().__init__(
+            f"{what}: {got:,}, and the limit is {limit:,}. {hint}", what=what, got=got, limit=limit, hint=hint
         )
 
 

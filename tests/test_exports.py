@@ -40,6 +40,7 @@ EXPECTED = [
     "InvalidRequestError",
     "KVBatchMeta",
     "Layout",
+    "LimitError",
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
     "MicroBatch",

@@ -10,6 +10,7 @@ import pytest
 from dataplane.errors import (
     FieldNotFoundError,
     InvalidRequestError,
+    LimitError,
     PartitionDroppedError,
     PartitionExistsError,
     PartitionNotFoundError,
@@ -131,7 +132,7 @@ def test_a_session_holds_few_saves_at_once() -> None:
     client.register()
     first, _ = save(client)
     save(client)
-    with pytest.raises(InvalidRequestError, match="holds 2 saves already"):
+    with pytest.raises(LimitError, match="saves held by one session: 3, and the limit is 2"):
         client.raise_(c.Save())
     client.do(c.Release(located=first))
     save(client)

@@ -8,6 +8,7 @@ from dataplane.errors import (
     CallCancelledError,
     ClaimTimeoutError,
     InvalidRequestError,
+    LimitError,
     ProtocolVersionError,
     SessionExpiredError,
     StaleCallError,
@@ -104,8 +105,8 @@ def test_too_many_calls_in_flight_are_refused() -> None:
     client.register()
     call(driver, client.session, 2, 2, client.claim(1))
     assert results(call(driver, client.session, 5, 2, c.Units())) == [c.UnitList]
-    assert results(call(driver, client.session, 6, 2, c.Units())) == [InvalidRequestError]
-    assert results(call(driver, client.session, 6, 2, c.Units())) == [InvalidRequestError]
+    assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
+    assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
 
 
 @pytest.mark.parametrize("kind", ["abort", "release", "unclaim"])
@@ -338,7 +339,7 @@ def test_a_waiting_call_is_not_given_up_by_the_watermark() -> None:
     last = claim + 20
     # A retry joins it; and it counts against the calls in flight.
     assert late_call(driver, client.session, (claim, last, (claim,)), client.claim(1)) == []
-    assert results(late_call(driver, client.session, (last + 3, last, (claim,)), c.Units())) == [InvalidRequestError]
+    assert results(late_call(driver, client.session, (last + 3, last, (claim,)), c.Units())) == [LimitError]
     # An older view that arrives late changes nothing.
     assert results(late_call(driver, client.session, (last, last - 5, (claim,)), c.Units())) == [c.UnitList]
     client.number = last

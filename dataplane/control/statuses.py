@@ -29,6 +29,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.InvalidRequestError: Code.INVALID_ARGUMENT,
     e.UnsupportedValueError: Code.INVALID_ARGUMENT,
     e.RequestTooLargeError: Code.OUT_OF_RANGE,
+    e.LimitError: Code.RESOURCE_EXHAUSTED,
     e.RowsChangedError: Code.ABORTED,
     e.ShareTakenError: Code.FAILED_PRECONDITION,
     e.PartitionSealedError: Code.FAILED_PRECONDITION,

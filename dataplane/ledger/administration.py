@@ -9,12 +9,14 @@ import numpy as np
 from dataplane.errors import (
     DataPlaneError,
     InvalidRequestError,
+    LimitError,
     SchemaError,
     ServiceRestartedError,
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.commits import check_tags
 from dataplane.ledger.drops import drop
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.recheck import Recheck
@@ -37,8 +39,8 @@ class Partitions:
         self.check(command)
         partition = state.partitions.get(command.partition)
         if partition is None:
-            if len(state.partitions) >= state.limits.partitions:
-                raise InvalidRequestError(f"{len(state.partitions)} partitions exist, the most this service holds")
+            count = len(state.partitions) + 1
+            check_limit("partitions", count, state.limits.partitions, "Clear those that are not needed any more.")
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents)
         _check_live_fields(partition, command)
         partition.register(command)
@@ -64,8 +66,10 @@ class Partitions:
             state.check_name("task", name)
         if len(set(command.tasks)) != len(command.tasks):
             raise InvalidRequestError(f"a task is named twice: {command.tasks}")
-        if max(len(command.fields), len(command.tasks)) > state.limits.columns:
-            raise InvalidRequestError(f"more than {state.limits.columns} fields or tasks in one partition")
+        most, of = state.limits.columns, f"of partition {command.partition!r}"
+        check_limit(f"fields {of}", len(command.fields), most, "Declare fewer, or use several partitions.")
+        check_limit(f"tasks {of}", len(command.tasks), most, "Declare fewer, or use several partitions.")
+        check_limit(f"enumerations {of}", len(command.enums or ()), most, "Declare fewer.")
         if command.num_samples is not None and command.num_samples < 0:
             raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
         if command.group_size is not None and command.group_size < 1:
@@ -137,12 +141,26 @@ class UnitReports:
             return
         if item.instead_of and not self._take_the_place(item):
             return
+        try:
+            self._check(item)
+        except LimitError as error:
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
         self.added += 1
         unit = Unit(self.added, item, self.state.reserve_fraction)
         self.state.units[unit.number] = unit
         self.state.several_hosts = None
         self.cookies[item.cookie] = unit.number
         self._added(unit)
+
+    def _check(self, item: c.AddUnit) -> None:
+        limits, what = self.state.limits, "of one storage unit"
+        check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer with larger arenas.")
+        for name in (item.name, item.host, item.cookie):
+            check_limit(f"characters of a name {what}", len(name), limits.id_bytes, "Give it a shorter name.")
+        check_limit(f"endpoints {what}", len(item.endpoints), limits.columns, "Tell fewer.")
+        for path in (item.arena_path, *item.endpoints):
+            check_limit(f"characters of a path {what}", len(path), limits.path_bytes, "Name a shorter --arena-dir.")
 
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
         """The unit comes back, with the arena it had."""

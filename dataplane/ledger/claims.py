@@ -19,6 +19,7 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger import partial, selection, shares
 from dataplane.ledger.blocked import blocked
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.samplers import SAMPLERS
 from dataplane.ledger.sessions import Claimed, ParkedClaim, Session
@@ -166,8 +167,10 @@ class Claims:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)
         _check_shares(command)
-        if len(command.fields) > self.state.limits.columns:
-            raise InvalidRequestError(f"{len(command.fields)} fields; the most is {self.state.limits.columns}")
+        limits = self.state.limits
+        check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
+        check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
+        check_limit("samples of one claim", batch, limits.samples, "Claim fewer at a time.")
         for predicate in command.where:
             _check_predicate(predicate)
         if partition.strict:

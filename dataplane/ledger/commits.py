@@ -10,7 +10,6 @@ from dataplane.errors import (
     InvalidRequestError,
     PartitionDroppedError,
     PartitionSealedError,
-    RequestTooLargeError,
     RowsChangedError,
     SampleExistsError,
     SchemaError,
@@ -23,6 +22,7 @@ from dataplane.ledger.budgets import Evictions, evicts, over
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.extents import Several
 from dataplane.ledger.fields import Field, cells_of
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Reservation, Room, RoomAhead, Session
 from dataplane.ledger.shortage import out_of_room
@@ -185,10 +185,9 @@ class Commits:
             if not isinstance(reservation, PartAhead) and _sizes_differ(column, sizes):
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the sizes that were reserved")
         fresh = sum(name not in partition.fields for name in names)
-        if fresh and len(partition.fields) + fresh > self.state.limits.columns:
-            raise InvalidRequestError(
-                f"partition {partition.name!r} would have more than {self.state.limits.columns} fields"
-            )
+        if fresh:
+            what, count = f"fields of partition {partition.name!r}", len(partition.fields) + fresh
+            check_limit(what, count, self.state.limits.columns, "Use several partitions.")
 
     def _check_spec(self, partition: Partition, column: CommitColumn) -> None:
         field = partition.fields.get(column.name)
@@ -362,8 +361,9 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
             raise InvalidRequestError(f"tag {column.name!r}: a position lies outside the {samples} samples")
         _check_values(state, partition, column.name, column.values)
     fresh = {column.name for column in tags} - partition.tags.columns.keys()
-    if fresh and len(partition.tags.columns) + len(fresh) > state.limits.columns:
-        raise InvalidRequestError(f"partition {partition.name!r} would have more than {state.limits.columns} tags")
+    if fresh:
+        what, count = f"tags of partition {partition.name!r}", len(partition.tags.columns) + len(fresh)
+        check_limit(what, count, state.limits.columns, "Use fewer tags; values that differ belong in one.")
 
 
 def _check_values(state: State, partition: Partition, name: str, values: tuple[Scalar, ...]) -> None:
@@ -373,8 +373,8 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
         raise InvalidRequestError(f"tag {name!r}: a tag is a str, bool, int, float or None, not {wrong[0]}")
     if str in types:
         longest = max(len(value) for value in values if isinstance(value, str))
-        if longest > state.limits.tag_bytes:
-            raise RequestTooLargeError(wanted_bytes=longest, limit_bytes=state.limits.tag_bytes, what=f"tag {name!r}")
+        hint = "Keep long texts in a field."
+        check_limit(f"characters of one value of tag {name!r}", longest, state.limits.tag_bytes, hint)
     allowed = partition.enums.get(name)
     if allowed is not None:
         wrong_value = next((value for value in values if value not in allowed), None)

@@ -24,7 +24,7 @@ from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
 from dataplane.ledger.image import ImageError, dump, load
-from dataplane.ledger.limits import Limits
+from dataplane.ledger.limits import Limits, check_limit
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.pressure import Pressure
 from dataplane.ledger.reads import Reads
@@ -250,11 +250,8 @@ class Ledger:
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         result: c.Result | DataPlaneError | None
         try:
-            if number >= session.watermark + self._state.limits.in_flight - len(session.waiting):
-                raise InvalidRequestError(
-                    f"call {number} while call {session.watermark} is unanswered: "
-                    f"a session has at most {self._state.limits.in_flight} calls in flight"
-                )
+            in_flight = number - session.watermark + 1 + len(session.waiting)
+            check_limit("calls in flight", in_flight, self._state.limits.in_flight, "Wait for answers to earlier ones.")
             result = self._handlers[type(command)](session, number, command)
         except DataPlaneError as error:
             result = error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataplane.errors import (
     DataPlaneError,
-    InvalidRequestError,
     ProtocolVersionError,
     ServiceRestartedError,
     SessionExpiredError,
@@ -22,6 +21,7 @@ from dataplane.ledger.commands import (
     SessionSilent,
 )
 from dataplane.ledger.drops import drop_staged
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.sessions import Session, SessionState
 from dataplane.ledger.state import State
 from dataplane.types import PROTOCOL_VERSION
@@ -72,8 +72,11 @@ class Liveness:
             raise SessionExpiredError(session=known.number, why=known.why)
         if item.session:
             raise self._forgotten(item)
-        if len(state.sessions) >= state.limits.sessions:
-            raise InvalidRequestError(f"{len(state.sessions)} sessions are open, the most this service holds")
+        limits = state.limits
+        check_limit("open sessions", len(state.sessions) + 1, limits.sessions, "Close clients that are done.")
+        for name in (item.nonce, item.host, item.name):
+            check_limit("characters of a client's name", len(name), limits.id_bytes, "Set a shorter client_name.")
+        check_limit("characters of a lock's path", len(item.lock_path), limits.path_bytes, "Use a shorter one.")
         self.opened += 1
         session = Session(self.opened, item.nonce, item.name, item.host, item.lock_path, state.now)
         state.sessions[session.number] = session

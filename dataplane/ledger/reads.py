@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.errors import FieldNotProducedError, InvalidRequestError
+from dataplane.errors import FieldNotProducedError
 from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.budgets import limit_of
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.fields import cells_of
 from dataplane.ledger.integrity import checksums_of, to_compare
+from dataplane.ledger.limits import SPLIT, check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
@@ -26,8 +27,7 @@ class Reads:
         """Where every cell is, and a pin; anything missing pins nothing."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
-        if len(command.fields) > self.state.limits.columns:
-            raise InvalidRequestError(f"{len(command.fields)} fields; the most is {self.state.limits.columns}")
+        check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
         if command.missing_ok:
             return self._locate_some(session, number, command, partition)
         for name in command.fields:

@@ -21,6 +21,7 @@ from dataplane.ledger.commands import (
     WhenFull,
 )
 from dataplane.ledger.integrity import are_wanted
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_again, growth_ahead, place
@@ -257,14 +258,12 @@ class Rooms:
 def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
     """InvalidRequestError unless columns of these names and value sizes can be put."""
     limits = state.limits
-    if len(columns) > limits.columns:
-        raise InvalidRequestError(f"{len(columns)} columns in one put; the most is {limits.columns}")
+    check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
     if len({name for name, _ in columns}) != len(columns):
         raise InvalidRequestError("a column is named twice in one put")
     for name, sizes in columns:
         state.check_name("field", name)
-        if len(sizes) > limits.samples:
-            raise InvalidRequestError(f"{len(sizes)} values in one column; the most is {limits.samples}")
+        check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
         most = top(sizes)
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")

@@ -16,6 +16,7 @@ from dataplane.ledger.administration import Partitions
 from dataplane.ledger.drops import drop
 from dataplane.ledger.fields import cells_of
 from dataplane.ledger.integrity import checksums_of
+from dataplane.ledger.limits import check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
@@ -59,8 +60,7 @@ class Saves:
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
         """All or none: an unknown partition pins nothing."""
-        if len(session.saves) >= self.state.limits.saves:
-            raise InvalidRequestError(f"this session holds {len(session.saves)} saves already, the most; release one")
+        check_limit("saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release one first.")
         every = [name for name, partition in self.state.partitions.items() if partition.owner is None]
         names = command.partitions or tuple(every)
         if len(set(names)) != len(names):

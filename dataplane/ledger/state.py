@@ -9,7 +9,7 @@ import numpy as np
 from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
 from dataplane.ledger.extents import Extents
-from dataplane.ledger.limits import Limits
+from dataplane.ledger.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedShrink, Session
 from dataplane.ledger.tasks import Task
@@ -118,8 +118,7 @@ class State:
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
-        if self.parked >= self.limits.parked:
-            raise InvalidRequestError(f"{self.parked} calls wait already, the most this service holds; try again later")
+        check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked
         heapq.heappush(self.alarms, (parked.deadline, self.serial(), parked.session.number, parked.number))
@@ -188,13 +187,13 @@ class State:
             well = samples.rows is not None and samples.births is not None and len(samples.rows) == len(samples.births)
         if not well:
             raise InvalidRequestError("samples are named by ids, or by rows and births of equal number")
-        if len(samples) > self.limits.samples:
-            raise InvalidRequestError(f"{len(samples)} samples in one command; the most is {self.limits.samples}")
+        check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 
     def check_name(self, what: str, name: str) -> None:
         if not name:
             raise InvalidRequestError(f"a {what} cannot be the empty string")
         # A character takes four bytes at most: few names need be written out to be measured.
         limit = self.limits.id_bytes
-        if 4 * len(name) > limit and len(name.encode("utf-8", "surrogatepass")) > limit:
-            raise InvalidRequestError(f"{what} {name[:40]!r}... is longer than {self.limits.id_bytes} bytes")
+        if 4 * len(name) > limit:
+            size = len(name.encode("utf-8", "surrogatepass"))
+            check_limit(f"bytes of {what} {name[:40]!r}...", size, limit, "Give it a shorter name.")
