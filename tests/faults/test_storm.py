@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_short_storm() -> None:
     told: list[str] = []
     storm.Course(8, seed=11, say=told.append).run()

@@ -138,6 +138,7 @@ def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(saves, "drop", lambda state, partition: 0)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [
