@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import logging
 import mmap
 import os
 import secrets
@@ -37,6 +38,8 @@ from dataplane.lockfile import (
     unlink_unheld,
 )
 from dataplane.memory import room
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Arena", "MappedArena", "default_capacity", "sweep", "sweep_kept", "HEADER_BYTES", "PAGE_BYTES"]
 
@@ -352,6 +355,15 @@ def sweep_kept(directory: str | Path) -> list[Path]:
 
 
 def _has_no_keeper(path: Path) -> bool:
+    """Where that cannot be told, it may have one."""
+    try:
+        return _keeper_is_gone(path)
+    except OSError as error:
+        log.warning("cannot tell whether %s is still kept (%s): it stays", path, error)
+        return False
+
+
+def _keeper_is_gone(path: Path) -> bool:
     fd = open_own(path)
     if fd is None:
         return False
@@ -363,7 +375,11 @@ def _has_no_keeper(path: Path) -> bool:
         return True
     start = _KEEPER_AT + _KEEPER_LENGTH.size
     (length,) = _KEEPER_LENGTH.unpack_from(raw, _KEEPER_AT)
-    return not os.path.exists(raw[start : start + length])
+    try:
+        os.stat(raw[start : start + length])
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return False
 
 
 def _map(fd: int, size: int, protection: int) -> Bytes:

@@ -27,6 +27,9 @@ LOCAL_FILE_SYSTEMS = frozenset(
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EXDEV, errno.EPERM})
 
 
+_NO_SUCH_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
+"""Whoever made the file would be able to open it; this process is not, or there is none."""
+
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
@@ -106,7 +109,10 @@ def is_held(fd: int) -> bool:
 
 def unlink_unheld(path: Path) -> bool:
     """Remove the file at `path` if it is this user's own and nobody holds it; whether it was removed here."""
-    fd = open_own(path)
+    try:
+        fd = open_own(path)
+    except OSError:
+        fd = None
     if fd is None:
         return False
     try:
@@ -122,11 +128,14 @@ def unlink_unheld(path: Path) -> bool:
 
 def open_own(path: Path) -> int | None:
     """A read-only, close-on-exec descriptor of the regular file at `path` that belongs to this process's user; None
-    where there is no such file (also a link, a directory, another user's file)."""
+    where there is no such file (also a link, a directory, another user's file). OSError where that cannot be told (too
+    many open files)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            return None
+        raise
     info = os.fstat(fd)
     if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
         return fd

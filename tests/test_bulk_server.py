@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 import threading
@@ -238,6 +239,30 @@ def test_a_unit_that_was_restarted_finds_the_locks_of_those_attached_before(unit
     assert unit.expect(SessionGone).session == 1
     unit.server.order(FenceSession(unit=UNIT, session=2, lock_path=str(lock.path)))
     assert unit.expect(SessionGone).session == 2, "its lock is not there any more"
+
+
+@pytest.mark.parametrize("trouble", [errno.EMFILE, errno.ENFILE, errno.EIO])
+def test_a_lock_that_cannot_be_looked_at_proves_nothing(unit, peer, monkeypatch, caplog, trouble):
+    """A restarted unit that has no descriptor left must not take the living for dead: their bytes would be reused."""
+    real = os.open
+
+    def fail(path, *arguments, **settings):
+        if str(path).endswith(".lock"):
+            raise OSError(trouble, os.strerror(trouble))
+        return real(path, *arguments, **settings)
+
+    with SessionLock.create() as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            unit.server.order(FenceSession(unit=UNIT, session=1, lock_path=str(lock.path)))
+            assert unit.expect(SessionAlive).session == 1
+            asked = pb.Attach(lock_path=str(lock.path), boot_id=boot_id())
+            challenge = peer.ask(session=2, attach=asked)[0].challenge
+            assert (challenge.local, os.strerror(trouble) in challenge.why) == (False, True)
+        assert "cannot tell whether session 1 lives" in caplog.text
+        assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1, "alive, so not fenced"
+    unit.server.order(FenceSession(unit=UNIT, session=1, lock_path=str(lock.path)))
+    assert unit.expect(SessionGone).session == 1
 
 
 def test_attaching_twice_with_one_lock_is_fine_and_with_two_is_not(unit, peer):

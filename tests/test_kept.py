@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,27 @@ def test_no_sweep_removes_it_while_its_record_is_there(record: UnitRecord, memor
     assert sweep(memory) == sweep_kept(memory) == []
     record.path.unlink()
     assert sweep(memory) == []
+    assert sweep_kept(memory) == [path]
+
+
+def test_what_cannot_be_looked_at_is_taken_for_kept(
+    record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that fails for a while must not cost the rows in memory."""
+    path = left_by(record, memory)
+    real = os.stat
+
+    def fail(of: Any, *arguments: Any, **settings: Any) -> os.stat_result:
+        if os.fspath(of) == os.fsencode(record.path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(of, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        assert sweep_kept(memory) == []
+    assert "it stays" in caplog.text
+    assert path.exists()
+    record.path.unlink()
     assert sweep_kept(memory) == [path]
 
 

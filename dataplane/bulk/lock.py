@@ -101,7 +101,7 @@ class PeerLock:
         """The lock that a client says it holds, or why it cannot be taken as one, for a person.
 
         `path` comes from the wire: nothing is opened unless it lies directly in one of `directories`, is named as a
-        session lock and is a regular file of this user on a local file system.
+        session lock and is a regular file of this user on a local file system. OSError if it cannot be looked at.
         """
         there = Path(path)
         if not SESSION_LOCK_NAME.fullmatch(there.name) or there.parent not in set(directories):

@@ -224,11 +224,11 @@ class BulkServer:
                 self._answer(peer, request)
         while self._orders:
             match self._orders.popleft():
-                case FenceSession(unit=unit, session=session, lock_path=path):
+                case FenceSession() as order:
                     hit("unit.fence.before")
-                    gone = self._sessions.fence(session, path)
+                    gone = self._fenced(order)
                     hit("unit.fence.after")
-                    self._report((SessionGone if gone else SessionAlive)(unit=unit, session=session))
+                    self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
                 case GrowArena() as order:
                     self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
                 case ShrinkArena() as order:
@@ -247,6 +247,15 @@ class BulkServer:
                 log.warning("unit %d cannot give memory back: %s", self._unit, error)
         backed = self._arena.backed_bytes
         self._report(Shrunk(unit=order.unit, number=order.number, backed_bytes=backed, error=error))
+
+    def _fenced(self, order: FenceSession) -> bool:
+        """Whether nothing of the session can touch the arena any more. Where that cannot be told it may live: the
+        ledger asks again."""
+        try:
+            return self._sessions.fence(order.session, order.lock_path)
+        except Exception:
+            log.exception("unit %d cannot tell whether session %d lives; it will look again", order.unit, order.session)
+            return False
 
     def _grow_a_step(self) -> None:
         order, steps = self._growth[0]

@@ -63,7 +63,10 @@ class Sessions:
             return pb.Challenge(local=False, why="the client runs on another host")
         if not self._arena_is_local:
             return pb.Challenge(local=False, why="the arena is not on a local file system")
-        lock = PeerLock.open(request.lock_path, directories=self._directories)
+        try:
+            lock = PeerLock.open(request.lock_path, directories=self._directories)
+        except OSError as error:
+            lock = f"its session lock cannot be looked at: {error}"
         if isinstance(lock, str):
             return pb.Challenge(local=False, why=lock)
         self._refuse_second_lock(session, lock)
@@ -105,6 +108,7 @@ class Sessions:
         is fenced: then nothing of it can touch the arena any more.
 
         lock_path: where the lock is of a session that attached, here or before this unit was restarted over its arena.
+        OSError if it cannot be looked at: then nothing is known.
         """
         lock = self._attached.get(session) or self._find_again(session, lock_path)
         if lock is not None and lock.held():
