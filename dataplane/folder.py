@@ -8,6 +8,21 @@ import stat
 from pathlib import Path
 
 MODE = 0o700
+FILE_MODE = 0o600
+
+
+def private(path: str | Path, flags: int) -> int:
+    """An opener (see `open`) of files that are for this user only."""
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def make_private(path: str | Path) -> None:
+    """The file at `path` is there, and for this user only."""
+    fd = private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.fchmod(fd, FILE_MODE)
+    finally:
+        os.close(fd)
 
 
 def own_path(parent: str | Path) -> Path:

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
+from dataplane.folder import make_private, private
 from dataplane.forced import sync_path
 from dataplane.lockfile import HeldFile, file_system, is_local
 
@@ -154,7 +155,7 @@ class Log:
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._named(f"{path.name} cannot be written"):
-            with open(aside, "wb") as file:
+            with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
                 if self.forced:
@@ -230,6 +231,7 @@ class Journal(Log):
             raise StateDirError(directory=str(folder), why=f"it cannot be used: {error.strerror or error}") from error
 
     def _prepare(self) -> None:
+        make_private(self.directory / LOG_NAME)  # SQLite's other files are made as this one is
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_SCHEMA)
         self._db.execute("PRAGMA synchronous = OFF")

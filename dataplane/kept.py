@@ -20,7 +20,7 @@ import msgspec
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
-from dataplane.folder import own_path
+from dataplane.folder import own_path, private
 from dataplane.forced import sync_path
 from dataplane.host import boot_id
 
@@ -83,7 +83,7 @@ class UnitRecord:
     def begin(self, create: Callable[[Path], Arena]) -> Arena:
         """What `create` makes for the path of this record, which exists by then."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), open(self.path, "xb"):
+        with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
             pass
         hit("unit.reserved")
         return create(self.path)
@@ -132,7 +132,8 @@ class UnitRecord:
         """From now on the next life goes on with this arena. Written whole or not at all."""
         kept = Kept(arena=str(arena.path), unit=unit, place=self._place, cookie=arena.cookie.hex(), forced=arena.forced)
         aside = self.path.with_name(f"{self.path.name}.aside")
-        aside.write_bytes(msgspec.json.encode(kept))
+        with open(aside, "wb", opener=private) as file:
+            file.write(msgspec.json.encode(kept))
         sync_path(aside)
         hit("unit.record.before_rename")
         aside.replace(self.path)

@@ -12,6 +12,7 @@ from dataplane import connect, serve
 from dataplane.bulk.lock import lock_directories
 from dataplane.config import MIB
 from dataplane.folder import own_directory, own_path
+from dataplane.kept import discard
 
 
 def mode(path: Path) -> int:
@@ -38,6 +39,22 @@ def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> Non
         assert mode(own_path(tmp_path)) == mode(own_path("/dev/shm")) == 0o700
         assert locks
         assert {mode(path) for path in locks} == {0o600}
+
+
+def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others_may_look_into(tmp_path: Path) -> None:
+    before = os.umask(0)
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    try:
+        with serve({"capacity_bytes": MIB, "state_dir": str(state)}) as server, connect(server.address) as client:
+            client.stats()
+            found = {path.name: mode(path) for path in state.iterdir()}
+    finally:
+        os.umask(before)
+        discard(state, ["/dev/shm"])
+    assert {"lock", "journal.sqlite", "journal.sqlite-wal", "unit-unit-0.json"} <= set(found)
+    assert any(name.startswith("image-") for name in found)
+    assert set(found.values()) == {0o600}
 
 
 @pytest.mark.parametrize("wrong", ["link", "file", "mode", "owner"])
