@@ -57,6 +57,7 @@ _HEADER = struct.Struct("<8sII16sQQQ")
 _BACKED_AT = _HEADER.size - 8
 _KEEPER_AT = 1024
 _KEEPER_LENGTH = struct.Struct("<H")
+LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
 _VERSION = 2
 _CHALLENGES_AT = PAGE_BYTES
@@ -157,7 +158,8 @@ class Arena:
 
     @classmethod
     def adopt(cls, path: str | Path, *, epoch: int, forced: bool = False) -> Arena:
-        """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch.
+        """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch: `epoch`,
+        or the one after the last where that is greater (the machine's clock was set back).
 
         OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena of
         this version.
@@ -172,9 +174,9 @@ class Arena:
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
                 raise ValueError(f"{path}: the arena is cut short")
             *_, cookie, before, _, backed = _HEADER.unpack(raw)
-            if epoch <= before or backed > capacity:
+            if before >= LAST_EPOCH or backed > capacity:
                 raise ValueError(f"{path}: its epoch is {before} and {backed} of its {capacity} bytes are backed")
-            return cls(Path(path), file, capacity, epoch, cookie, backed, forced)
+            return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, forced)
         except BaseException:
             file.close()
             raise

@@ -16,6 +16,7 @@ import dataplane
 from dataplane.config import DURABILITIES, ENV_ADDRESS, ENV_TOKEN, GIB, MIB, DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
+from dataplane.descriptors import allow_more
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.types import Checksums
@@ -59,6 +60,7 @@ def readable(count: int) -> str:
 def serve(arguments: argparse.Namespace) -> int:
     """A controller in this process and each storage unit in a process of its own."""
     stop = Stop()
+    allow_more()
     config = _service_config(arguments)
     controller = Controller(config).start()
     ends: list[str] = []
@@ -90,6 +92,7 @@ def unit(arguments: argparse.Namespace) -> int:
     """A storage unit for a running controller, until a signal; exit code 1 if the controller goes first, and does not
     come back in time."""
     stop = Stop()
+    allow_more()
     started = StorageUnit(_service_config(arguments), arguments.address, name=arguments.name)
     if run_unit(started, stop):
         print(f"tq: storage unit {started.name} lost its controller at {arguments.address}", file=sys.stderr)

@@ -7,6 +7,7 @@ every sample, session, reservation, pin, waiting call and unconfirmed answer as 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import subprocess
@@ -302,7 +303,11 @@ def _may_lack_its_end(journal: Journal) -> bool:
 
 def _set_aside(journal: Journal) -> Journal:
     """A fresh journal in the same directory; what was there is kept in a folder in it."""
-    folder = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = first = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(2):
+        if not folder.exists():
+            break
+        folder = first.with_name(f"{first.name}-{number}")  # the machine's clock was set back
     fresh = journal.set_aside(folder)
     log.warning(
         "the machine was started anew and the service before was not stopped in order: what it held may be incomplete "

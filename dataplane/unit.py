@@ -80,14 +80,14 @@ class StorageUnit:
 
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
-        config, epoch = self._config, time.time_ns()
-        opened = self._open_arena(epoch, anew=anew)
+        config = self._config
+        opened = self._open_arena(time.time_ns(), anew=anew)
         keys = ServerKeys() if config.tls else None
         self._arena = opened.arena
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._bulk = BulkServer(
             self._arena,
-            epoch=epoch,
+            epoch=self._arena.epoch,
             token=config.secret(),
             insecure=config.insecure,
             keys=keys,
@@ -100,7 +100,7 @@ class StorageUnit:
         return c.AddUnit(
             name=self.name,
             host=boot_id(),
-            epoch=epoch,
+            epoch=self._arena.epoch,
             cookie=self._arena.cookie.hex(),
             capacity_bytes=self._arena.capacity_bytes,
             backed_bytes=backed,

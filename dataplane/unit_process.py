@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from dataplane.config import DataPlaneConfig
+from dataplane.descriptors import allow_more
 from dataplane.unit import StorageUnit
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ def run_unit(unit: StorageUnit, stop: Stop) -> bool:
 def main() -> int:
     """Exit code 1 if the controller goes first, and does not come back in time."""
     stop = Stop()
+    allow_more()
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), Settings)
 
     def watch() -> None:

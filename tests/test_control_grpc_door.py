@@ -204,3 +204,15 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_door_goes_on(
 
 def failing(*_: object) -> None:
     raise ZeroDivisionError("a defect")
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("Seal", "unary_unary"), ("KeepSession", "stream_stream"), ("AttachUnit", "stream_stream")]
+)
+def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: str, kind: str) -> None:
+    call = getattr(scripted, kind)(f"/tq.v1.Control/{method}")
+    body = b"\xff\xff"
+    with pytest.raises(grpc.RpcError) as refused:
+        call(body, timeout=WAIT_S) if kind == "unary_unary" else list(call(iter([body]), timeout=WAIT_S))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request is not a" in refused.value.details()

@@ -17,6 +17,7 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.channel import CLOSE_S, arrived, send
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
+from dataplane.descriptors import enough_for
 from dataplane.errors import ClientClosedError, DataPlaneError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -66,12 +67,13 @@ class AsyncChannel(OpenChannel):
         `open_session`. lock_path: see there."""
         context: zmq.Context[Socket] = zmq.Context()
         opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
-        try:
-            session, dealer = await asyncio.shield(opening)
-        except BaseException:
-            opening.add_done_callback(lambda done: _discard(done, context))
-            raise
-        return cls(config, session, context, dealer)
+        with enough_for(config.address or ""):
+            try:
+                session, dealer = await asyncio.shield(opening)
+            except BaseException:
+                opening.add_done_callback(lambda done: _discard(done, context))
+                raise
+            return cls(config, session, context, dealer)
 
     # --- calls
 

@@ -17,6 +17,7 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
+from dataplane.descriptors import enough_for
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -51,11 +52,12 @@ class Channel(OpenChannel):
         `open_session`. lock_path: see there."""
         context: zmq.Context[Socket] = zmq.Context()
         try:
-            session, dealer = open_session(config, context, lock_path)
+            with enough_for(config.address or ""):
+                session, dealer = open_session(config, context, lock_path)
+                return cls(config, session, context, dealer)
         except BaseException:
             context.destroy(linger=0)
             raise
-        return cls(config, session, context, dealer)
 
     # --- calls
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -338,6 +338,8 @@ class _Service:
             orders.put_nowait(None)
         except DataPlaneError as error:
             orders.put_nowait(error)
+        except DecodeError as error:
+            orders.put_nowait(InvalidRequestError(f"a report that makes no sense ({error})"))
         except Exception as error:
             log.exception("failed on a report of storage unit %d", unit)
             orders.put_nowait(InternalError(what=repr(error)))
@@ -351,16 +353,15 @@ def _check_version(theirs: int) -> None:
 def _unary(
     behavior: Callable[[Any, Context], Awaitable[Message]], request_type: type[Message]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    async def answer(request: Any, context: Context) -> Message:
+    async def answer(body: bytes, context: Context) -> Message:
         try:
-            return await behavior(request, context)
+            return await behavior(request_type.FromString(body), context)
         except Exception as error:
             await _refuse(context, request_type, error)
             raise
 
-    return grpc.unary_unary_rpc_method_handler(
-        answer, request_deserializer=request_type.FromString, response_serializer=_serialize
-    )
+    # Bytes are taken as they are: gRPC would tell what it cannot read as a fault of the service.
+    return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialize)
 
 
 def _stream(
@@ -386,6 +387,8 @@ async def _refuse(context: Context, request_type: type[Message], error: Exceptio
     is; the door goes on."""
     if isinstance(error, grpc.aio.AbortError):
         return
+    if isinstance(error, DecodeError):
+        error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
         log.error("failed on a %s", request_type.DESCRIPTOR.name, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")

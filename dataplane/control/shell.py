@@ -79,6 +79,7 @@ class LedgerShell:
         self._facts = facts
         self._clock = clock
         self._ticked = -math.inf
+        self._stood_s = 0.0
         self._complained = -math.inf
         self._swept = clock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -176,11 +177,20 @@ class LedgerShell:
     def _patience_ms(self, deadline: float | None) -> int | None:
         if deadline is None:
             return None
-        return max(0, math.ceil((deadline - self._clock()) * 1000))
+        return max(0, math.ceil((deadline - self._now()) * 1000))
+
+    def _now(self) -> float:
+        """The ledger's clock."""
+        return self._clock() - self._stood_s
 
     def _tick(self, deadline: float | None) -> None:
-        """`deadline`: the ledger's, from before the wait."""
-        now = self._clock()
+        """`deadline`: the ledger's, from before the wait. Time in which this thread could not look does not count: what
+        clients said meanwhile, which is still on its way in, would come too late for their leases and sessions."""
+        now, ticked = self._now(), self._ticked > -math.inf
+        if ticked and deadline is not None and now - max(deadline, self._ticked) > self._facts.heartbeat_s:
+            log.warning("the service stood still for %.1f s; to it no time has passed", now - self._ticked)
+            self._stood_s += now - self._ticked
+            now = self._ticked
         if now - self._ticked >= TICK_S or (deadline is not None and deadline <= now):
             self._ticked = now
             self._apply(c.Tick(now=now))
