@@ -225,7 +225,6 @@ class BulkServer:
         while self._orders:
             match self._orders.popleft():
                 case FenceSession() as order:
-                    hit("unit.fence.before")
                     gone = self._fenced(order)
                     hit("unit.fence.after")
                     self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
@@ -252,6 +251,7 @@ class BulkServer:
         """Whether nothing of the session can touch the arena any more. Where that cannot be told it may live: the
         ledger asks again."""
         try:
+            hit("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path)
         except Exception:
             log.exception("unit %d cannot tell whether session %d lives; it will look again", order.unit, order.session)

@@ -24,14 +24,19 @@ SERVICE = {"reconnect_s": 600.0, "heartbeat_s": 0.2, "session_timeout_s": 1.5, "
 HERE, ELSEWHERE = "", "elsewhere"
 
 
+def promising(durability: str, folder: str) -> dict[str, Any]:
+    """Settings of all processes of the service. What is to outlive the machine is on the disk."""
+    arenas = {"arena_dir": folder} if durability == "machine" else {}
+    return {**SERVICE, **arenas, "durability": durability, "state_dir": str(Path(folder) / "state")}
+
+
 def serve_controller(
     pipe: Connection, name: str, folder: str, shared: Any, orders: list[Order], durability: str
 ) -> None:
     """A controller that makes images often. Says its address; its port is in the file `controller.port`."""
     durable.SMALL_AFTER_RECORDS = IMAGE_AFTER_RECORDS
     actor = begin(name, folder, shared, orders)
-    state = str(actor.folder / "state")
-    controller = Controller(DataPlaneConfig(state_dir=state, durability=durability, units=0, **SERVICE))
+    controller = Controller(DataPlaneConfig(units=0, **promising(durability, folder)))
 
     def start() -> str:
         address = controller.start().address
@@ -50,6 +55,7 @@ def serve_unit(
     address: str,
     advertised_port: int,
     lives_on: str,
+    durability: str = "process",
 ) -> None:
     """A storage unit that other hosts reach at `advertised_port`; where that leads to is in the file `NAME.port`."""
     actor = begin(name, folder, shared, orders, lives_on)
@@ -63,7 +69,7 @@ def serve_unit(
 
     bulk.bind = bind_behind_the_network
     storage.FIRST_BACKING_BYTES = BACKED_BYTES
-    config = DataPlaneConfig(state_dir=str(Path(folder) / "state"), **SERVICE)
+    config = DataPlaneConfig(**promising(durability, folder))
 
     def start() -> str:
         while True:

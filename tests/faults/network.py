@@ -68,7 +68,7 @@ class Link:
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()
-        except OSError:  # reset by one side: the other is to know
+        except (OSError, RuntimeError):  # reset by one side, or half closed: the other is to know
             writer.transport.abort()
 
     def disturb(self, how: str) -> None:

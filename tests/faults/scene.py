@@ -54,6 +54,7 @@ class Scene:
     def __init__(self, durability: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tq-storm-", dir="/tmp"))
         self.network = Network()
+        self._durability = durability
         self.controller = self._player("controller", serve_controller, durability, says=True)
         for link, ports in (("clients", 2), ("south-link", 2)):
             self.network.link(link, self.folder / "controller.port", ports=ports)
@@ -88,7 +89,7 @@ class Scene:
         link = f"{HOST}:{self.network.ports['south-link']}"
         for unit, address, host in (("north", near, HERE), ("south", link, ELSEWHERE)):
             port = self.network.ports[unit]
-            self.units[unit] = self._player(unit, serve_unit, address, port, host, says=True)
+            self.units[unit] = self._player(unit, serve_unit, address, port, host, self._durability, says=True)
             self.units[unit].start(Order(UNIT_FIRST_POINTS[0], "kill"))
             self.units[unit].await_death()
             self.units[unit].start()
@@ -251,7 +252,7 @@ class Scene:
         if self._bystander is not None:
             self._bystander.close()
         self.network.close()
-        discard(self.folder / "state", ["/dev/shm"])
+        discard(self.folder / "state", ["/dev/shm", self.folder])
         sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would
         if not keep:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -76,6 +76,14 @@ UNIT_POINTS = (
     "unit.write.between_frames",
     "unit.read.copied",
 )
+UNIT_POINTS_THAT_FAIL = (
+    "unit.attach",
+    "unit.attached",
+    "unit.fence.before",
+    "unit.write.between_frames",
+    "unit.read.copied",
+)
+"""Where an exception is one request's, or one order's: it is told, and the unit goes on."""
 UNIT_FIRST_POINTS = ("unit.reserved", "unit.before_grown")
 """Only the first lives of a storage unit come by there: they die there when the storm begins."""
 ELSEWHERE = {
@@ -86,7 +94,7 @@ ELSEWHERE = {
 """Places that no process of a storm comes by, and the tests that do."""
 UNITS = {"north": ("unit.read.copied",), "south": ("unit.write.between_frames",)}
 LINKS = ("clients", "south-link", "north", "south")
-NOT_RAISED = frozenset({"get.before_release", *BEGIN, *ATTACH, "session.found"})
+NOT_RAISED = frozenset({"get.before_release", "call.Release.before", *BEGIN, *ATTACH, "session.found"})
 """An exception between a copy and the release of its pin leaves the pin to the end of the session, as it would in any
 program; at the others it is no call that fails."""
 
@@ -132,6 +140,8 @@ def every_fault() -> Iterable[Fault]:
         for number, at in enumerate((*UNIT_AT_START, *UNIT_POINTS)):
             unit = next((name for name, own in UNITS.items() if at in own), list(UNITS)[number % 2])
             yield Fault("order", unit, Order(at, how))
+            if how == "kill" and at in UNIT_POINTS_THAT_FAIL:
+                yield Fault("order", unit, Order(at, "raise"))
         for who in ("controller", *UNITS, *CLIENT_POINTS):
             yield Fault(how, who)
     for link in LINKS:
