@@ -40,6 +40,7 @@ VERBS: dict[str, Call] = {
     "checkpoint": lambda client, meta, path: client.checkpoint(path / "new"),
     "restore": lambda client, meta, path: client.restore(path / "old", replace=True),
     "stats": lambda client, meta, path: client.stats(),
+    "shrink": lambda client, meta, path: client.shrink(),
 }
 Asker = Callable[[str], None]
 
