@@ -153,11 +153,12 @@ def launch_service(
     """Start a service in the Ray cluster that this process is connected to: a controller, the actor `name` of this
     driver's namespace, and `config.units` storage units on every node, pinned there. All take no CPU slot.
 
-    config: `capacity_bytes` is per unit; `host` is not looked at, each actor listens on its node's address; a token is
-    made unless one is set. With `state_dir`, a path that is local on every node, actors that die are started again on
-    their nodes (the controller on the driver's), and go on with what they held. Blocks until every part is ready, up to
-    `timeout_s`. `ServiceStartError` naming what did not start in time, or why it could not; ValueError if a controller
-    of that name runs already, or an address is set.
+    config: settings of TLS are passed on as they are: their files have to be on every node, and certificates be for the
+    nodes' addresses or for `tls_server_name`. `capacity_bytes` is per unit; `host` is not looked at, each actor listens
+    on its node's address; a token is made unless one is set. With `state_dir`, a path that is local on every node,
+    actors that die are started again on their nodes (the controller on the driver's), and go on with what they held.
+    Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not start in time, or why
+    it could not; ValueError if a controller of that name runs already, or an address is set.
     """
     settings = DataPlaneConfig.of(config)
     if settings.address is not None:

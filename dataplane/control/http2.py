@@ -67,12 +67,16 @@ def _answer(peer: socket.socket, rest: Rest) -> bytes:
             raise Http2Error("it ended the call")
         elif kind in (_DATA, _HEADERS) and stream == 1:
             if kind == _DATA:
-                body += payload[1 : len(payload) - payload[0]] if flags & _PADDED else payload
+                body += _without_padding(payload) if flags & _PADDED else payload
             if flags & _END_STREAM:
                 return body
         if len(body) > MAX_ANSWER_BYTES:
             break
     raise Http2Error("its answer is too long")
+
+
+def _without_padding(payload: bytes) -> bytes:
+    return payload[1 : len(payload) - payload[0]] if payload else b""
 
 
 def _message(body: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import ray
 import torch
 
 import dataplane
-from dataplane.errors import AuthenticationError, ServiceUnavailableError
+from dataplane.errors import AuthenticationError, ServiceUnavailableError, TlsError
 from dataplane.folder import own_path
+from tests.secure import tls
 from workers import LaunchedService, ServiceStartError, launch_service
 from workers.resolver import resolve_actor
 
@@ -41,6 +43,18 @@ def test_a_client_attaches_by_name_and_token(service: LaunchedService) -> None:
 def test_without_the_token_nobody_gets_in(service: LaunchedService, token: str | None) -> None:
     with pytest.raises(AuthenticationError):
         dataplane.connect(service.address, token=token)
+
+
+def test_settings_of_tls_reach_every_part_and_the_clients_config(ray_cluster: None) -> None:
+    named = tls("named", tls_server_name="tq.test")
+    with launch_service({**SMALL, **named}, name="secure") as secure:
+        assert len(secure.token) >= 32
+        with pytest.raises(TlsError, match="speaks TLS"):
+            dataplane.connect(secure.address, token=secure.token)
+        with dataplane.build_data_plane_client(replace(secure.config, force_remote=True), bootstrap=False) as client:
+            client.register_partition("a", ["x"], 2, ["t"])
+            meta = client.put_samples(["s", "t"], "a", {"x": torch.ones(2, 3)})
+            assert client.get_batch(meta, ["x"])["x"].equal(torch.ones(2, 3))
 
 
 def test_the_service_takes_no_cpu(service: LaunchedService) -> None:

@@ -1,0 +1,96 @@
+"""One gRPC call by hand: what servers may answer, and what none of ours does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dataplane.control import http2
+
+WAIT_S = 20.0
+SETTINGS, PING, HEADERS, DATA, RST, GOAWAY = 4, 6, 1, 0, 3, 7
+MESSAGE = b"\0" + (5).to_bytes(4, "big") + b"hello"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+BEGIN = frame(SETTINGS, 0, 0) + frame(HEADERS, 4, 1, b"\x88")
+END = frame(HEADERS, 5, 1, b"whatever")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far
+
+
+def call(near: socket.socket, authority: str = "host:1", **metadata: str) -> bytes:
+    return http2.call(
+        near, "/package.Service/Method", b"ask", authority=authority, metadata=metadata, rest=lambda: WAIT_S
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        BEGIN + frame(DATA, 0, 1, MESSAGE) + END,
+        BEGIN + frame(DATA, 1, 1, MESSAGE),
+        BEGIN + frame(DATA, 0, 1, MESSAGE[:3]) + frame(PING, 0, 0, b"8 bytes!") + frame(DATA, 0, 1, MESSAGE[3:]) + END,
+        BEGIN + frame(DATA, 8, 1, b"\x04" + MESSAGE + bytes(4)) + END,
+        BEGIN + frame(8, 0, 0, bytes(4)) + frame(DATA, 0, 3, b"of another stream") + frame(DATA, 0, 1, MESSAGE) + END,
+    ],
+    ids=["usual", "ended by its data", "in parts", "padded", "with other frames"],
+)
+def test_an_answer_is_read_however_it_is_cut(pair: tuple[socket.socket, socket.socket], answer: bytes) -> None:
+    near, far = pair
+    far.sendall(answer)
+    assert call(near) == b"hello"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "hung up"),
+        (BEGIN[:-1], "hung up"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "HTTP/2"),
+        (BEGIN + END, "no answer"),
+        (BEGIN + frame(DATA, 1, 1, MESSAGE[:-1]), "no answer"),
+        (BEGIN + frame(DATA, 1, 1, b"\1" + MESSAGE[1:]), "no answer"),
+        (BEGIN + frame(DATA, 8, 1, b""), "no answer|HTTP/2"),
+        (BEGIN + frame(RST, 0, 1, bytes(4)), "ended the call"),
+        (BEGIN + frame(GOAWAY, 0, 0, bytes(8)), "ended the call"),
+        (BEGIN + frame(DATA, 0, 1, bytes(16000)) * 3, "too long"),
+        (frame(8, 0, 0, bytes(4)) * 300, "too long"),
+    ],
+)
+def test_what_is_no_answer_of_ours_is_an_error(
+    pair: tuple[socket.socket, socket.socket], answer: bytes, why: str
+) -> None:
+    near, far = pair
+    sender = threading.Thread(target=lambda: (far.sendall(answer), far.shutdown(socket.SHUT_WR)))
+    sender.start()
+    with pytest.raises(http2.Http2Error, match=why):
+        call(near)
+    near.close()
+    sender.join(WAIT_S)
+
+
+def test_silence_ends_in_time(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, _ = pair
+    with pytest.raises(TimeoutError):
+        http2.call(near, "/m", b"", authority="a", metadata={}, rest=lambda: 0.01)
+
+
+def test_headers_longer_than_a_byte_counts(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    far.sendall(BEGIN + frame(DATA, 1, 1, MESSAGE))
+    call(near, authorization="Bearer " + "t" * 300)
+    sent = far.recv(1 << 16)
+    assert b"\x10\x0dauthorization\x7f\xb4\x01Bearer ttt" in sent
+    assert sent.startswith(http2.PREFACE)
