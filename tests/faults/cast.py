@@ -81,6 +81,11 @@ class Player:
         self.process.join(START_S)
         self.asleep_until = 0.0
 
+    def end(self) -> None:
+        """The same, of one that may never have lived."""
+        if self.process is not None:
+            self.kill()
+
     def stop(self) -> None:
         """By SIGSTOP."""
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dataplane.lockfile import sweep
 from tests.faults import books, players
 from tests.faults.acting import Actor, Order, play
 from tests.faults.books import Books, StormError
-from tests.faults.cast import LOOK_S, PROGRESS_S, START_S, Player
+from tests.faults.cast import LOOK_S, PROGRESS_S, Player
 from tests.faults.growth import Figures
 from tests.faults.houses import BACKED_BYTES, ELSEWHERE, HERE, serve_controller, serve_unit
 from tests.faults.network import HOST, Network
@@ -137,12 +138,13 @@ class Scene:
 
     # --- what must be true ----------------------------------------------------------------------------------------
 
-    def everybody_gets_on(self) -> None:
-        """Each client that is awake brings another operation to an end, from its beginning, nobody has seen anything
-        wrong, and the bystander finds everything in its place."""
+    def everybody_gets_on(self, *, but: str = "") -> None:
+        """Each client that is awake, `but` that one, brings another operation to an end, from its beginning; nobody has
+        seen anything wrong, and the bystander finds everything in its place."""
         for player in (self.controller, *self.units.values()):
             player.ready()
-        before = {name: player.done for name, player in self.clients.items() if not player.asleep_until}
+        awake = {name: player for name, player in self.clients.items() if not player.asleep_until and name != but}
+        before = {name: player.done for name, player in awake.items()}
         end = time.monotonic() + PROGRESS_S
         while waiting := [name for name, done in before.items() if self.clients[name].done < done + enough(name)]:
             self.nobody_ended()
@@ -171,11 +173,11 @@ class Scene:
         self.bystander.clear_samples(meta, ROOM)
 
     def calm(self) -> Figures:
-        """All rest for a moment: nothing is reserved, pinned or retired, every session is somebody's, every sample is
-        what it should be, and nothing has grown."""
+        """All rest for a moment: nothing is reserved, pinned or retired, every session is somebody's (a sleeper may have
+        none), every sample is what it should be, and nothing has grown."""
         for player in self.clients.values():
             player.rest(True)
-        self._await_books_balance(sessions=len(self.clients) + 1)
+        self._await_books_balance({ROOM, *self.clients})
         self._verify_all()
         service = {player.name: player.process.pid for player in (self.controller, *self.units.values())}
         figures = Figures.of(service, self.folder / "state")
@@ -206,17 +208,19 @@ class Scene:
             self.clients[name] = self._player(name, play, act, self.address, Role(name, PATIENT))
             self.clients[name].start()
 
-    def _await_books_balance(self, sessions: int, *, empty: bool = False) -> None:
+    def _await_books_balance(self, names: set[str], *, empty: bool = False) -> None:
         end = time.monotonic() + PROGRESS_S
         while True:
             stats = self.bystander.stats()
             held = {unit.name: unit.reserved_bytes + unit.pinned_bytes + unit.retired_bytes for unit in stats.units}
             live = {unit.name: unit.live_bytes for unit in stats.units}
             fine = not any(held.values()) and not (empty and any(live.values()))
-            if fine and len(stats.sessions) == sessions and set(held) == set(UNITS):
+            sessions = Counter(session.name for session in stats.sessions)
+            fine = fine and sessions.total() == len(sessions) and names >= sessions.keys()
+            if fine and set(held) == set(UNITS):
                 return
             if time.monotonic() > end:
-                raise StormError(f"held {held}, live {live}, of {sessions} sessions: {stats.sessions}")
+                raise StormError(f"held {held}, live {live}, sessions of {sorted(names)}: {stats.sessions}")
             time.sleep(0.05)
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -239,18 +243,18 @@ class Scene:
         self._look_around()
         for partition in (PARTITION, MONUMENT, ROOM, ALBUM):
             client.clear_samples(None, partition)
-        self._await_books_balance(sessions=1, empty=True)
+        self._await_books_balance({ROOM}, empty=True)
         self._all_live({"controller": self.controller, **self.units})
         return Books(self.folder, drained).reckon()
 
     def close(self, *, keep: bool) -> None:
         """End everything. keep: the notes and logs, for whoever wants to know what happened."""
-        for player in self.everybody.values():
-            if player.process is not None:
-                player.process.kill()
-                player.process.join(START_S)
+        for player in self.clients.values():
+            player.end()
         if self._bystander is not None:
             self._bystander.close()
+        for player in self.everybody.values():
+            player.end()
         self.network.close()
         discard(self.folder / "state", ["/dev/shm", self.folder])
         sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would

@@ -29,6 +29,8 @@ CALM_EVERY = 40
 SAY_EVERY_S = 20.0
 MOST_ASLEEP = 3
 MOST_CLIENTS = 16
+SLOW = "saver"
+"""Its operations take a second, for the disk: it is not waited for when something happened to another client."""
 POKES = {
     "session.found": "controller",
     "controller.before_opened": "consumer-near",
@@ -80,7 +82,8 @@ class Storm:
             case _:
                 assert fault.order is not None
                 self._order(self.scene.everybody[fault.who], fault.order)
-        self.scene.everybody_gets_on()
+        others = fault.who in self.scene.clients and fault.who != SLOW
+        self.scene.everybody_gets_on(but=SLOW if others else "")
 
     # --- each kind ------------------------------------------------------------------------------------------------
 

@@ -122,12 +122,13 @@ def known_points() -> set[str]:
 
 
 def every_fault() -> Iterable[Fault]:
-    """Each once. Clients of every kind die where they come by, and one of them stops there."""
+    """Each once. Clients die where they come by, and one of them stops there."""
     stopped: set[str] = set()
     for who, points in CLIENT_POINTS.items():
         for at in points:
-            yield Fault("order", who, Order(at, "kill"))
-            if at not in stopped:
+            if who != "roamer" or at not in TAKE:
+                yield Fault("order", who, Order(at, "kill"))
+            if at not in stopped and (who != "saver" or not at.startswith("call.")):
                 stopped.add(at)
                 yield Fault("order", who, Order(at, "stop"))
             if who == "roamer":
