@@ -173,7 +173,7 @@ class Scene:
         self.bystander.clear_samples(meta, ROOM)
 
     def calm(self) -> Figures:
-        """All rest for a moment: nothing is reserved, pinned or retired, every session is somebody's (a sleeper may have
+        """All rest for a moment: nothing is reserved, pinned or retired, every session is somebody's (sleepers may have
         none), every sample is what it should be, and nothing has grown."""
         for player in self.clients.values():
             player.rest(True)
