@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
 from dataplane.control.calls import Calls
-from dataplane.control.opening import Socket, go_on
+from dataplane.control.opening import Socket, go_on, is_slow
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
@@ -179,7 +179,7 @@ class Keeper:
         try:
             session, dealer = go_on(self._config, self._context, before, lambda: self._closing)
         except ServiceUnavailableError as error:
-            self._miss(str(error.why))
+            self._miss(str(error.why), lost=before.durable or not self._may_be_slow(error))
         except DataPlaneError as error:
             self._end(error)
         else:
@@ -192,14 +192,20 @@ class Keeper:
             self._calls.adopt(session)
             self._moved()
 
-    def _miss(self, why: str) -> None:
-        """It is not there now."""
-        self._calls.lose(why)
+    def _may_be_slow(self, error: ServiceUnavailableError) -> bool:
+        """A service without a state that is busy, or stopped, for less than a call may take: calls go on waiting, as
+        to give them up would give up all they hold."""
+        return is_slow(error) and time.monotonic() - self._heard < self._config.call_timeout_s
+
+    def _miss(self, why: str, *, lost: bool) -> None:
+        """It is not there now, or at least does not answer."""
+        if lost:
+            self._calls.lose(why)
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), LONGEST_PAUSE_S, self._calls.session.heartbeat_s)
         self._misses += 1
         self._doubted = False
         self._look_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
-        if not self._calls.waiting and not self._told:
+        if lost and not self._calls.waiting and not self._told:
             self._told = True
             self._moved()
 

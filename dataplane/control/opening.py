@@ -198,6 +198,11 @@ def _opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 
 
+def is_slow(error: ServiceUnavailableError) -> bool:
+    """Whether there may be a service that only did not answer in time: nobody said that there is none."""
+    return isinstance(error.__cause__, TimeoutError)
+
+
 def door_address(address: str) -> str:
     """Where the ZMQ door of the service at `address` is: one port above."""
     host, port = split_address(address)
@@ -253,8 +258,8 @@ def _ask(
             return _reply(dealer, address)
         if refused in ready:
             raise TlsError(address=address, why=USE_TLS)
-    why = f"something listens, but nothing answered within {deadline - began:.1f} s"
-    raise ServiceUnavailableError(address=address, why=why)
+    why = f"something listens, but nothing answered within {max(0.0, deadline - began):.1f} s"
+    raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
 
 
 def _reply(dealer: Socket, address: str) -> wire.Reply:
