@@ -360,7 +360,7 @@ def _has_no_keeper(path: Path) -> bool:
     """Where that cannot be told, it may have one."""
     try:
         return _keeper_is_gone(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning("cannot tell whether %s is still kept (%s): it stays", path, error)
         return False
 

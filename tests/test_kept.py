@@ -227,3 +227,12 @@ def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixtu
     record.path.write_text("{}")
     assert going_on(record, epoch=2) is None
     assert "cannot be read" in caplog.text
+
+
+def test_an_arena_whose_keeper_is_no_path_stays(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(b"\x03\0/\0x")
+    assert sweep_kept(memory) == []
+    assert path.exists()

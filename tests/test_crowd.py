@@ -1,0 +1,112 @@
+"""A thousand sessions in eight processes on one machine: no error, and little of the service's memory for each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import psutil
+import pytest
+import torch
+
+import dataplane
+from tests import crowd
+from tests.faults.forks import forks
+from tests.lives import wait_until
+
+SESSIONS = 1000
+PROCESSES = 8
+PATIENCE_S = 160.0
+KIB = 1 << 10
+MOST_BYTES = 400 * KIB
+"""Of the service's memory for one session. 80 to 150 KiB were measured."""
+MOST_FILES = 8
+"""Of its open files for one session, in all processes of the service. 4 were measured."""
+
+
+class Service:
+    """`tq serve` where a process begins with 1,024 open files, as on many machines."""
+
+    def __init__(self) -> None:
+        command = f"ulimit -Sn 1024 && exec {sys.executable} -m dataplane serve --capacity 64m"
+        self._process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().split()[-1]
+        controller = psutil.Process(self._process.pid)
+        self._parts = [controller, *controller.children()]
+
+    def size(self) -> tuple[int, int]:
+        """Bytes, but for shared memory, and open files."""
+        memory = [part.memory_info() for part in self._parts]
+        return sum(each.rss - each.shared for each in memory), sum(part.num_fds() for part in self._parts)
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    running = Service()
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def members(service: Service) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    begun = []
+    for group in range(PROCESSES):
+        ours, theirs = forks.Pipe()
+        process = forks.Process(target=crowd.run, args=(service.address, group, SESSIONS // PROCESSES, theirs))
+        process.start()
+        theirs.close()
+        begun.append((process, ours))
+    yield begun
+    for process, pipe in begun:
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def hear(pipe: Connection) -> object:
+    assert pipe.poll(PATIENCE_S), "a process with sessions says nothing"
+    return pipe.recv()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, Connection]]) -> None:
+    pipes = [pipe for _, pipe in members]
+    with dataplane.connect(service.address) as client:
+        client.register_partition("turns", ["x"], SESSIONS, ["train"])
+        client.register_partition("parked", ["x"], SESSIONS, ["train"])
+        before = service.size()
+        for pipe in pipes:
+            pipe.send("begin")
+        for pipe in pipes:
+            assert hear(pipe) == "turns done"
+        wait_until(lambda: parked_claims(client) == SESSIONS, "every session has a claim that waits")
+        at_most = service.size()
+        ids = [f"{number % PROCESSES}-{number}" for number in range(SESSIONS)]
+        client.put_samples(ids, "parked", {"x": [torch.tensor(crowd.content(each)) for each in ids]})
+        got = [each for pipe in pipes for each in hear(pipe)]  # type: ignore[attr-defined]
+        assert sorted(got) == sorted(ids)
+        assert len(client.stats().sessions) == SESSIONS + 1
+        for pipe in pipes:
+            pipe.send("close")
+        for pipe in pipes:
+            assert hear(pipe) == "closed"
+        wait_until(lambda: len(client.stats().sessions) == 1, "every session ended")
+        after = service.size()
+    nbytes, files = ((most - less) / SESSIONS for most, less in zip(at_most, before, strict=True))
+    print(f"{SESSIONS} sessions: {nbytes / KIB:.0f} KiB and {files:.1f} open files of the service for each")
+    assert nbytes < MOST_BYTES
+    assert files < MOST_FILES
+    assert after[1] - before[1] < SESSIONS / 10
+
+
+def parked_claims(client: dataplane.DataPlaneClient) -> int:
+    return sum(each.waiting_claims for each in client.stats().partitions if each.partition == "parked")
