@@ -65,7 +65,7 @@ class Figures:
             },
             **{f"descriptors of {name}": (count, SERVICE_FDS) for name, count in self.fds.items()},
             "bytes of the state directory": (self.state_bytes, STATE_BYTES),
-            "bytes of the ledger's image": (self.image_bytes, 4 * first.image_bytes + MIB),
+            "bytes of the ledger's image": (self.image_bytes, 4 * first.image_bytes + 8 * MIB),
             "memory of a client": (self.own_bytes, first.own_bytes + 128 * MIB),
             "descriptors of a client": (self.own_fds, first.own_fds + 64),
             "threads of a client": (self.own_threads, first.own_threads + 16),

@@ -62,7 +62,7 @@ def test_what_must_never_be_is_no_entry(tmp_path: Path) -> None:
         ({"memory": {"controller": 1 << 30}}, "memory of controller"),
         ({"fds": {"controller": 1000}}, "descriptors of controller"),
         ({"state_bytes": 1 << 30}, "state directory"),
-        ({"image_bytes": 4 << 20}, "image"),
+        ({"image_bytes": 16 << 20}, "image"),
         ({"own_bytes": 1 << 30}, "memory of a client"),
         ({"own_fds": 500}, "descriptors of a client"),
         ({"own_threads": 50}, "threads of a client"),
