@@ -15,8 +15,9 @@ from dataplane.server import serve
 def connect(address: str | None = None, **settings: Any) -> DataPlaneClient:
     """A client of the service at `address` ("host:port" or "actor:NAME[@NAMESPACE]"; default: TQ_ADDRESS), connected.
 
-    settings: those of `DataPlaneConfig`; the token defaults to TQ_TOKEN. Raises `ServiceUnavailableError` within
-    `connect_timeout_s` where nothing answers, `AuthenticationError` where the token is not the service's.
+    settings: those of `DataPlaneConfig`; token and TLS default to TQ_TOKEN and TQ_TLS_*. Raises
+    `ServiceUnavailableError` within `connect_timeout_s` where nothing answers, `AuthenticationError` where the token is
+    not the service's, `TlsError` where one end has no TLS or does not take the other's certificate.
     """
     return DataPlaneClient(_attached(address, settings)).connect()
 

@@ -57,8 +57,9 @@ class Server:
 
 
 def serve(config: DataPlaneConfig | Mapping[str, Any] | None = None) -> Server:
-    """Start the service in this process: threads of its own, an arena of its own, loopback unless a token is set.
+    """Start the service in this process: threads of its own, an arena of its own, on loopback unless `host` is set.
 
-    Raises `ArenaSpaceError` where there is too little shared memory, ValueError for a public host without a token.
+    Raises `ArenaSpaceError` where there is too little shared memory, ValueError for a public host without token,
+    TLS or `insecure`, or for files of TLS that cannot be used; `TlsError` where this ZMQ cannot encrypt.
     """
     return Server(DataPlaneConfig.of(config)).start()
