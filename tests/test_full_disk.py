@@ -15,6 +15,7 @@ import torch
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, CapacityTimeoutError
+from dataplane.folder import own_directory
 from dataplane.memory import Room
 
 CAPACITY = 100 * MIB
@@ -51,7 +52,7 @@ def test_a_full_disk_is_named_and_there_is_room_again_when_there_is(small_disk: 
             client.put_samples(["large"], "p", row(80 * MIB))
         assert str(small_disk) in str(caught.value)
         works(client, "small")
-        assert f"in {small_disk}, which has" in client.stats().units[0].problem
+        assert f"in {small_disk}" in client.stats().units[0].problem
         filler.unlink()
         client.register_partition("p", [], None, ["t"])
         client.put_samples(["large"], "p", row(80 * MIB))
@@ -112,7 +113,8 @@ def test_a_memory_limit_that_others_use_up_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_a_disk_that_takes_no_writes_is_named_at_the_start(small_disk: Path) -> None:
+    folder = own_directory(small_disk)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(ArenaSpaceError, match=r"Read-only file system") as caught:
         serve({**SERVICE, "arena_dir": str(small_disk)})
-    assert caught.value.directory == str(small_disk)
+    assert caught.value.directory == str(folder)

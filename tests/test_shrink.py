@@ -47,7 +47,7 @@ def read(client: DataPlaneClient, name: str, **more: Any) -> torch.Tensor:
 
 
 def arena_bytes(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.iterdir() if path.name.startswith("tq-arena-"))
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.name.startswith("tq-arena-"))
 
 
 def test_memory_goes_back_and_comes_again(tmp_path: Path) -> None:
