@@ -31,7 +31,7 @@ def cycle(client: Client, number: int, random: random.Random) -> None:
     ids = [f"s{number}.{row}" for row in range(random.randint(1, 4))]
     index = [0] * len(ids) if number % 6 == 0 else None
     sizes = sizes_of(random, 1 if index else len(ids))
-    client.put(ids, {"x": sizes, "y": sizes[::-1]}, index=index, tags={"t": [number] * len(ids)})
+    client.put(ids, {"x": sizes}, index=index)
     if number % 10 == 0:
         client.put(c.Samples(ids=tuple(ids)), {"y": sizes_of(random, len(ids))}, mode=c.Mode.UPDATE)
     if number % 15 == 0:
