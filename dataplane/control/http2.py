@@ -1,26 +1,25 @@
-"""One gRPC call over a socket that is there already, in the few lines of HTTP/2 that this takes.
+"""One unary gRPC call over a socket that is there already.
 
-Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service with TLS for its keys. They make
-that one small unary call themselves. What the answer's headers say is not read, so the method must tell its errors in
-its answer.
+Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service with TLS for its keys. What the
+answer's headers say is not read, so the method must tell its errors in its answer.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Callable, Mapping
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import ConnectionTerminated, DataReceived, Event, StreamEnded, StreamReset
+from h2.exceptions import H2Error
+
 MAX_ANSWER_BYTES = 32 << 10
 """More is no answer of ours; the window that HTTP/2 begins with is larger."""
-MAX_FRAME_BYTES = 16 << 10
-MAX_FRAMES = 256
+MAX_TRAFFIC_BYTES = 64 << 10
+RECEIVE_BYTES = 16 << 10
 
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7
-_END_STREAM, _ACK, _END_HEADERS, _PADDED = 1, 1, 4, 8
-_HEAD = struct.Struct(">HBBBI")
-"""Of a frame: its length in two parts, type, flags, stream."""
+Rest = Callable[[], float]
 
 
 class Http2Error(Exception):
@@ -41,42 +40,40 @@ def call(
         "content-type": "application/grpc",
         **metadata,
     }
-    body = b"\0" + len(message).to_bytes(4, "big") + message
-    peer.sendall(
-        PREFACE
-        + _frame(_SETTINGS, 0, 0, b"")
-        + _frame(_HEADERS, _END_HEADERS, 1, b"".join(_field(name, value) for name, value in headers.items()))
-        + _frame(_DATA, _END_STREAM, 1, body)
-    )
-    return _message(_answer(peer, rest))
+    connection = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
+    try:
+        connection.initiate_connection()
+        stream = connection.get_next_available_stream_id()
+        connection.send_headers(stream, list(headers.items()))
+        connection.send_data(stream, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
+        return _message(_answer(peer, connection, rest))
+    except H2Error as error:
+        raise Http2Error(f"what answers does not speak HTTP/2: {error}") from error
 
 
-Rest = Callable[[], float]
-
-
-def _answer(peer: socket.socket, rest: Rest) -> bytes:
-    """The body of the answer on stream 1, whole."""
-    body = b""
-    for _ in range(MAX_FRAMES):
-        kind, flags, stream, payload = _receive(peer, rest)
-        if kind == _SETTINGS and not flags & _ACK:
-            peer.sendall(_frame(_SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
-            peer.sendall(_frame(_PING, _ACK, 0, payload))
-        elif kind == _GOAWAY or (kind == _RST_STREAM and stream == 1):
-            raise Http2Error("it ended the call")
-        elif kind in (_DATA, _HEADERS) and stream == 1:
-            if kind == _DATA:
-                body += _without_padding(payload) if flags & _PADDED else payload
-            if flags & _END_STREAM:
+def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
+    """The body of the answer, whole."""
+    body, received = b"", 0
+    while received <= MAX_TRAFFIC_BYTES:
+        peer.sendall(connection.data_to_send())
+        peer.settimeout(max(rest(), 0.001))
+        arrived = peer.recv(RECEIVE_BYTES)
+        if not arrived:
+            raise Http2Error("it hung up")
+        received += len(arrived)
+        for event in connection.receive_data(arrived):
+            body += _data(event)
+            if len(body) > MAX_ANSWER_BYTES:
+                raise Http2Error("its answer is too long")
+            if isinstance(event, StreamEnded):
                 return body
-        if len(body) > MAX_ANSWER_BYTES:
-            break
     raise Http2Error("its answer is too long")
 
 
-def _without_padding(payload: bytes) -> bytes:
-    return payload[1 : len(payload) - payload[0]] if payload else b""
+def _data(event: Event) -> bytes:
+    if isinstance(event, StreamReset | ConnectionTerminated):
+        raise Http2Error("it ended the call")
+    return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 
 def _message(body: bytes) -> bytes:
@@ -84,42 +81,3 @@ def _message(body: bytes) -> bytes:
     if len(body) < 5 or body[0] or len(body) != 5 + int.from_bytes(body[1:5], "big"):
         raise Http2Error("it gave no answer")
     return body[5:]
-
-
-def _receive(peer: socket.socket, rest: Rest) -> tuple[int, int, int, bytes]:
-    high, low, kind, flags, stream = _HEAD.unpack(_exactly(peer, _HEAD.size, rest))
-    length = high << 8 | low
-    if length > MAX_FRAME_BYTES:
-        raise Http2Error("what answers does not speak HTTP/2")
-    return kind, flags, stream & 0x7FFFFFFF, _exactly(peer, length, rest)
-
-
-def _exactly(peer: socket.socket, nbytes: int, rest: Rest) -> bytes:
-    found = b""
-    while len(found) < nbytes:
-        peer.settimeout(max(rest(), 0.001))
-        part = peer.recv(nbytes - len(found))
-        if not part:
-            raise Http2Error("it hung up")
-        found += part
-    return found
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
-
-
-def _field(name: str, value: str) -> bytes:
-    """A header that no table keeps (HPACK: literal, never indexed)."""
-    return b"\x10" + b"".join(_length(len(text)) + text for text in (name.encode(), value.encode()))
-
-
-def _length(value: int) -> bytes:
-    """HPACK's integers behind a prefix of 7 bits."""
-    if value < 127:
-        return bytes([value])
-    value, found = value - 127, b"\x7f"
-    while value >= 128:
-        found += bytes([value & 127 | 128])
-        value >>= 7
-    return found + bytes([value])
