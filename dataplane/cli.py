@@ -108,7 +108,8 @@ def _service_config(arguments: argparse.Namespace) -> DataPlaneConfig:
         arena_dir=arguments.arena_dir,
         insecure=arguments.insecure,
         **_security(arguments),
-        reconnect_s=getattr(arguments, "reconnect", 60.0),
+        reconnect_s=getattr(arguments, "reconnect", DataPlaneConfig.reconnect_s),
+        session_timeout_s=getattr(arguments, "session_timeout", DataPlaneConfig.session_timeout_s),
         state_dir=arguments.state_dir,
         durability=arguments.durability,
         checksums=getattr(arguments, "checksums", Checksums.ACROSS_HOSTS),
@@ -225,6 +226,12 @@ def parser() -> argparse.ArgumentParser:
     _add_memory(made)
     made.add_argument("--port", type=int, default=0, help="port of the controller (default: any free one, printed)")
     made.add_argument("--units", type=int, default=1, help="storage units to start (default: 1)")
+    made.add_argument(
+        "--session-timeout",
+        type=float,
+        default=DataPlaneConfig.session_timeout_s,
+        help="seconds of silence after which a client that cannot be looked at is given up (default: 20)",
+    )
     made.add_argument(
         "--checksums",
         choices=list(Checksums),

@@ -31,7 +31,7 @@ class Service:
     """`tq serve` where a process begins with 1,024 open files, as on many machines."""
 
     def __init__(self) -> None:
-        command = f"ulimit -Sn 1024 && exec {sys.executable} -m dataplane serve --capacity 64m"
+        command = f"ulimit -Sn 1024 && exec {sys.executable} -m dataplane serve --capacity 64m --session-timeout 120"
         self._process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
