@@ -56,10 +56,11 @@ SHARE_OF_ROOM = 0.5
 _HEADER = struct.Struct("<8sII16sQQQ")
 _BACKED_AT = _HEADER.size - 8
 _KEEPER_AT = 1024
-_KEEPER_LENGTH = struct.Struct("<H")
+_KEEPER = struct.Struct("<QH")
+"""Where the path of an arena's keeper means something (see `_mounts`), and how long that is."""
 LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
-_VERSION = 2
+_VERSION = 3
 _CHALLENGES_AT = PAGE_BYTES
 _CHALLENGE_BYTES = 32
 _CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
@@ -183,10 +184,10 @@ class Arena:
 
     def _name_keeper(self, keeper: Path | None) -> None:
         name = os.fsencode("" if keeper is None else keeper.absolute())
-        if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER_LENGTH.size:
+        if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
             raise ValueError(f"{keeper}: a path of {len(name)} bytes is too long to be kept in an arena")
         assert self._map is not None
-        self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER_LENGTH.size + len(name)] = _KEEPER_LENGTH.pack(len(name)) + name
+        self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER.size + len(name)] = _KEEPER.pack(_mounts(), len(name)) + name
 
     def _set_backed(self, backed_bytes: int) -> None:
         assert self._map is not None, "the arena is closed"
@@ -350,7 +351,8 @@ class MappedArena:
 
 def sweep_kept(directory: str | Path) -> list[Path]:
     """Remove the arenas in `directory` that were to outlive their units and that nobody will ask for: no process holds
-    them, and the file that keeps them is gone. What was removed."""
+    them, and the file that keeps them is gone. What was removed. Those of another container, whose files cannot be seen
+    from here, stay."""
     folder = Path(directory)
     gone = [folder / name for name in os.listdir(folder) if KEPT_ARENA_NAME.fullmatch(name)]
     return [path for path in gone if _has_no_keeper(path) and unlink_unheld(path)]
@@ -375,13 +377,20 @@ def _keeper_is_gone(path: Path) -> bool:
         os.close(fd)
     if len(raw) < PAGE_BYTES:
         return True
-    start = _KEEPER_AT + _KEEPER_LENGTH.size
-    (length,) = _KEEPER_LENGTH.unpack_from(raw, _KEEPER_AT)
+    start = _KEEPER_AT + _KEEPER.size
+    mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)
+    if mounts != _mounts():
+        return False
     try:
         os.stat(raw[start : start + length])
     except (FileNotFoundError, NotADirectoryError):
         return True
     return False
+
+
+def _mounts() -> int:
+    """Names the mounts that this process sees: those of its container, or of the machine."""
+    return os.stat("/proc/self/ns/mnt").st_ino
 
 
 def _map(fd: int, size: int, protection: int) -> Bytes:

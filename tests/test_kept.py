@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dataplane import arena as arena_module
 from dataplane import kept
 from dataplane.arena import Arena, MappedArena, sweep, sweep_kept
 from dataplane.config import MIB
@@ -109,6 +110,16 @@ def test_what_cannot_be_looked_at_is_taken_for_kept(
     assert "it stays" in caplog.text
     assert path.exists()
     record.path.unlink()
+    assert sweep_kept(memory) == [path]
+
+
+def test_what_another_container_left_stays(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share memory and see other files."""
+    path = left_by(record, memory)
+    record.path.unlink()
+    with monkeypatch.context() as there:
+        there.setattr(arena_module, "_mounts", lambda: 1)
+        assert sweep_kept(memory) == []
     assert sweep_kept(memory) == [path]
 
 
@@ -232,7 +243,7 @@ def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixtu
 def test_an_arena_whose_keeper_is_no_path_stays(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
     with open(path, "r+b") as file:
-        file.seek(1024)
+        file.seek(1024 + 8)  # behind the number of the mounts
         file.write(b"\x03\0/\0x")
     assert sweep_kept(memory) == []
     assert path.exists()
