@@ -21,6 +21,7 @@ from dataplane.ledger.commands import (
     Grown,
     Heartbeat,
     Input,
+    Notice,
     Opened,
     Output,
     Restarted,
@@ -246,6 +247,8 @@ class World:
                     self.send("order", partial(unit.order, output), lossy=False, link=link)
                 case UnitAdded(error=error):
                     assert error is None, error
+                case Notice():
+                    pass
                 case _:
                     raise AssertionError(output)
 
