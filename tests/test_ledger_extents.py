@@ -215,7 +215,7 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     assert offset == 0
     number = extents.reserve(1, 0, 192)
     lengths = np.array([96, 10, 80])
-    field.write(rows, np.full(3, number, np.int32), np.array([0, 96, 106]), lengths)
+    field.write(rows, np.full(3, number, np.int32), np.array([0, 96, 106]), lengths, None)
     account = extents.open_account()
     account.live_bytes = 192
     extents.enliven(number, 3, Several(field, rows, 186, account))
