@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.ledger import samplers
-from dataplane.ledger.commands import Claim, Command, Order, Predicate
+from dataplane.ledger.commands import Claim, Command, Order, Predicate, WhenFull
 from dataplane.types import FieldSpec, Scalar
 
 Name = tuple[int, int]
@@ -84,6 +84,8 @@ class Partition:
     selections: dict[tuple[str, int], Selection] = field(default_factory=dict)
     forgotten: dict[str, int] = field(default_factory=dict)
     version: int = 0
+    budget: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
 
     @property
     def complete(self) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis.stateful import invariant
 
-from dataplane.errors import DataPlaneError
+from dataplane.errors import DataPlaneError, SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
     Abort,
@@ -61,33 +59,23 @@ from dataplane.ledger.commands import (
     StatsReport,
     Tick,
     Unclaim,
+    WhenFull,
     WhyBlocked,
 )
-from dataplane.types import GRANULE_BYTES, PROTOCOL_VERSION, Checksums
-from tests.ledger_claim_checks import LIMITS, ClaimChecks, Client
+from dataplane.types import PROTOCOL_VERSION, Checksums
+from tests.ledger_budget_books import EVICTING, BudgetBooks
+from tests.ledger_claim_checks import LIMITS, Client
 from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
 from tests.ledger_save_model import SaveBooks
+from tests.ledger_space_checks import RESERVE, SpaceChecks, Unit
 from tests.ledger_values import canonical
 
 HOSTS = ("host0", "host1")
 HEARTBEAT_S = 2.0
-RESERVE = 0.15
 
 
-@dataclass
-class Unit:
-    """A storage unit: what it fences, and the orders it has not yet carried out."""
-
-    id: int
-    host: str
-    capacity: int
-    backed: int
-    fenced: set[int] = field(default_factory=set)
-    orders: deque[Output] = field(default_factory=deque)
-
-
-class LedgerDriver(ClaimChecks):
+class LedgerDriver(SpaceChecks):
     """Feeds the ledger and keeps the books; the rules are in `test_ledger_model.py`."""
 
     def __init__(self) -> None:
@@ -96,6 +84,7 @@ class LedgerDriver(ClaimChecks):
         self.watch_selections()
         self.model = Model()
         self.books = SaveBooks(self.model)
+        self.budgets = BudgetBooks(self.model, RESERVE)
         self.log: list[Input] = []
         self.outputs: list[Output] = []
         self.said: list[Any] = []
@@ -117,9 +106,16 @@ class LedgerDriver(ClaimChecks):
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
         answers = [output for output in outputs if isinstance(output, Answer)]
+        command = item.command if isinstance(item, Call) else None
+        spared = command.samples if isinstance(command, Commit) else None
         answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
+            name = (answer.session, answer.number)
+            if name != first or isinstance(self.model.commands[name], Allocate):
+                self.budgets.sync(self.ledger, spared)
             self.take(answer)
+        self.budgets.sync(self.ledger, spared)
+        self.budgets.check_answers(self.ledger, answers)
         for output in outputs:
             if isinstance(output, FenceSession | GrowArena):
                 self.units[output.unit].orders.append(output)
@@ -145,11 +141,15 @@ class LedgerDriver(ClaimChecks):
         assert kind != "InternalError", error
         if kind == "SessionExpiredError":
             self.expired(name[0])
+        if isinstance(command, Allocate):
+            self.budgets.excused = True
+        if isinstance(error, SampleNotFoundError | StaleSampleError) and late is None:
+            self.budgets.check_told(command, error)
         if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
             self.model.reserved.pop((name[0], command.reservation or 0), None)
         if late is not None:
             allowed = {
-                "CapacityTimeoutError": late <= self.model.now or getattr(command, "on_full", None) is OnFull.REJECT,
+                "CapacityTimeoutError": late <= self.model.now or self.may_reject(command),
                 "ClaimTimeoutError": late <= self.model.now,
                 "CallCancelledError": name in self.withdrawn,
                 "SessionExpiredError": self.clients[name[0]].over,
@@ -163,6 +163,11 @@ class LedgerDriver(ClaimChecks):
             if kind in ("InvalidRequestError", "ShareTakenError"):
                 faults = self.model.parked_faults(command)
                 assert kind in faults.must | faults.may, (name, command, error)
+
+    def may_reject(self, command: Command) -> bool:
+        partition = self.model.partitions.get(getattr(command, "partition", ""))
+        rejecting = partition is not None and partition.when_full is WhenFull.REJECT
+        return isinstance(command, Allocate) and (command.on_full is OnFull.REJECT or rejecting)
 
     def expired(self, session: int) -> None:
         """The ledger says that the session is over: its claims went back."""
@@ -252,6 +257,7 @@ class LedgerDriver(ClaimChecks):
             case Bye():
                 self.clients[session].said_bye = True
                 self.books.ended(session)
+                self.budgets.excused = True
                 lost = list(model.claims_of(session))
                 model.give_back(lambda held: any(held is one for one in lost))
                 self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
@@ -259,12 +265,18 @@ class LedgerDriver(ClaimChecks):
                     del model.reserved[key]
 
     def check_turn(self, name: Name, command: Allocate) -> None:
-        """First come, first served, within new rows and within updates."""
-        for other in self.parked:
+        """First come, first served, within new rows and within updates: those of one partition are, and of those that
+        are first in theirs who wait for memory of the units, but for what evictions make."""
+        evicting = self.model.partitions[command.partition].when_full in EVICTING
+        heads: set[str] = set()
+        for other in sorted(self.parked, key=lambda parked: self.turns[parked]):
             waiting = self.model.commands[other]
             if isinstance(waiting, Allocate) and waiting.update == command.update:
+                passed = waiting.partition in heads or evicting or self.budgets.is_over(self.ledger, waiting)
+                heads.add(waiting.partition)
                 mine = self.turns.get(name, self.turns[other] + 1)
-                assert mine < self.turns[other], f"{name} was served before {other}"
+                behind = mine > self.turns[other] and (waiting.partition == command.partition or not passed)
+                assert not behind, f"{name} was served before {other}"
 
     def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
         """The placements are free by the model's books."""
@@ -283,13 +295,6 @@ class LedgerDriver(ClaimChecks):
         assert command.nbytes * LIMITS.ahead_part <= unit.capacity
         used = sum(size for at, _, size in self.ledger.held_ranges() if at == unit.id)
         assert used <= unit.capacity / 2
-
-    def check_granted(self, name: Name, before: dict[int, dict[int, Any]]) -> None:
-        for unit, offset, nbytes in self.model.reserved[name]:
-            assert offset % GRANULE_BYTES == 0
-            assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
-            for granule in granules(offset, nbytes):
-                assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
 
     def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
         partition = self.model.partitions[command.partition]
@@ -325,20 +330,12 @@ class LedgerDriver(ClaimChecks):
             self.check_reserve(answers[0])
         return answers[0]
 
-    def check_reserve(self, answer: Answer) -> None:
-        """New rows leave the reserve of each unit they went to for updates."""
-        if isinstance(answer.result, Allocated):
-            for number in {placement.unit for placement in answer.result.placements}:
-                used = sum(size for unit, _, size in self.ledger.held_ranges() if unit == number)
-                capacity = self.units[number].capacity
-                mine = self.model.reserved[answer.session, answer.number]
-                wanted = sum(size for unit, _, size in mine if unit == number)
-                assert not wanted or used <= capacity - int(capacity * RESERVE)
-
     def judge(self, client: Client, command: Command, faults: Any, answer: Answer) -> None:
         if isinstance(answer.result, DataPlaneError):
             kind = type(answer.result).__name__
             free = {"CapacityTimeoutError", "RequestTooLargeError"} if isinstance(command, Allocate) else set()
+            if isinstance(command, Commit) and command.offset is not None:
+                free = {"CapacityTimeoutError"}
             if isinstance(command, AllocateAhead):
                 free = {"CapacityTimeoutError"}
                 faults.must |= set() if command.unit in client.attached else {"InvalidRequestError"}
@@ -415,49 +412,6 @@ class LedgerDriver(ClaimChecks):
 
     # --- invariants ------------------------------------------------------------------------------------------
 
-    def in_use(self, unit: int) -> dict[int, Any]:
-        """Granules in use by the model's books, and by whom; no two values share bytes, no two extents a granule."""
-        cells = {
-            place
-            for partition in self.model.partitions.values()
-            for sample in partition.samples.values()
-            for place in sample.cells.values()
-        }
-        for pinned in self.model.pins.values():
-            cells |= pinned
-        spans = sorted((p.offset, p.offset + p.nbytes, p.value) for p in cells if p.unit == unit and p.nbytes)
-        used: dict[int, Any] = {}
-        end = 0
-        for start, stop, value in spans:
-            assert start >= end, f"{value} overlaps what ends at {end}"
-            end = stop
-            for granule in granules(start, stop - start):
-                assert used.setdefault(granule, value)[:2] == value[:2], (
-                    f"{value} shares a granule with {used[granule]}"
-                )
-        for name, held in self.model.reserved.items():
-            for at, offset, nbytes in held:
-                if at == unit:
-                    for granule in granules(offset, nbytes):
-                        assert granule not in used, f"{name} may write to granule {granule} of {used[granule]}"
-                        used[granule] = (name, "reserved", granule)
-        return used
-
-    @invariant()
-    def space_is_sound(self) -> None:
-        for unit in self.units.values():
-            free = self.ledger.free_ranges(unit.id)
-            held = [(start, size) for at, start, size in self.ledger.held_ranges() if at == unit.id]
-            at = 0
-            for start, size in sorted([*free, *held]):
-                assert start == at, f"unit {unit.id}: a gap or an overlap at {at}, next {start}"
-                at = start + size
-            assert at == unit.backed, "free + used is not what is backed"
-            free_granules = {g for start, size in free for g in granules(start, size)}
-            used = self.in_use(unit.id)
-            assert not free_granules & set(used), f"in use and free: {[used[g] for g in free_granules & set(used)]}"
-            assert all(g < unit.backed // GRANULE_BYTES for g in used)
-
     @invariant()
     def the_next_deadline_is_early_enough(self) -> None:
         due = [*self.parked.values()]
@@ -490,7 +444,3 @@ class LedgerDriver(ClaimChecks):
         replayed = [canonical(output) for item in self.log for output in again.apply(item)]
         assert replayed == self.said == [canonical(output) for output in self.outputs]
         assert again.fingerprint() == self.ledger.fingerprint()
-
-
-def granules(offset: int, nbytes: int) -> range:
-    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))

@@ -190,6 +190,7 @@ class Model(ClaimModel):
         self.lives += old is None
         life = self.lives if old is None else old.life
         new = Partition(dict(command.fields), command.num_samples, command.tasks, command.strict, life)
+        new.budget, new.when_full = command.budget_bytes, command.when_full
         if old is not None:
             new.samples, new.live = old.samples, old.live
             new.born = len(old.samples)

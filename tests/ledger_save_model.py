@@ -86,6 +86,7 @@ class SaveBooks:
             assert declared[name] == spec
         assert {name for sample in partition.samples.values() for name in sample.cells} <= set(declared)
         assert tuple(task.name for task in found.tasks) == partition.tasks
+        assert (found.budget_bytes, found.when_full) == (partition.budget, partition.when_full)
         for task in found.tasks:
             for sample, bit in zip(partition.in_order(), bits_of(task.claimed, found.live), strict=True):
                 held = sample.claims.get(task.name)
@@ -126,6 +127,7 @@ class SaveBooks:
             partition.num_samples, partition.strict, partition.sealed = wanted.num_samples, wanted.strict, wanted.sealed
             partition.born, partition.version = wanted.born, wanted.version
             partition.tasks = tuple(task.name for task in wanted.tasks)
+            partition.budget, partition.when_full = wanted.budget_bytes, wanted.when_full
             for task in wanted.tasks:
                 for sample, bit in zip(partition.in_order(), bits_of(task.claimed, wanted.live), strict=True):
                     if bit:

@@ -6,13 +6,15 @@ served.
 
 from __future__ import annotations
 
+from random import Random
+
+import msgspec
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from dataplane.ledger.commands import (
     Abort,
     Ack,
-    AddUnit,
     Allocate,
     Answer,
     Bye,
@@ -35,96 +37,25 @@ from dataplane.ledger.commands import (
     Register,
     Release,
     Seal,
-    SessionSilent,
     SetTags,
     SetVersion,
     Stats,
     StatsReport,
-    Tick,
     Unclaim,
-    UnitAdded,
+    WhenFull,
 )
-from dataplane.types import GRANULE_BYTES, FieldSpec
+from dataplane.types import FieldSpec
+from tests.ledger_budget_books import EVICTED
 from tests.ledger_claim_model import Name, Sample
-from tests.ledger_machine import HOSTS, Unit
+from tests.ledger_evictor import LedgerEvictor
+from tests.ledger_machine import HOSTS
 from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
-from tests.ledger_writer import IDS, SPECS, TASKS, LedgerWriter
+from tests.ledger_writer import SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
-class LedgerMachine(LedgerSaver):
-    # --- rules: sessions, units, time ------------------------------------------------------------------------
-
-    @initialize(
-        data=st.data(),
-        granules=st.lists(st.sampled_from([12, 20, 33, 64, 200]), min_size=1, max_size=2),
-        backed=st.sampled_from([0, 5, 20, 40, 200]),
-    )
-    def begin(self, data: st.DataObject, granules: list[int], backed: int) -> None:
-        self.feed(Tick(now=0.0))
-        for i, count in enumerate(granules):
-            size = count * GRANULE_BYTES
-            start = min(backed * GRANULE_BYTES, size)
-            self.units[i + 1] = Unit(i + 1, HOSTS[i], size, start)
-            outputs = self.feed(
-                AddUnit(
-                    name=f"unit{i}",
-                    host=HOSTS[i],
-                    epoch=1,
-                    cookie=f"cookie{i}",
-                    capacity_bytes=size + 5 * i,
-                    backed_bytes=start,
-                    endpoints=(f"ipc://{i}",),
-                    arena_path=f"/none/{i}",
-                )
-            )
-            assert canonical(outputs[0]) == canonical(UnitAdded(cookie=f"cookie{i}", unit=i + 1))
-        client = self.open_session(host=HOSTS[0])
-        self.call(client, Register(partition="p", fields=dict(SPECS), num_samples=5, tasks=TASKS))
-        self.write(data, by_ids(IDS[:4]), ["a", "b"], Mode.CREATE, OnFull.WAIT)
-
-    @rule(host=st.sampled_from(HOSTS))
-    def open(self, host: str) -> None:
-        if sum(client.speaks for client in self.clients.values()) < 4:
-            self.open_session(host)
-
-    @precondition(LedgerWriter.speaking)
-    @rule(data=st.data())
-    def attach(self, data: st.DataObject) -> None:
-        self.attach_all(self.draw_client(data))
-
-    @precondition(LedgerWriter.speaking)
-    @rule(data=st.data(), how=st.sampled_from(["bye", "kill", "kill", "silent", "vanish"]))
-    def leave(self, data: st.DataObject, how: str) -> None:
-        client = self.draw_client(data)
-        if how == "bye":
-            self.call(client, Bye())
-        client.alive = client.alive and how in ("silent", "bye")
-        if how not in ("bye", "vanish"):
-            self.quiet(client)
-            self.feed(SessionSilent(session=client.id))
-        if not self.speaking():
-            self.open_session(client.host)
-
-    @precondition(lambda self: any(unit.orders for unit in self.units.values()))
-    @rule(data=st.data())
-    def obey(self, data: st.DataObject) -> None:
-        """A unit carries out its next order."""
-        self.carry_out(data.draw(st.sampled_from([unit for unit in self.units.values() if unit.orders])))
-
-    @rule(seconds=st.sampled_from([0.3, 1.1, 2.7, 7.3, 23.9]))
-    def tick(self, seconds: float) -> None:
-        self.pass_time(seconds)
-
-    @precondition(LedgerWriter.speaking)
-    @rule(data=st.data())
-    def receive(self, data: st.DataObject) -> None:
-        """The client takes note of all its answers: its watermark moves."""
-        client = self.draw_client(data)
-        waiting = [number for session, number in self.parked if session == client.id]
-        client.below = max(client.below, min(waiting, default=client.next))
-
+class LedgerMachine(LedgerSaver, LedgerEvictor):
     # --- rules: partitions -----------------------------------------------------------------------------------
 
     @precondition(LedgerWriter.speaking)
@@ -134,12 +65,22 @@ class LedgerMachine(LedgerSaver):
         count=st.sampled_from([None, 2, 5, 9]),
         tasks=st.sampled_from([TASKS, TASKS, ("score",), ("train", "other")]),
         strict=st.booleans(),
+        budget=st.sampled_from([None, None, 320, 640, 1280, 2560]),
+        policy=st.sampled_from([*WhenFull]),
     )
     def register(
-        self, data: st.DataObject, names: set[str], count: int | None, tasks: tuple[str, ...], strict: bool
+        self,
+        data: st.DataObject,
+        names: set[str],
+        count: int | None,
+        tasks: tuple[str, ...],
+        strict: bool,
+        budget: int | None,
+        policy: WhenFull,
     ) -> None:
         fields = {name: SPECS[name] if name != "a" else FieldSpec() for name in sorted(names)}
         command = Register(partition="p", fields=fields, num_samples=count, tasks=tasks, strict=strict)
+        command = msgspec.structs.replace(command, budget_bytes=budget, when_full=policy)
         self.call(self.draw_client(data), command)
 
     @precondition(lambda self: self.speaking() and len(self.log) > 40)
@@ -474,3 +415,18 @@ class LedgerMachine(LedgerSaver):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = budget(60, steps=60)
+
+
+def test_samples_are_evicted_as_they_may() -> None:
+    """Enough are, of both kinds, and somebody asks for them."""
+    EVICTED.clear()
+    for seed in range(40):
+        machine, chance = LedgerEvictor(), Random(seed)
+        machine.start([chance.choice([20, 33, 64])] * chance.randint(1, 2), 64)
+        for policy in chance.sample([WhenFull.EVICT, WhenFull.EVICT_OLDEST, *WhenFull], 3):
+            machine.open_session(HOSTS[0])
+            machine.press(chance, 40, policy)
+            machine.check_all()
+            machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
+        machine.teardown()
+    assert min(EVICTED["consumed"], EVICTED["unconsumed"], EVICTED["told"]) >= 80, EVICTED
