@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from random import Random
+from unittest import mock
 
 from hypothesis import strategies as st
 
-from dataplane.ledger import Ledger, Limits
+from dataplane.ledger import Ledger, Limits, shrinking
 from dataplane.ledger.commands import Mode
+from dataplane.types import GRANULE_BYTES
 from tests.simulation.client import Client
 from tests.simulation.schedule import finish, play, settle
 from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, saver, scorer, trainer
@@ -73,8 +76,19 @@ def new_ledger() -> Ledger:
     return Ledger(1, limits=Limits(ahead_part=2))
 
 
+def small_pages() -> AbstractContextManager[object]:
+    """Meanwhile parts of pages can be given back."""
+    return mock.patch.object(shrinking, "PAGE_BYTES", GRANULE_BYTES)
+
+
 def simulate(plan: Plan, decisions: bytes) -> World:
-    """One life of the world that `plan` and `decisions` describe, everything checked on the way."""
+    """One life of the world that `plan` and `decisions` describe, everything checked on the way. Arenas here are
+    smaller than a page, so parts of pages are given back, too."""
+    with small_pages():
+        return live(plan, decisions)
+
+
+def live(plan: Plan, decisions: bytes) -> World:
     world = World(new_ledger())
     for host, capacity, backed in plan.units:
         world.add_unit(host, capacity, backed)

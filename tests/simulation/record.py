@@ -165,6 +165,7 @@ class Recorder:
         self.epochs: dict[str, int] = {}
         self.counts: dict[str, int] = defaultdict(int)
         self.saves = SaveBooks(self)
+        self.backed: dict[int, int] = {}
 
     def add_memory(self, unit: int, capacity: int) -> None:
         self.memory[unit] = Memory.of(capacity)
@@ -479,6 +480,7 @@ class Recorder:
             assert self.memory[unit].granted[granule] == grant, (
                 f"{grant} wrote to granule {granule} of unit {unit}, granted to {self.memory[unit].granted[granule]}"
             )
+        assert offset + len(data) <= self.backed[unit], f"{grant} wrote to what unit {unit} has given back"
         self.memory[unit].data[offset : offset + len(data)] = data
         self.sweep()
 

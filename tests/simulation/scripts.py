@@ -42,6 +42,7 @@ from dataplane.ledger.commands import (
     Save,
     SavedPartition,
     SavedRows,
+    Shrink,
     Stage,
     UInt32s,
 )
@@ -398,12 +399,14 @@ def reader(seed: int, count: int) -> Make:
 
 
 def cleaner(seed: int, count: int) -> Make:
-    """Clears ids, whoever uses them."""
+    """Clears ids, whoever uses them; now and then has what is free above them given back to the machine."""
     random = Random(seed)
 
     def body(client: Client, thread: Thread) -> Script:
         ids = random.sample([f"s{i}" for i in range(6)], random.randint(1, 5))
         yield Ask(Clear(partition=PARTITION, samples=by_ids(ids)))
+        if random.random() < 0.5:
+            yield Ask(Shrink(timeout_s=5.0))
 
     return rounds(count, body)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.ledger_values import canonical
 from tests.profiles import budget
-from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate
+from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate, small_pages
 
 
 @pytest.mark.timeout(600)
@@ -24,6 +24,7 @@ def test_no_torn_or_stale_byte_and_none_lost(plan: Plan, decisions: bytes) -> No
 def test_what_was_written_down_replays(plan: Plan, decisions: bytes) -> None:
     record = simulate(plan, decisions).record
     again = new_ledger()
-    outputs = [output for item in record.log for output in again.apply(item)]
+    with small_pages():
+        outputs = [output for item in record.log for output in again.apply(item)]
     assert canonical(outputs) == canonical(record.outputs)
     assert again.fingerprint() == record.ledger.fingerprint()

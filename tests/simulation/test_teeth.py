@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 
@@ -94,6 +95,25 @@ def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unit, "write", lambda self, grant, offset, data, epoch: write(self, grant, offset, data, self.epoch))
 
 
+def what_units_grew_before_they_shrank_counts(patch: pytest.MonkeyPatch) -> None:
+    grown = UnitReports.grown
+
+    def late(self: UnitReports, item: Any) -> None:
+        unit = self.state.units.get(item.unit)
+        grown(self, item if unit is None else msgspec.structs.replace(item, shrinks=unit.shrinks))
+
+    patch.setattr(UnitReports, "grown", late)
+
+
+def units_give_back_what_is_above_half(patch: pytest.MonkeyPatch) -> None:
+    shrink = Unit.shrink
+
+    def greedy(self: Unit, order: Any) -> Any:
+        return shrink(self, msgspec.structs.replace(order, backed_bytes=order.backed_bytes // 2))
+
+    patch.setattr(Unit, "shrink", greedy)
+
+
 def saves_pin_nothing(patch: pytest.MonkeyPatch) -> None:
     save = Saves.save
 
@@ -154,6 +174,8 @@ def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
         a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,
         a_restarted_unit_takes_everybody_for_gone,
         units_take_frames_of_earlier_lives,
+        what_units_grew_before_they_shrank_counts,
+        units_give_back_what_is_above_half,
         saves_pin_nothing,
         saves_show_what_is_there_now,
         the_end_of_a_session_forgets_what_it_staged,

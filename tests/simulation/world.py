@@ -29,11 +29,14 @@ from dataplane.ledger.commands import (
     SessionAttached,
     SessionGone,
     SessionSilent,
+    ShrinkArena,
+    Shrunk,
     Tick,
     UnitAdded,
     UnitLost,
 )
 from tests.simulation.record import Name, Recorder
+from tests.simulation.rows import POISON
 
 if TYPE_CHECKING:
     from tests.simulation.client import Client
@@ -65,6 +68,7 @@ class Unit:
     fenced: set[int] = field(default_factory=set)
     attached: dict[int, Client] = field(default_factory=dict)
     stopped: set[Name] = field(default_factory=set)
+    shrinks: int = 0
 
     def offer(self) -> AddUnit:
         """How it presents itself, at first and whenever its link to the controller was lost."""
@@ -77,6 +81,7 @@ class Unit:
             backed_bytes=self.backed,
             endpoints=(f"ipc://unit{self.index}",),
             arena_path=f"/nowhere/unit{self.index}",
+            shrinks=self.shrinks,
         )
 
     def order(self, order: Output) -> None:
@@ -86,14 +91,33 @@ class Unit:
                 self.world.report(self, self.fence(session, lock_path))
             case GrowArena(backed_bytes=wanted):
                 self.backed = max(self.backed, min(wanted, self.capacity))
-                self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed))
+                self.world.record.backed[self.id] = self.backed
+                self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed, shrinks=self.shrinks))
+            case ShrinkArena():
+                self.world.report(self, self.shrink(order))
             case _:
                 raise AssertionError(order)
 
     def restart(self) -> None:
         """kill -9, and another life that goes on with the arena: it has seen nobody attach, and fenced nobody."""
         self.epoch += 1
-        self.fenced, self.attached, self.stopped = set(), {}, set()
+        self.fenced, self.attached, self.stopped, self.shrinks = set(), {}, set(), 0
+
+    def shrink(self, order: ShrinkArena) -> Shrunk:
+        """What the memory from there on held is gone."""
+        if order.number > self.shrinks:
+            self.shrinks = order.number
+            self.punch(min(self.backed, order.backed_bytes))
+        return Shrunk(unit=self.id, number=order.number, backed_bytes=self.backed)
+
+    def punch(self, start: int) -> None:
+        """The memory from there on goes back to the machine."""
+        record = self.world.record
+        record.counts["bytes given back"] += self.backed - start
+        data = record.memory[self.id].data
+        data[start:] = bytes([POISON]) * (len(data) - start)
+        self.backed = record.backed[self.id] = start
+        record.sweep()
 
     def fence(self, session: int, lock_path: str) -> Input:
         client = self.attached.get(session) or (self.world.by_session.get(session) if lock_path else None)
@@ -164,6 +188,7 @@ class World:
         assert answer.error is None, answer.error
         unit.id = answer.unit
         self.units.append(unit)
+        self.record.backed[unit.id] = unit.backed
         self.route([output for output in added if output is not answer])
         return unit
 
@@ -241,7 +266,7 @@ class World:
                 case Opened(nonce=nonce):
                     client = next(client for client in self.clients if client.name == nonce.split(".")[0])
                     self.send("opened", partial(client.opened, output), to=client)
-                case FenceSession(unit=number) | GrowArena(unit=number):
+                case FenceSession(unit=number) | GrowArena(unit=number) | ShrinkArena(unit=number):
                     unit = self.unit(number)
                     link = ("order", number)
                     self.send("order", partial(unit.order, output), lossy=False, link=link)
