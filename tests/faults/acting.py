@@ -3,6 +3,7 @@ nothing fails in it unnoticed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -39,6 +40,9 @@ class Order:
     nth: int = 1
 
 
+REST_S = 0.01
+
+
 class Actor:
     """This process. `shared`: [operations done, orders carried out, whether all are to rest]."""
 
@@ -57,7 +61,13 @@ class Actor:
         """Count an operation; rest while all are to."""
         self._shared[0] += 1
         while self._shared[2]:
-            time.sleep(0.01)
+            time.sleep(REST_S)
+
+    async def has_done_something_async(self) -> None:
+        """The same where the event loop has to go on: a call that was given up is cleaned up after there."""
+        self._shared[0] += 1
+        while self._shared[2]:
+            await asyncio.sleep(REST_S)
 
     def obey(self, order: Order) -> None:
         """Carry it out when its place is reached."""

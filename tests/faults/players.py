@@ -197,7 +197,7 @@ async def _roam(actor: Actor, address: str, role: Role) -> None:
                     actor.note("error", "CancelledError")
                 except (DataPlaneError, Disturbed) as error:
                     go_on(actor, error)
-                actor.has_done_something()
+                await actor.has_done_something_async()
 
 
 async def _put(actor: Actor, client: AsyncDataPlaneClient, who: str) -> None:
