@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+Made = TypeVar("Made")
 
 MODE = 0o700
 FILE_MODE = 0o600
+TRIES = 20
 
 
 def private(path: str | Path, flags: int) -> int:
@@ -35,9 +40,7 @@ def own_directory(parent: str | Path) -> Path:
     for one that is a link, another user's, or open to others: somebody may have prepared it. OSError where none can be
     made."""
     path = own_path(parent)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, MODE)
-    info = os.lstat(path)
+    info = _made(path)
     if not stat.S_ISDIR(info.st_mode):
         raise PermissionError(f"{path} is {_kind(info.st_mode)}, where a directory of this user is to be: remove it")
     if info.st_uid != os.geteuid():
@@ -51,6 +54,33 @@ def own_directory(parent: str | Path) -> Path:
             f"what is in it is yours, chmod 700 {path}"
         )
     return path
+
+
+def _made(path: Path) -> os.stat_result:
+    """What is at `path`, a directory made there if need be: who leaves last may just be removing it."""
+    for _ in range(TRIES):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, MODE)
+        with contextlib.suppress(FileNotFoundError):
+            return os.lstat(path)
+    return os.lstat(path)
+
+
+def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:
+    """What `make` makes in `own_directory(parent)`, which another process may just be removing. Raises as both do."""
+    for _ in range(TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return make(own_directory(parent))
+    return make(own_directory(parent))
+
+
+def leave(parent: str | Path) -> None:
+    """Remove this user's directory in `parent` if nothing is in it any more. One that `own_directory` refuses stays."""
+    path = own_path(parent)
+    with contextlib.suppress(OSError):
+        info = os.lstat(path)
+        if info.st_uid == os.geteuid() and stat.S_IMODE(info.st_mode) == MODE:
+            path.rmdir()
 
 
 def _kind(mode: int) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
-from dataplane.folder import own_path, private
+from dataplane.folder import leave, own_path, private
 from dataplane.forced import sync_path
 from dataplane.host import boot_id
 
@@ -146,4 +146,7 @@ def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> l
     for path in Path(state_dir).glob("unit-*.json"):
         path.unlink(missing_ok=True)
     folders = [folder for directory in set(arena_directories) for folder in (Path(directory), own_path(directory))]
-    return [path for folder in folders if folder.is_dir() for path in sweep_kept(folder)]
+    removed = [path for folder in folders if folder.is_dir() for path in sweep_kept(folder)]
+    for directory in set(arena_directories):
+        leave(directory)
+    return removed

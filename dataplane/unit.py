@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.arena import Arena, default_capacity, sweep_kept
-from dataplane.bulk.lock import lock_directories
+from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
 from dataplane.checksums import damaged
 from dataplane.config import MIB, DataPlaneConfig
@@ -23,7 +24,7 @@ from dataplane.control.unit_link import UnitLink
 from dataplane.curve import ServerKeys
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
-from dataplane.folder import own_directory, own_path
+from dataplane.folder import in_own_directory, leave, own_directory, own_path
 from dataplane.forced import is_on_disk
 from dataplane.host import boot_id, reachable_host
 from dataplane.kept import Adopted, UnitRecord
@@ -71,8 +72,9 @@ class StorageUnit:
         config = self._config
         self._folder = own_directory(config.arena_dir)
         for directory in lock_directories(self._folder):
-            sweep(directory)
-            sweep_kept(directory)
+            with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+                sweep(directory)
+                sweep_kept(directory)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         self._link.open(
             self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
@@ -147,12 +149,15 @@ class StorageUnit:
 
         def create(keeper: Path | None) -> Arena:
             capacity = config.capacity_bytes or default_capacity(config.arena_dir)
-            return Arena.create(self._folder, capacity, epoch=epoch, keeper=keeper, forced=forced)
+            return in_own_directory(
+                config.arena_dir,
+                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, forced=forced),
+            )
 
         if config.state_dir is None:
             return Adopted(arena=create(None))
-        directories = lock_directories(self._folder)
-        self._record = UnitRecord(config.state_dir, self.name, directories, forced=forced)
+        shared = {config.arena_dir, DEFAULT_LOCK_DIRECTORY}
+        self._record = UnitRecord(config.state_dir, self.name, shared, forced=forced)
         if anew:
             return Adopted(arena=self._record.begin(create))
         return self._record.open(create, epoch=epoch)
@@ -175,6 +180,8 @@ class StorageUnit:
             if self._arena is not None:
                 self._arena.close(unlink=self._record is None)
             self._link = self._bulk = self._arena = None
+        for shared in (self._config.arena_dir, DEFAULT_LOCK_DIRECTORY):
+            leave(shared)
 
     def __enter__(self) -> Self:
         return self.start()

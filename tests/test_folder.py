@@ -11,7 +11,7 @@ import pytest
 from dataplane import connect, serve
 from dataplane.bulk.lock import lock_directories
 from dataplane.config import MIB
-from dataplane.folder import own_directory, own_path
+from dataplane.folder import in_own_directory, leave, own_directory, own_path
 from dataplane.kept import discard
 
 
@@ -55,6 +55,50 @@ def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others
     assert {"lock", "journal.sqlite", "journal.sqlite-wal", "unit-unit-0.json"} <= set(found)
     assert any(name.startswith("image-") for name in found)
     assert set(found.values()) == {0o600}
+
+
+def test_who_leaves_last_removes_it(tmp_path: Path) -> None:
+    with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server:
+        with connect(server.address) as client:
+            client.stats()
+        assert own_path(tmp_path).exists()
+    assert not own_path(tmp_path).exists()
+
+
+def test_it_is_made_again_when_another_process_removes_it_meanwhile(tmp_path: Path) -> None:
+    removals = iter(range(3))
+
+    def make(folder: Path) -> Path:
+        for _ in removals:
+            leave(tmp_path)
+            break
+        (folder / "file").write_bytes(b"")
+        return folder
+
+    assert (in_own_directory(tmp_path, make) / "file").exists()
+    leave(tmp_path)
+    assert own_path(tmp_path).exists(), "there is something in it"
+
+
+def test_it_is_looked_at_again_when_it_is_removed_just_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir, removals = os.mkdir, iter(range(3))
+
+    def vanishing(path: Path, mode: int) -> None:
+        mkdir(path, mode)
+        for _ in removals:
+            leave(tmp_path)
+            break
+
+    monkeypatch.setattr(os, "mkdir", vanishing)
+    assert own_directory(tmp_path).exists()
+
+
+def test_what_cannot_be_made_there_at_all_is_an_error(tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        raise FileNotFoundError("something else")
+
+    with pytest.raises(FileNotFoundError, match="something else"):
+        in_own_directory(tmp_path, make)
 
 
 @pytest.mark.parametrize("wrong", ["link", "file", "mode", "owner"])

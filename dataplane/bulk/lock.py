@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.folder import own_directory
+from dataplane.folder import in_own_directory, leave, own_directory
 from dataplane.lockfile import (
     SESSION_LOCK_NAME,
     create_locked,
@@ -53,9 +53,12 @@ class SessionLock:
     def create(cls, directory: str | Path | None = None) -> SessionLock:
         """A new lock file in `directory`, held. The directory must be one that the unit accepts: the arena's own, or,
         the default, this user's in /dev/shm. Raises OSError."""
-        folder = own_directory(DEFAULT_LOCK_DIRECTORY) if directory is None else Path(directory).absolute()
-        path = folder / new_session_lock_name()
-        return cls(path, create_locked(path))
+
+        def make(folder: Path) -> SessionLock:
+            path = folder / new_session_lock_name()
+            return cls(path, create_locked(path))
+
+        return in_own_directory(DEFAULT_LOCK_DIRECTORY, make) if directory is None else make(Path(directory).absolute())
 
     @property
     def held(self) -> bool:
@@ -81,6 +84,7 @@ class SessionLock:
         self._fd = -1
         if os.getpid() == self._owner:
             unlink_unheld(self.path)
+            leave(DEFAULT_LOCK_DIRECTORY)
 
     def __enter__(self) -> SessionLock:
         return self
