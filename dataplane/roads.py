@@ -62,6 +62,7 @@ class Roads:
         self._left: dict[int, int] = {}
         self._doubted: set[int] = set()
         self._unstopped: dict[int, dict[int, int]] = {}
+        self._asking_again = False
         self._guard = threading.Lock()
         self._shaking_hands = threading.Lock()
         self._closed = False
@@ -200,7 +201,8 @@ class Roads:
 
     def settled(self) -> list[int]:
         """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
-        question has another life by now, which takes no frame meant for an earlier one."""
+        question has confirmed it since, or has another life by now, which takes no frame meant for an earlier one.
+        Those that did neither are asked again meanwhile, in a thread of its own."""
         with self._guard:
             over = [
                 reservation
@@ -209,7 +211,37 @@ class Roads:
             ]
             for reservation in over:
                 del self._unstopped[reservation]
+            ask = bool(self._unstopped) and not self._asking_again and not self._closed
+            self._asking_again = self._asking_again or ask
+        if ask:
+            threading.Thread(target=self._stop_again, name="tq-stop-again", daemon=True).start()
         return over
+
+    def _stop_again(self) -> None:
+        """Ask once more; a unit that does not answer is left for the next time."""
+        silent: set[int] = set()
+        try:
+            with self._guard:
+                waiting = [(number, unit) for number, epochs in self._unstopped.items() for unit in epochs]
+            for reservation, unit in waiting:
+                if unit not in silent and not self._confirms(unit, reservation):
+                    silent.add(unit)
+                elif unit not in silent:
+                    with self._guard:
+                        self._unstopped.get(reservation, {}).pop(unit, None)
+        finally:
+            with self._guard:
+                self._asking_again = False
+
+    def _confirms(self, unit: int, reservation: int) -> bool:
+        try:
+            self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
+        except (SessionExpiredError, ServiceRestartedError):
+            return True
+        except Exception as error:
+            log.debug("storage unit %d does not confirm yet that put %d is stopped: %s", unit, reservation, error)
+            return False
+        return True
 
     def _stop(self, reservation: int, unfinished: set[int]) -> None:
         for unit in sorted(unfinished):
@@ -220,7 +252,7 @@ class Roads:
             except BaseException as error:
                 log.warning(
                     "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
-                    "%d): %s; the put's room stays reserved until the unit has another life or this client closes",
+                    "%d): %s; the put's room stays reserved until it does, has another life, or this client closes",
                     unit,
                     reservation,
                     self._session,

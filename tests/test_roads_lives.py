@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.server import BulkServer
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
@@ -19,6 +20,7 @@ from dataplane.roads import Roads
 from dataplane.types import FieldKind, FieldSpec
 from dataplane.warm import WarmMemory
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
+from tests.lives import wait_until
 
 ROW = c.FieldLocations(
     name="x",
@@ -153,3 +155,20 @@ def test_a_desk_gives_such_room_back(unit: Unit) -> None:
     assert [command.reservation for command in desk.leftovers() if isinstance(command, c.Abort)] == [5]
     assert desk.leftovers() == []
     desk.close()
+
+
+def test_a_unit_that_did_not_confirm_is_asked_again(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, refusals = UnitConnection.stop_put, iter(range(2))
+
+    def refusing(connection: UnitConnection, reservation: int, timeout_s: float) -> None:
+        for _ in refusals:
+            raise StorageUnitError(unit=UNIT, endpoint="here", why="not yet")
+        stop(connection, reservation, timeout_s)
+
+    monkeypatch.setattr(UnitConnection, "stop_put", refusing)
+    roads.gather([ROW], {UNIT})
+    unfinished = {UNIT}
+    roads.stop(5, unfinished)
+    assert unfinished == {UNIT}
+    wait_until(lambda: roads.settled() == [5])
+    assert roads.settled() == []
