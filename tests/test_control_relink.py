@@ -101,13 +101,14 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
     scene.ledger.wait_for(c.SessionGone)
     scene.proxy.cut()
     scene.ledger.wait_for(c.UnitLost)
+    link.report(c.SessionAlive(unit=1, session=9))  # the broken stream may take it, if its end was not noticed yet
     link.report(c.Grown(unit=1, backed_bytes=3 << 20))
     link.report(gone(1))
     for session in range(10, 20):
         link.report(c.SessionAlive(unit=1, session=session))
     ledger = scene.live_again(ScriptedLedger())
     scene.proxy.heal()
-    ledger.wait_for(c.SessionAlive, 10)
+    ledger.wait_until(lambda: any(isinstance(item, c.SessionAlive) and item.session == 19 for item in ledger.inputs))
     expected = [
         msgspec.structs.replace(add_unit(), unit=1, backed_bytes=3 << 20),
         attached(3),
@@ -115,7 +116,8 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
         gone(1),
         *[c.SessionAlive(unit=1, session=session) for session in range(10, 20)],
     ]
-    assert [msgspec.to_builtins(item) for item in told(ledger)] == [msgspec.to_builtins(item) for item in expected]
+    found = [item for item in told(ledger) if not (isinstance(item, c.SessionAlive) and item.session == 9)]
+    assert [msgspec.to_builtins(item) for item in found] == [msgspec.to_builtins(item) for item in expected]
     assert added == [1, 1]
     assert not link.lost.is_set()
 

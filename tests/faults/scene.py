@@ -6,6 +6,7 @@ that it can work.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import threading
@@ -257,6 +258,7 @@ class Scene:
             player.end()
         self.network.close()
         discard(self.folder / "state", ["/dev/shm", self.folder])
-        sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would
+        with contextlib.suppress(FileNotFoundError):
+            sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would
         if not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
