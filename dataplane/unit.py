@@ -83,8 +83,8 @@ class StorageUnit:
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
         config = self._config
-        opened = self._open_arena(time.time_ns(), anew=anew)
         keys = ServerKeys() if config.tls else None
+        opened = self._open_arena(time.time_ns(), anew=anew)
         self._arena = opened.arena
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
         self._bulk = BulkServer(

@@ -42,6 +42,7 @@ from dataplane.pb import bulk_pb2, control_pb2_grpc
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
 from dataplane.unit import StorageUnit
+from tests.conftest import our_files
 from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, Lives
 from tests.secure import tls
@@ -293,8 +294,10 @@ def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: 
         "unit": lambda: StorageUnit(DataPlaneConfig(capacity_bytes=MIB, **tls()), address).start(),
         "client": lambda: connect(address, **tls()),
     }
+    before = our_files()
     with pytest.raises(TlsError, match="libzmq with CURVE"):
         start[who]()
+    assert our_files() == before
 
 
 # --- versions of the protocol
