@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming, reading
+from dataplane import claiming, looking, reading
 from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
@@ -246,6 +246,22 @@ class AsyncDataPlaneClient:
     async def stats(self) -> c.StatsReport:
         """See `DataPlaneClient.stats`."""
         return await self._run(ops.stats)
+
+    async def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
+        """See `DataPlaneClient.matrix`."""
+        return await self._run(looking.matrix, partition_id, columns)
+
+    async def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
+        """See `DataPlaneClient.show_sample`."""
+        return await self._run(looking.show_sample, sample_id, partition_id)
+
+    async def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
+        """See `DataPlaneClient.memory_map`."""
+        return await self._run(looking.memory_map, unit, cells)
+
+    async def waits(self) -> c.WaitList:
+        """See `DataPlaneClient.waits`."""
+        return await self._run(looking.waits)
 
     async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """See `DataPlaneClient.shrink`."""

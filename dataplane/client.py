@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming, reading
+from dataplane import claiming, looking, reading
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
@@ -392,6 +392,25 @@ class DataPlaneClient:
     def stats(self) -> c.StatsReport:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""
         return self._run(ops.stats)
+
+    def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
+        """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
+        (up to 4,096), and of each part how many have each field and how many each task has claimed. Of very many
+        samples some are looked at, evenly spread."""
+        return self._run(looking.matrix, partition_id, columns)
+
+    def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
+        """Everything about one sample: where each field is, how long, its tags, how each task stands to it. Without a
+        partition, in the first that has it. `SampleNotFoundError` if none has."""
+        return self._run(looking.show_sample, sample_id, partition_id)
+
+    def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
+        """What the bytes of a storage unit's arena are, by address in `cells` parts at most (up to 4,096)."""
+        return self._run(looking.memory_map, unit, cells)
+
+    def waits(self) -> c.WaitList:
+        """Claims and puts that wait now, longest first: whose, what for, since when and until when."""
+        return self._run(looking.waits)
 
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows

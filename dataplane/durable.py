@@ -36,7 +36,10 @@ IMAGE_AFTER_BYTES = 64 << 20
 """Otherwise a process of its own makes it when the log has grown by so much, which takes seconds to go through."""
 NICE = 10
 
-_PASSING = (c.Tick, c.Heartbeat, c.SessionAlive, c.Locate, c.Release, c.List, c.Stats, c.WhyBlocked, c.Units)
+_PASSING: tuple[type[c.Input | c.Command], ...] = (
+    *(c.Tick, c.Heartbeat, c.SessionAlive, c.Locate, c.Release, c.List, c.Stats, c.WhyBlocked, c.Units),
+    *c.LOOKS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

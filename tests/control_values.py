@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dataplane.ledger import commands as c
-from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec, Scalar
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXT = st.text(max_size=8)
@@ -63,6 +63,7 @@ def of_hint(hint: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         bytes: st.binary(max_size=5),
         FieldSpec: SPECS,
+        Scalar: SCALAR,
         c.Samples: samples(),
         c.TagColumn: tag_columns(),
         c.Predicate: PREDICATES,

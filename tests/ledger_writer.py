@@ -18,6 +18,8 @@ from dataplane.ledger.commands import (
     ColumnSizes,
     Commit,
     CommitColumn,
+    Inspect,
+    Matrix,
     Mode,
     Nack,
     OnFull,
@@ -25,6 +27,8 @@ from dataplane.ledger.commands import (
     Samples,
     SessionAttached,
     TagColumn,
+    WaitList,
+    Waits,
     WhyBlocked,
 )
 from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
@@ -188,6 +192,23 @@ class LedgerWriter(LedgerDriver):
             partial = {str(group): size for group, size in sizes.items() if size < 2}
             assert (facts.groups, facts.partial_groups) == (len(sizes) - len(partial), len(partial))
             assert facts.partial == partial
+
+    def look_closely(self, client: Client) -> None:
+        """What a picture of the partition counts, and who waits, counted by hand."""
+        answer = self.call(client, Inspect(partition="p", columns=5))
+        if answer is not None and isinstance(answer.result, Matrix):
+            samples, seen = self.model.partitions["p"].samples.values(), answer.result
+            assert (seen.live, seen.samples.sum(), len(seen.samples)) == (
+                len(samples),
+                len(samples),
+                min(5, len(samples)),
+            )
+            for name, counts in seen.produced.items():
+                assert counts.sum() == sum(name in s.cells for s in samples)
+        answer = self.call(client, Waits())
+        if answer is not None and isinstance(answer.result, WaitList):
+            waits = answer.result.waits
+            assert len(waits) == sum(isinstance(self.model.commands[n], Claim | Allocate) for n in self.parked)
 
     @precondition(lambda self: self.living())
     @rule(

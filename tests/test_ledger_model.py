@@ -386,6 +386,7 @@ class LedgerMachine(LedgerSaver, LedgerEvictor):
         client = self.draw_client(data)
         partition = self.model.partitions.get("p")
         self.call(client, List(partition="p"))
+        self.look_closely(client)
         if partition is not None and task in partition.tasks:
             self.call(client, CheckConsumption(partition="p", tasks=(task,)))
             self.ask_why(client, task, data.draw(st.sampled_from([None, 2])), data.draw(st.sampled_from([None, 2])))

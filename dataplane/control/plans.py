@@ -21,7 +21,7 @@ from dataplane.control.parts import Keywords
 from dataplane.errors import DataPlaneError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
-from dataplane.types import FieldSpec
+from dataplane.types import FieldSpec, Scalar
 
 Convert = Callable[[Any], Any]
 
@@ -33,9 +33,10 @@ _BY_HAND: dict[Any, tuple[Convert, Convert]] = {
     c.Samples: (parts.samples_to_pb, parts.samples_from_pb),
     c.TagColumn: (parts.tag_to_pb, parts.tag_from_pb),
     c.Predicate: (parts.predicate_to_pb, parts.predicate_from_pb),
+    Scalar: (parts.scalar_to_pb, parts.scalar_from_pb),
 }
-_VALUE_OF_ENTRY: dict[Any, str] = {FieldSpec: "spec", int: "count"}
-"""How the entries of a dict call their value (`NamedSpec`, `NamedCount`)."""
+_VALUE_OF_ENTRY: dict[Any, str] = {FieldSpec: "spec", int: "count", c.Int64s: "values", Scalar: "value"}
+"""How the entries of a dict call their value (`NamedSpec`, `NamedCount`, `NamedIntegers`, `NamedScalar`)."""
 
 
 def _same(value: Any) -> Any:

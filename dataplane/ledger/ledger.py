@@ -24,6 +24,7 @@ from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
 from dataplane.ledger.image import ImageError, dump, load
+from dataplane.ledger.inspection import Inspection
 from dataplane.ledger.limits import Limits, check_limit
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.pressure import Pressure
@@ -72,6 +73,7 @@ class Ledger:
         self._claims = Claims(self._state)
         self._commits = Commits(self._state)
         self._reads = Reads(self._state)
+        self._inspection = Inspection(self._state)
         self._partitions = Partitions(self._state, self._claims.task_gone)
         self._saves = Saves(self._state, self._partitions)
         self._shrinks = Shrinks(self._state)
@@ -203,6 +205,10 @@ class Ledger:
             c.SetVersion: self._partitions.set_version,
             c.List: self._reads.list_samples,
             c.Stats: self._reads.stats,
+            c.Inspect: self._inspection.matrix,
+            c.Show: self._inspection.show,
+            c.MapMemory: self._inspection.memory,
+            c.Waits: self._inspection.waits,
             c.Shrink: self._shrinks.shrink,
             c.WhyBlocked: self._claims.why_blocked,
             c.Save: self._saves.save,

@@ -10,6 +10,7 @@ from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.budgets import limit_of
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.fields import cells_of
+from dataplane.ledger.inspection import task_stats
 from dataplane.ledger.integrity import checksums_of, to_compare
 from dataplane.ledger.limits import SPLIT, check_limit
 from dataplane.ledger.partition import Partition
@@ -156,6 +157,9 @@ class Reads:
             limit_bytes=unit.limit(update=False),
             pressed=unit.pressed,
             problem=unit.problem,
+            extents=len(numbers),
+            fragments=unit.space.fragments,
+            largest_free_bytes=unit.space.largest_bytes,
         )
 
     def _session(self, session: Session) -> c.SessionStats:
@@ -196,4 +200,5 @@ class Reads:
             evicted_unconsumed=evicted.unconsumed,
             waiting_puts=sum(parked.partition is partition for parked in puts),
             pressed=account.pressed,
+            tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
         )

@@ -46,6 +46,20 @@ class Partial(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PARTIAL_UNSPECIFIED: _ClassVar[Partial]
     PARTIAL_RELEASE: _ClassVar[Partial]
     PARTIAL_DROP: _ClassVar[Partial]
+
+class TaskState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_STATE_UNSPECIFIED: _ClassVar[TaskState]
+    TASK_STATE_UNCLAIMED: _ClassVar[TaskState]
+    TASK_STATE_HELD: _ClassVar[TaskState]
+    TASK_STATE_LEASED: _ClassVar[TaskState]
+    TASK_STATE_CLAIMED: _ClassVar[TaskState]
+
+class WaitKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_KIND_UNSPECIFIED: _ClassVar[WaitKind]
+    WAIT_KIND_CLAIM: _ClassVar[WaitKind]
+    WAIT_KIND_PUT: _ClassVar[WaitKind]
 FIELD_KIND_UNSPECIFIED: FieldKind
 FIELD_KIND_DENSE: FieldKind
 FIELD_KIND_JAGGED: FieldKind
@@ -69,6 +83,14 @@ ORDER_FRESHEST: Order
 PARTIAL_UNSPECIFIED: Partial
 PARTIAL_RELEASE: Partial
 PARTIAL_DROP: Partial
+TASK_STATE_UNSPECIFIED: TaskState
+TASK_STATE_UNCLAIMED: TaskState
+TASK_STATE_HELD: TaskState
+TASK_STATE_LEASED: TaskState
+TASK_STATE_CLAIMED: TaskState
+WAIT_KIND_UNSPECIFIED: WaitKind
+WAIT_KIND_CLAIM: WaitKind
+WAIT_KIND_PUT: WaitKind
 
 class Header(_message.Message):
     __slots__ = ("session", "number", "watermark", "waiting")
@@ -267,6 +289,22 @@ class NamedTexts(_message.Message):
     name: str
     values: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class NamedIntegers(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: bytes
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class NamedScalar(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: Scalar
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[_Union[Scalar, _Mapping]] = ...) -> None: ...
 
 class Enums(_message.Message):
     __slots__ = ("entries",)
@@ -967,7 +1005,7 @@ class StatsRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitStats(_message.Message):
-    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem")
+    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -984,6 +1022,9 @@ class UnitStats(_message.Message):
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PRESSED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
     host: str
@@ -1000,10 +1041,33 @@ class UnitStats(_message.Message):
     limit_bytes: int
     pressed: bool
     problem: str
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ...) -> None: ...
+    extents: int
+    fragments: int
+    largest_free_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ..., extents: _Optional[int] = ..., fragments: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ...) -> None: ...
+
+class TaskStats(_message.Message):
+    __slots__ = ("task", "fields", "ready", "leased", "held", "claimed", "waiting", "lag")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    ready: int
+    leased: int
+    held: int
+    claimed: int
+    waiting: int
+    lag: int
+    def __init__(self, task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., held: _Optional[int] = ..., claimed: _Optional[int] = ..., waiting: _Optional[int] = ..., lag: _Optional[int] = ...) -> None: ...
 
 class PartitionStats(_message.Message):
-    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts", "pressed")
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts", "pressed", "tasks")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
@@ -1024,6 +1088,7 @@ class PartitionStats(_message.Message):
     EVICTED_UNCONSUMED_FIELD_NUMBER: _ClassVar[int]
     WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
     PRESSED_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     partition: str
     live: int
     born: int
@@ -1044,7 +1109,8 @@ class PartitionStats(_message.Message):
     evicted_unconsumed: int
     waiting_puts: int
     pressed: bool
-    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ..., pressed: bool = ...) -> None: ...
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskStats]
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ..., pressed: bool = ..., tasks: _Optional[_Iterable[_Union[TaskStats, _Mapping]]] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
@@ -1193,6 +1259,190 @@ class Blocked(_message.Message):
     version: int
     writers: _containers.RepeatedCompositeFieldContainer[Writer]
     def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("header", "partition", "columns")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    columns: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class TaskMatrix(_message.Message):
+    __slots__ = ("task", "claimed", "leased")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    claimed: bytes
+    leased: bytes
+    def __init__(self, task: _Optional[str] = ..., claimed: _Optional[bytes] = ..., leased: _Optional[bytes] = ...) -> None: ...
+
+class Matrix(_message.Message):
+    __slots__ = ("partition", "live", "first_birth", "last_birth", "samples", "examined", "produced", "tasks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BIRTH_FIELD_NUMBER: _ClassVar[int]
+    LAST_BIRTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
+    PRODUCED_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    first_birth: int
+    last_birth: int
+    samples: bytes
+    examined: bytes
+    produced: _containers.RepeatedCompositeFieldContainer[NamedIntegers]
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskMatrix]
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., first_birth: _Optional[int] = ..., last_birth: _Optional[int] = ..., samples: _Optional[bytes] = ..., examined: _Optional[bytes] = ..., produced: _Optional[_Iterable[_Union[NamedIntegers, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[TaskMatrix, _Mapping]]] = ...) -> None: ...
+
+class ShowRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class ShownTask(_message.Message):
+    __slots__ = ("task", "state", "lacking", "client", "until")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    state: TaskState
+    lacking: _containers.RepeatedScalarFieldContainer[str]
+    client: str
+    until: float
+    def __init__(self, task: _Optional[str] = ..., state: _Optional[_Union[TaskState, str]] = ..., lacking: _Optional[_Iterable[str]] = ..., client: _Optional[str] = ..., until: _Optional[float] = ...) -> None: ...
+
+class ShownCell(_message.Message):
+    __slots__ = ("field", "spec", "unit", "offset", "length", "size_bytes", "pinned", "shared")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    spec: FieldSpec
+    unit: int
+    offset: int
+    length: int
+    size_bytes: int
+    pinned: bool
+    shared: bool
+    def __init__(self, field: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: bool = ..., shared: bool = ...) -> None: ...
+
+class Shown(_message.Message):
+    __slots__ = ("partition", "sample", "row", "birth", "since", "now", "cells", "missing", "tags", "tasks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    sample: str
+    row: int
+    birth: int
+    since: float
+    now: float
+    cells: _containers.RepeatedCompositeFieldContainer[ShownCell]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[NamedScalar]
+    tasks: _containers.RepeatedCompositeFieldContainer[ShownTask]
+    def __init__(self, partition: _Optional[str] = ..., sample: _Optional[str] = ..., row: _Optional[int] = ..., birth: _Optional[int] = ..., since: _Optional[float] = ..., now: _Optional[float] = ..., cells: _Optional[_Iterable[_Union[ShownCell, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[NamedScalar, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[ShownTask, _Mapping]]] = ...) -> None: ...
+
+class MapMemoryRequest(_message.Message):
+    __slots__ = ("header", "unit", "cells")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    cells: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., cells: _Optional[int] = ...) -> None: ...
+
+class MemoryMap(_message.Message):
+    __slots__ = ("unit", "capacity_bytes", "backed_bytes", "cell_bytes", "live", "reserved", "retired", "pinned", "free_bytes", "largest_free_bytes", "fragments", "extents")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    capacity_bytes: int
+    backed_bytes: int
+    cell_bytes: int
+    live: bytes
+    reserved: bytes
+    retired: bytes
+    pinned: bytes
+    free_bytes: int
+    largest_free_bytes: int
+    fragments: int
+    extents: int
+    def __init__(self, unit: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., live: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., retired: _Optional[bytes] = ..., pinned: _Optional[bytes] = ..., free_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., fragments: _Optional[int] = ..., extents: _Optional[int] = ...) -> None: ...
+
+class WaitsRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class Wait(_message.Message):
+    __slots__ = ("session", "client", "what", "partition", "task", "fields", "wanted", "ready", "since", "until")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    client: str
+    what: WaitKind
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    wanted: int
+    ready: int
+    since: float
+    until: float
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., what: _Optional[_Union[WaitKind, str]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., wanted: _Optional[int] = ..., ready: _Optional[int] = ..., since: _Optional[float] = ..., until: _Optional[float] = ...) -> None: ...
+
+class WaitList(_message.Message):
+    __slots__ = ("now", "waits")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    waits: _containers.RepeatedCompositeFieldContainer[Wait]
+    def __init__(self, now: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ...) -> None: ...
 
 class SavedField(_message.Message):
     __slots__ = ("name", "declared")

@@ -185,6 +185,26 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Blocked.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/tq.v1.Control/Inspect',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Matrix.FromString,
+                _registered_method=True)
+        self.Show = channel.unary_unary(
+                '/tq.v1.Control/Show',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Shown.FromString,
+                _registered_method=True)
+        self.MapMemory = channel.unary_unary(
+                '/tq.v1.Control/MapMemory',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.MemoryMap.FromString,
+                _registered_method=True)
+        self.Waits = channel.unary_unary(
+                '/tq.v1.Control/Waits',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.WaitList.FromString,
+                _registered_method=True)
         self.Save = channel.unary_unary(
                 '/tq.v1.Control/Save',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.SaveRequest.SerializeToString,
@@ -425,6 +445,34 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """What of a partition is produced and consumed, by age.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Show(self, request, context):
+        """Everything about one sample.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MapMemory(self, request, context):
+        """What the bytes of a unit's arena are, by address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Waits(self, request, context):
+        """Who waits for what.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Save(self, request, context):
         """Takes what partitions are at this instant, and pins all of its bytes until a Release.
         """
@@ -605,6 +653,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.WhyBlocked,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Blocked.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.InspectRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Matrix.SerializeToString,
+            ),
+            'Show': grpc.unary_unary_rpc_method_handler(
+                    servicer.Show,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.ShowRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Shown.SerializeToString,
+            ),
+            'MapMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.MapMemory,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.MapMemoryRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.MemoryMap.SerializeToString,
+            ),
+            'Waits': grpc.unary_unary_rpc_method_handler(
+                    servicer.Waits,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.WaitsRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.WaitList.SerializeToString,
             ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
@@ -1438,6 +1506,114 @@ class Control(object):
             '/tq.v1.Control/WhyBlocked',
             dataplane_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
             dataplane_dot_pb_dot_control__pb2.Blocked.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Inspect',
+            dataplane_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Matrix.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Show(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Show',
+            dataplane_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Shown.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MapMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/MapMemory',
+            dataplane_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.MemoryMap.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Waits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Waits',
+            dataplane_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.WaitList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -257,3 +257,21 @@ def test_threads_share_a_client(client: DataPlaneClient, partition: str) -> None
         for number, values in enumerate(pool.map(work, range(8))):
             assert values == [100 * number + n for n in range(20)]
     assert client.list_samples(partition).size == 160
+
+
+def test_a_close_look(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x", "y"], num_samples=4, consumer_tasks=["train"])
+    client.put_samples(["look-a", "look-b"], partition, {"x": torch.arange(2)}, tags=[{"group": "g"}, {"group": "h"}])
+    seen = client.matrix(partition, columns=1)
+    assert (seen.samples.tolist(), {name: n.tolist() for name, n in seen.produced.items()}) == (
+        [2],
+        {"x": [2], "y": [0]},
+    )
+    shown = client.show_sample("look-b")
+    assert (shown.partition, shown.tags, shown.missing) == (partition, {"group": "h"}, ("y",))
+    assert client.show_sample("look-b", partition).birth == shown.birth
+    with pytest.raises(KeyError, match="nobody"):
+        client.show_sample("nobody")
+    drawn = client.memory_map(shown.cells[0].unit, cells=16)
+    assert drawn.live.sum() >= shown.cells[0].size_bytes
+    assert all(wait.partition != partition for wait in client.waits().waits)

@@ -107,6 +107,8 @@ class UnitStats(Value, frozen=True, kw_only=True):
 
     `used_bytes` sums reserved, live and retired; `peak_used_bytes` is the most that ever was; new rows may take it up
     to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last.
+    `extents` counts the columns of puts that hold bytes, `fragments` the free ranges, of which the largest has
+    `largest_free_bytes`.
     """
 
     unit: int
@@ -125,6 +127,25 @@ class UnitStats(Value, frozen=True, kw_only=True):
     limit_bytes: int = 0
     pressed: bool = False
     problem: str = ""
+    extents: int = 0
+    fragments: int = 0
+    largest_free_bytes: int = 0
+
+
+class TaskStats(Value, frozen=True, kw_only=True):
+    """`fields` are those of the task's latest claim (none before its first), `ready` counts the live samples with all
+    of them that it has not claimed. `claimed` counts live ones: of these `leased` are on lease and `held` wait for
+    their ranks. `waiting` counts its claims that wait. `lag`: how many versions the stalest of its oldest ready samples
+    is behind the partition's, by their tag `weight_version` (None: it is not known)."""
+
+    task: str
+    fields: tuple[str, ...]
+    ready: int
+    leased: int
+    held: int
+    claimed: int
+    waiting: int
+    lag: int | None = None
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
@@ -155,6 +176,7 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     evicted_unconsumed: int = 0
     waiting_puts: int = 0
     pressed: bool = False
+    tasks: tuple[TaskStats, ...] = ()
 
 
 class SessionStats(Value, frozen=True, kw_only=True):
