@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-async test soak faults fuzz bench lint format proto clean setup
+.PHONY: demo demo-async test soak faults fuzz bench dist lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -55,6 +55,15 @@ $(BENCH_VENV)/.ready: pyproject.toml constraints.txt benchmarks/constraints.txt
 	@$(BENCH_VENV)/bin/pip install -q $(PIP_ARGS) -c benchmarks/constraints.txt torch==2.13.0
 	@$(BENCH_VENV)/bin/pip install -q $(PIP_ARGS) -c benchmarks/constraints.txt -e '.[demo]' TransferQueue
 	@touch $@
+
+dist: setup ## wheel and source archive in dist/, the wheel tried in an empty environment
+	@rm -rf dist out/empty
+	@$(BIN)/python -m build -o dist
+	@$(PYTHON) -m venv out/empty
+	@out/empty/bin/pip install -q $(PIP_ARGS) -c constraints.txt torch==2.13.0
+	@out/empty/bin/pip install -q $(PIP_ARGS) -c constraints.txt dist/*.whl
+	@out/empty/bin/python -P tests/wheel_trial.py
+	@rm -rf out/empty
 
 lint: setup ## ruff, mypy strict, import floors
 	@$(BIN)/ruff check .
