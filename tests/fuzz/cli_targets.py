@@ -19,7 +19,7 @@ from tests.fuzz.target import Feed, FindingError, Target
 WORDS = (
     *("serve", "unit", "status", "checkpoint", "restore"),
     *("--token-file", "--host", "--capacity", "--arena-dir", "--state-dir", "--port", "--units", "--name"),
-    *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help"),
+    *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help", "--address"),
     *("127.0.0.1:1", "::1", "0.0.0.0", "host:99999", "actor:x@y", "[::1", ""),
     *("4g", "1e400", "nan", "inf", "-1", "0", "99999999999999999999", "0x10", "1_0", "4GiB", "token", "."),
 )
@@ -32,10 +32,7 @@ def command_lines(data: bytes) -> None:
     arguments = list(_arguments(Feed(data)))
     told = io.StringIO()
     with _fenced(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
-        try:
-            code = cli.main(arguments)
-        except SystemExit as left:
-            code = left.code
+        code = cli.main(arguments)
     if code not in (0, 1, 2) or (code and not told.getvalue()):
         raise FindingError(f"{arguments} ended with {code!r}, saying {told.getvalue()!r}")
 
@@ -63,10 +60,6 @@ class _Unreachable:
                 split_address(each)
         raise ServiceUnavailableError(address=str(address or config.address), why="this is a test")
 
-    @classmethod
-    def connect(cls, address: str | None = None, **settings: str) -> None:
-        cls(DataPlaneConfig(address=address, **settings).with_environment())
-
 
 @contextlib.contextmanager
 def _fenced() -> Iterator[None]:
@@ -80,15 +73,15 @@ def _fenced() -> Iterator[None]:
         with open("token", "w") as file:
             file.write("sesame")
         for name, stand_in in (
-            ("dataplane.cli.Controller", _Unreachable),
-            ("dataplane.cli.StorageUnit", _Unreachable),
-            ("dataplane.cli.Channel.open", _Unreachable),
-            ("dataplane.connect", _Unreachable.connect),
+            ("dataplane.control.controller.Controller", _Unreachable),
+            ("dataplane.unit.StorageUnit", _Unreachable),
+            ("dataplane.control.channel.Channel.open", _Unreachable),
+            ("dataplane.DataPlaneClient", _Unreachable),
             ("sys.stdin", io.StringIO()),
             ("signal.signal", lambda number, handler: signal.SIG_DFL),
         ):
             ends.enter_context(mock.patch(name, stand_in))
-        ends.enter_context(mock.patch.dict(os.environ, {"TQ_TOKEN": "", "TQ_ADDRESS": ""}))
+        ends.enter_context(mock.patch.dict(os.environ, {"TQ_TOKEN": "", "TQ_ADDRESS": "", "HOME": folder}))
         yield
 
 

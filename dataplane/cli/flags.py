@@ -1,0 +1,176 @@
+"""Flags that several verbs have, as groups: a verb has a parameter whose type is the group."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dataplane.cli.text import size
+from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
+
+_SECURITY, _MEMORY = "Security", "Memory and state"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Address = Annotated[
+    str | None, typer.Argument(metavar="[ADDRESS]", help=f"host:port of the controller (default: {ENV_ADDRESS}).")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """How this end shows who it is."""
+
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help=f"File with the service's token (default: {ENV_TOKEN}).", rich_help_panel=_SECURITY
+        ),
+    ] = None
+    tls_cert_file: Annotated[
+        str | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            help="Mutual TLS: PEM file of this process's own certificate.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None
+    tls_key_file: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", help="PEM file of its key.", rich_help_panel=_SECURITY)
+    ] = None
+    tls_ca_file: Annotated[
+        str | None,
+        typer.Option(
+            "--tls-ca",
+            metavar="FILE",
+            help="PEM file of the authority that signed everybody's certificates.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None
+    tls_server_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The name in the service's certificate, if not the host of its address.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """As `DataPlaneConfig` takes them."""
+        return {flag.name: getattr(self, flag.name) for flag in fields(Security)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target(Security):
+    """Which service, and how to get in."""
+
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--address", "-a", metavar="ADDRESS", help=f"host:port of the controller (default: {ENV_ADDRESS})."
+        ),
+    ] = None
+
+    def config(self, name: str, address: str | None = None) -> DataPlaneConfig:
+        """Settings of a client that is called `name`; address: as named without a flag. A wrong argument if it is named
+        twice, or nowhere."""
+        if address is not None and self.at is not None:
+            raise typer.BadParameter(f"{self.at}, and {address} besides; name one", param_hint="--address")
+        config = DataPlaneConfig(
+            address=address or self.at, client_name=f"tq {name}", **self.settings()
+        ).with_environment()
+        if not config.address:
+            raise typer.BadParameter(
+                f"none is given: name the host:port that `tq serve` printed, or set {ENV_ADDRESS}",
+                param_hint="--address",
+            )
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What controllers and storage units are told."""
+
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST",
+            help="Address to listen on; another than loopback needs a token or TLS.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = "127.0.0.1"
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Listen on other than loopback with neither token nor TLS.", rich_help_panel=_SECURITY
+        ),
+    ] = False
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            parser=size,
+            metavar="SIZE",
+            help="Bytes per unit, as 512m or 4g (default: a share of the arena dir).",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    arena_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Local directory for arenas.", rich_help_panel=_MEMORY)
+    ] = "/dev/shm"
+    state_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Local directory from which the service goes on after its end.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    durability: Annotated[
+        Literal["process", "machine"],
+        typer.Option(
+            help="Which end it survives with a state directory: its process's, or its machine's (arenas on a disk).",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "process"
+
+    def settings(self) -> dict[str, Any]:
+        """As `DataPlaneConfig` takes them."""
+        settings = asdict(self)
+        settings["capacity_bytes"] = settings.pop("capacity")
+        return settings
+
+
+def verb(run: Callable[..., int]) -> Callable[..., int]:
+    """`run` as typer takes it: instead of each parameter whose type is a group of flags, the flags of that group."""
+    hints = typing.get_type_hints(run, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(run).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters.append(_keyword(parameter.name, kind, parameter.default))
+            continue
+        groups[parameter.name] = kind
+        types = typing.get_type_hints(kind, include_extras=True)
+        parameters += [_keyword(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
+
+    @functools.wraps(run)
+    def expanded(**given: Any) -> int:
+        for name, kind in groups.items():
+            given[name] = kind(**{flag.name: given.pop(flag.name) for flag in fields(kind)})
+        return run(**given)
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def _keyword(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

@@ -1,0 +1,70 @@
+"""`tq checkpoint` and `tq restore`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import dataplane
+from dataplane.cli.flags import Json, Target
+from dataplane.cli.output import print_json
+from dataplane.cli.text import readable
+
+if TYPE_CHECKING:
+    from dataplane import CheckpointInfo, DataPlaneClient
+
+Places = Annotated[
+    list[str],
+    typer.Argument(metavar="[ADDRESS] PATH", help="host:port of the controller, and the checkpoint's directory."),
+]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Option("--partition", metavar="NAME", help="Only this one; may be given again (default: all)."),
+]
+
+
+def checkpoint(*, places: Places, partition: Partitions = None, target: Target, json: Json = False) -> int:
+    """Save partitions into a directory, as they are at one instant."""
+    client, path = _open("checkpoint", places, target)
+    with client:
+        done = client.checkpoint(path, partition or None)
+    _say(done, f"checkpoint of {summary(done)} at {done.path}", json)
+    return 0
+
+
+def restore(
+    *,
+    places: Places,
+    partition: Partitions = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Drop partitions of the same names that exist.")] = False,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Bring the partitions of a checkpoint back, all or none."""
+    client, path = _open("restore", places, target)
+    with client:
+        done = client.restore(path, partition or None, replace=replace)
+    _say(done, f"restored {summary(done)} from {done.path}", json)
+    return 0
+
+
+def summary(done: CheckpointInfo) -> str:
+    """What was saved or restored, in one line."""
+    names = ", ".join(f"{name} ({count} samples)" for name, count in done.partitions.items())
+    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {done.files} files"
+
+
+def _open(name: str, places: list[str], target: Target) -> tuple[DataPlaneClient, str]:
+    """A client of the service meant, and the path."""
+    if len(places) > 2:
+        raise typer.BadParameter(f"got {len(places)}, expected an address and a path, or a path", param_hint="PATH")
+    config = target.config(name, places[0] if len(places) == 2 else None)
+    return dataplane.DataPlaneClient(config).connect(), places[-1]
+
+
+def _say(done: CheckpointInfo, text: str, json: bool) -> None:
+    if json:
+        print_json(done)
+    else:
+        print(text)

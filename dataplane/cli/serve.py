@@ -1,0 +1,88 @@
+"""`tq serve`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dataplane.cli.flags import Json, Memory, Security
+from dataplane.cli.output import print_json
+from dataplane.config import DataPlaneConfig
+from dataplane.types import Checksums
+
+
+def serve(
+    *,
+    port: Annotated[
+        int, typer.Option(min=0, max=65534, help="Port of the controller (default: any free one, printed).")
+    ] = 0,
+    units: Annotated[int, typer.Option(min=0, help="Storage units to start.")] = 1,
+    session_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Silence after which a client that cannot be looked at is given up (seconds)."
+        ),
+    ] = DataPlaneConfig.session_timeout_s,
+    checksums: Annotated[
+        Checksums, typer.Option(help="Which rows get a checksum that readers compare.")
+    ] = Checksums.ACROSS_HOSTS,
+    memory: Memory,
+    security: Security,
+    json: Json = False,
+) -> int:
+    """Run a controller and its storage units until SIGTERM or SIGINT.
+
+    The first line of output has its address: `data plane service at HOST:PORT`. Exit code 1 if it ends by itself.
+    """
+    config = DataPlaneConfig(
+        port=port,
+        session_timeout_s=session_timeout,
+        checksums=checksums,
+        **memory.settings(),
+        **security.settings(),
+    ).with_environment()
+    return _serve(config, units, json)
+
+
+def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
+    """A controller in this process and each storage unit in a process of its own."""
+    from dataplane.control.controller import Controller
+    from dataplane.descriptors import allow_more
+    from dataplane.unit_process import Stop, UnitProcesses
+
+    stop = Stop()
+    allow_more()
+    controller = Controller(config).start()
+    ends: list[str] = []
+
+    def end(why: str) -> None:
+        ends.append(why)
+        stop.set()
+
+    units = UnitProcesses(controller.address, config, end)
+    try:
+        units.start(count)
+        if controller.recovered:
+            print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
+        _say_ready(controller.address, json)
+        stop.when(controller.ended)
+        stop.wait()
+        if controller.ended.is_set():
+            ends.append("the controller cannot go on; see above")
+        if ends and not stop.asked:
+            print(f"tq: {ends[0]}; the service ends", file=sys.stderr)
+            return 1
+    finally:
+        units.stop()
+        controller.stop()
+    return 0
+
+
+def _say_ready(address: str, json: bool) -> None:
+    if json:
+        print_json({"address": address})
+    else:
+        print(f"data plane service at {address}")
+    sys.stdout.flush()

@@ -1,0 +1,26 @@
+"""`tq shrink`."""
+
+from __future__ import annotations
+
+from dataplane.cli.asking import ask, session
+from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.output import print_json
+from dataplane.cli.text import readable
+
+
+def shrink(*, address: Address = None, target: Target, json: Json = False) -> int:
+    """Give memory above what is used back to the machine.
+
+    Exit code 1 if a storage unit did not; the others did.
+    """
+    from dataplane.ledger import commands as c
+
+    with session(target.config("shrink", address)) as channel:
+        done = ask(channel, c.Shrink(), c.Shrunken)
+    if json:
+        print_json(done)
+    for unit in () if json else done.units:
+        problem = f" ({unit.error})" if unit.error else ""
+        given, held = readable(unit.given_bytes), readable(unit.backed_bytes)
+        print(f"unit {unit.unit} {unit.name}: {given} given back, {held} held{problem}")
+    return 1 if any(unit.error for unit in done.units) else 0

@@ -1,0 +1,69 @@
+"""`tq status`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dataplane.cli.asking import ask, session
+from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.output import print_json
+from dataplane.cli.text import readable
+
+if TYPE_CHECKING:
+    from dataplane.ledger import commands as c
+
+
+def status(*, address: Address = None, target: Target, json: Json = False) -> int:
+    """Print what a service holds: its units, partitions, fields, tasks, sessions, and who waits."""
+    from dataplane.ledger import commands as c
+
+    config = target.config("status", address)
+    with session(config) as channel:
+        report = ask(channel, c.Stats(), c.StatsReport)
+    if json:
+        print_json(report)
+    else:
+        print(describe(config.address or "", report))
+    return 0
+
+
+def describe(address: str, report: c.StatsReport) -> str:
+    """The report as text."""
+    lines = [f"data plane service at {address}, epoch {report.epoch}"]
+    for unit in report.units:
+        lines += _unit(unit)
+    for part in report.partitions:
+        lines += _partition(part)
+    lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for room")
+    return "\n".join(lines)
+
+
+def _unit(unit: c.UnitStats) -> list[str]:
+    used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
+    lines = [
+        f"  unit {unit.unit} {unit.name}: {readable(used)} of {readable(unit.capacity_bytes)} used"
+        f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
+        f" {readable(unit.pinned_bytes)} pinned), {readable(unit.peak_used_bytes)} at most"
+        f"{', FILLING UP' if unit.pressed else ''}{'' if unit.connected else ', NOT CONNECTED'}"
+    ]
+    return lines + ([f"    cannot grow: {unit.problem}"] if unit.problem else [])
+
+
+def _partition(part: c.PartitionStats) -> list[str]:
+    born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
+    held = f"{part.live} live ({readable(part.live_bytes)})"
+    lines = [f"  partition {part.partition}: {held}, {born}{', sealed' if part.sealed else ''}"]
+    if part.budget_bytes is not None:
+        lines.append(
+            f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"
+            f" {readable(part.peak_used_bytes)} at most{', FILLING UP' if part.pressed else ''}"
+        )
+    if part.evicted or part.evicted_unconsumed:
+        lines.append(f"    {part.evicted} evicted, and {part.evicted_unconsumed} that were not consumed")
+    if part.waiting_puts:
+        lines.append(f"    {part.waiting_puts} puts waiting for room")
+    lines += [f"    field {name}: {count} produced" for name, count in part.produced.items()]
+    lines += [f"    task {name}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
+    if part.waiting_claims:
+        lines.append(f"    {part.waiting_claims} claims waiting")
+    return lines

@@ -1,0 +1,43 @@
+"""`tq unit`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dataplane.cli.flags import Memory, Security
+from dataplane.config import DataPlaneConfig
+
+
+def unit(
+    *,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the controller.")],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the unit in reports.")] = None,
+    reconnect: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for a controller that is gone (seconds).")
+    ] = DataPlaneConfig.reconnect_s,
+    memory: Memory,
+    security: Security,
+) -> int:
+    """Run one more storage unit for a running controller, until SIGTERM or SIGINT.
+
+    Exit code 1 if the controller goes first, and does not come back in time.
+    """
+    config = DataPlaneConfig(reconnect_s=reconnect, **memory.settings(), **security.settings()).with_environment()
+    return _run(config, address, name)
+
+
+def _run(config: DataPlaneConfig, address: str, name: str | None) -> int:
+    from dataplane.descriptors import allow_more
+    from dataplane.unit import StorageUnit
+    from dataplane.unit_process import Stop, run_unit
+
+    stop = Stop()
+    allow_more()
+    started = StorageUnit(config, address, name=name)
+    if run_unit(started, stop):
+        print(f"tq: storage unit {started.name} lost its controller at {address}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,174 @@
+"""`tq serve` as a person and an init system use it: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dataplane
+from dataplane import DataPlaneConfig, connect, unit_process
+from dataplane.cli import main
+from dataplane.cli import serve as serve_module
+from dataplane.config import MIB
+from dataplane.kept import discard
+from dataplane.unit_process import UnitProcesses
+from tests.cli_service import Service, child_of, services  # noqa: F401
+from tests.conftest import litter
+from tests.lives import wait_until
+
+
+@pytest.mark.parametrize(("flags", "told"), [([], "across-hosts"), (["--checksums", "always"], "always")])
+def test_which_rows_get_checksums_is_told_to_the_service(
+    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[DataPlaneConfig] = []
+
+    def take(config: DataPlaneConfig, count: int, json: bool) -> int:
+        settings.append(config)
+        return 0
+
+    monkeypatch.setattr(serve_module, "_serve", take)
+    assert main(["serve", *flags]) == 0
+    assert settings[0].checksums == told
+
+
+def test_the_first_line_has_the_address_as_text_or_json(services: list[Service]) -> None:
+    services.append(Service("--units", "0"))
+    assert services[-1].first_line == f"data plane service at {services[-1].address}\n"
+    services.append(Service("--units", "0", "--json"))
+    address = json.loads(services[-1].first_line)["address"]
+    with connect(address) as client:
+        assert client.stats().units == ()
+    for service in services:
+        assert service.end(signal.SIGTERM) == 0
+
+
+def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_TOKEN", raising=False)
+    assert main(["serve", "--host", "0.0.0.0", "--units", "0"]) == 1
+    assert "token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_status_and_a_clean_end(
+    services: list[Service], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    service = Service("--units", "2", "--token-file", str(token))
+    services.append(service)
+    with connect(service.address, token="secret") as client:
+        client.register_partition("train", ["x"], 4, ["policy"])
+        client.put_samples(["a", "b"], "train", {"x": torch.arange(2)})
+        assert main(["status", service.address, "--token-file", str(token)]) == 0
+        text = capsys.readouterr().out
+        assert "partition train: 2 live" in text
+        assert "2 of 4 born" in text
+        assert main(["status", service.address, "--token-file", str(token), "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert len(report["units"]) == 2
+        assert report["partitions"][0]["produced"] == {"x": 2}
+    assert service.end(number) == 0
+    assert service.errors == ""
+    assert not litter(service.files)
+
+
+def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    first = Service("--units", "2", "--state-dir", str(state))
+    services.append(first)
+    with connect(first.address, heartbeat_s=0.2) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        client.put_samples(["a", "b"], "train", {"x": [torch.arange(2), torch.arange(3)]})
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(60)
+        second = Service("--units", "2", "--state-dir", str(state))
+        services.append(second)
+        assert second.address == first.address
+        rows = client.get_samples(["a", "b"], "train", ["x"])["x"].unbind()
+        assert [row.tolist() for row in rows] == [[0, 1], [0, 1, 2]]
+        client.put_samples(["c"], "train", {"x": [torch.arange(1)]})
+        assert client.claim_meta("train", "policy", ["x"], 3).sample_ids == ["a", "b", "c"]
+    assert second.end(signal.SIGTERM) == 0
+    assert f"going on with what was in {state}" in second.errors
+    assert len(discard(state, ["/dev/shm"])) == 2
+    assert not litter(first.files)
+
+
+def test_control_c_is_no_failure(services: list[Service]) -> None:
+    service = Service("--units", "2")
+    services.append(service)
+    os.killpg(service.process.pid, signal.SIGINT)
+    _, errors = service.process.communicate(timeout=60)
+    assert (service.process.returncode, errors) == (0, "")
+    assert not litter(service.files)
+
+
+def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_path: Path) -> None:
+    service = Service("--state-dir", str(tmp_path / "state"))
+    services.append(service)
+    with connect(service.address, heartbeat_s=0.2) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        client.put_samples(["a"], "train", {"x": torch.arange(4)[None]})
+        os.kill(child_of(service), signal.SIGKILL)
+        assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[0, 1, 2, 3]]
+        client.put_samples(["b"], "train", {"x": torch.arange(4)[None]})
+    assert service.end(signal.SIGTERM) == 0
+    assert "storage unit unit-0 ended with code -9: starting it again" in service.errors
+    assert len(discard(tmp_path / "state", ["/dev/shm"])) == 1
+
+
+def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:
+    service = Service()
+    services.append(service)
+    os.kill(child_of(service), signal.SIGKILL)
+    _, errors = service.process.communicate(timeout=60)
+    assert service.process.returncode == 1
+    assert "storage unit unit-0 ended with code -9, and its rows with it; the service ends" in errors
+
+
+def test_a_unit_that_dies_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_process, "RESTARTS", 1)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = DataPlaneConfig(units=0, capacity_bytes=8 * MIB, state_dir=str(tmp_path / "state"))
+    with dataplane.serve(config) as server:
+        units = UnitProcesses(server.address, config, ended.put)
+        units.start(1)
+        for _ in range(2):
+            first = units.pid("unit-0")
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda first=first: not ended.empty() or units.pid("unit-0") != first)
+        assert "storage unit unit-0 ended 2 times" in ended.get(timeout=60)
+        units.stop()
+    discard(tmp_path / "state", ["/dev/shm"])
+
+
+def test_a_wrong_token_is_refused(services: list[Service], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    service = Service("--units", "0", "--token-file", str(token))
+    services.append(service)
+    for wrong in ("guess", None):
+        with pytest.raises(ConnectionError, match="token"):
+            connect(service.address, token=wrong)
+    assert service.end(signal.SIGTERM) == 0
+
+
+def test_units_end_when_their_service_is_killed(services: list[Service]) -> None:
+    service = Service()
+    services.append(service)
+    with connect(service.address) as client:
+        assert len(client.stats().units) == 1
+    waiting = os.pidfd_open(child_of(service))
+    service.process.kill()
+
+    assert select.select([waiting], [], [], 60)[0]
+    os.close(waiting)
