@@ -47,7 +47,8 @@ class DataPlaneConfig:
         tls_server_name: the name in the service's certificate, where it is not the host of its address.
     insecure: listen on other than loopback with neither token nor TLS.
     host, port: where the controller and its units listen (port 0: any free one). Loopback only without token, TLS or
-        `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above.
+        `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above. Units
+        that it starts take any free one, a unit by itself (`tq unit`) `port`.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.

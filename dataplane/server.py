@@ -4,6 +4,7 @@ configuration."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,8 +29,9 @@ class Server:
         """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
         try:
             self._controller.start()
+            told = replace(self.config, port=0)
             for number in range(self.config.units):
-                self._units.append(StorageUnit(self.config, self.address, name=f"unit-{number}").start())
+                self._units.append(StorageUnit(told, self.address, name=f"unit-{number}").start())
         except BaseException:
             self.close()
             raise

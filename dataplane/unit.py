@@ -39,8 +39,9 @@ FIRST_BACKING_BYTES = 64 * MIB
 class StorageUnit:
     """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
 
-    config: `capacity_bytes`, `arena_dir`, `host` (where its tcp door binds) and the token. Raises `ArenaSpaceError`
-    where the directory or the container has too little room, `ServiceUnavailableError` where no controller answers.
+    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. Raises
+    `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
+    controller answers, OSError where the port is taken.
 
     When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
     more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
@@ -94,6 +95,7 @@ class StorageUnit:
             insecure=config.insecure,
             keys=keys,
             tcp_host=config.host,
+            tcp_port=config.port,
             advertise_host=reachable_host(config.host),
             report=link.report,
         )

@@ -33,7 +33,7 @@ def is_heard(context, router, endpoint):
 
 
 def test_ipc_comes_before_tcp_and_both_answer(context, router):
-    ipc, tcp = bind(router, "127.0.0.1", None, guarded=False)
+    ipc, tcp = bind(router, "127.0.0.1", guarded=False)
     assert ipc.startswith("ipc://@")
     assert tcp.startswith("tcp://127.0.0.1:")
     assert is_heard(context, router, ipc)
@@ -41,14 +41,24 @@ def test_ipc_comes_before_tcp_and_both_answer(context, router):
 
 
 def test_without_a_tcp_host_there_is_ipc_only(router):
-    assert len(bind(router, None, None, guarded=False)) == 1
+    assert len(bind(router, None, guarded=False)) == 1
 
 
 def test_names_are_resolved_and_another_may_be_told(context, router):
-    _, tcp = bind(router, "localhost", None, guarded=False)
+    _, tcp = bind(router, "localhost", guarded=False)
     assert is_heard(context, router, tcp)
     with context.socket(zmq.ROUTER) as other:
-        assert bind(other, "127.0.0.1", "node-7", guarded=False)[1].startswith("tcp://node-7:")
+        assert bind(other, "127.0.0.1", advertise_host="node-7", guarded=False)[1].startswith("tcp://node-7:")
+
+
+def test_a_port_is_had_or_named(context, router):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            bind(router, "127.0.0.1", tcp_port=port, guarded=False)
+    _, tcp = bind(router, "127.0.0.1", tcp_port=port, guarded=False)
+    assert tcp == f"tcp://127.0.0.1:{port}"
+    assert is_heard(context, router, tcp)
 
 
 def test_ipv6(context, router):
@@ -56,7 +66,7 @@ def test_ipv6(context, router):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 on this machine")
-    _, tcp = bind(router, "::1", None, guarded=False)
+    _, tcp = bind(router, "::1", guarded=False)
     assert tcp.startswith("tcp://[::1]:")
     assert is_heard(context, router, tcp)
 
@@ -64,18 +74,18 @@ def test_ipv6(context, router):
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_beyond_loopback_only_if_guarded(router, host):
     with pytest.raises(ValueError, match="loopback"):
-        bind(router, host, None, guarded=False)
+        bind(router, host, guarded=False)
 
 
 def test_a_host_that_is_not_here_is_named(router):
     with pytest.raises(ServiceUnavailableError, match=r"192\.0\.2\.1"):
-        bind(router, "192.0.2.1", None, guarded=True)
+        bind(router, "192.0.2.1", guarded=True)
 
 
 def test_another_user_is_turned_away_on_ipc(router):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    (ipc,) = bind(router, None, None, guarded=False)
+    (ipc,) = bind(router, None, guarded=False)
     child = os.fork()
     if child == 0:
         os.setuid(NOBODY)
@@ -89,7 +99,7 @@ def test_another_user_is_turned_away_on_ipc(router):
 
 
 def test_a_client_tries_what_it_can_reach(router):
-    ipc, tcp = bind(router, "127.0.0.1", None, guarded=False)
+    ipc, tcp = bind(router, "127.0.0.1", guarded=False)
     assert candidates((ipc, tcp), same_host=True) == [ipc, tcp]
     assert candidates((ipc, tcp), same_host=False) == [tcp]
     assert candidates(("ipc://@nobody", "ipc:///nobody/there", tcp), same_host=True) == [tcp]

@@ -10,7 +10,7 @@ import socket
 import zmq
 
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import bracketed, require_guard_beyond_loopback, resolve_host
+from dataplane.host import bracketed, join_address, require_guard_beyond_loopback, resolve_host
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,20 @@ KEEPALIVE_IDLE_S = 60
 
 
 def bind(
-    router: zmq.Socket[bytes], tcp_host: str | None, advertise_host: str | None, *, guarded: bool
+    router: zmq.Socket[bytes],
+    tcp_host: str | None,
+    *,
+    tcp_port: int = 0,
+    advertise_host: str | None = None,
+    guarded: bool,
 ) -> tuple[str, ...]:
-    """Bind to ipc, for this user only, and to a free tcp port of `tcp_host` if one is given; the endpoints to tell
-    clients, ipc first. What is not `guarded` listens on loopback only (ValueError)."""
+    """Bind to ipc, for this user only, and to `tcp_port` (0: any free one) of `tcp_host` if one is given; the endpoints
+    to tell clients, ipc first. What is not `guarded` listens on loopback only (ValueError).
+    OSError where the port is taken."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
-        endpoints += _bind_tcp(router, tcp_host, advertise_host, guarded)
+        endpoints += _bind_tcp(router, tcp_host, tcp_port, advertise_host, guarded)
     if not endpoints:
         raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
     return endpoints
@@ -45,7 +51,7 @@ def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
     return (endpoint,)
 
 
-def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, guarded: bool) -> tuple[str, ...]:
+def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | None, guarded: bool) -> tuple[str, ...]:
     require_guard_beyond_loopback(host, guarded=guarded)
     ip = resolve_host(host)
     if ":" in ip:
@@ -53,13 +59,14 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, advertise: str | None, guard
     router.set(zmq.TCP_KEEPALIVE, 1)
     router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     try:
-        router.bind(f"tcp://{bracketed(ip)}:*")
+        router.bind(f"tcp://{bracketed(ip)}:{port or '*'}")
     except zmq.ZMQError as error:
+        if port:
+            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
     bound = router.last_endpoint
     assert isinstance(bound, bytes)
-    port = bound.decode().rpartition(":")[2]
-    return (f"tcp://{bracketed(advertise or ip)}:{port}",)
+    return (f"tcp://{bracketed(advertise or ip)}:{bound.decode().rpartition(':')[2]}",)
 
 
 def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:

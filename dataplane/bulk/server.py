@@ -73,7 +73,7 @@ Order = FenceSession | GrowArena | ShrinkArena
 
 
 class BulkServer:
-    """Serves one arena on ipc and, with `tcp_host`, on tcp (any free port).
+    """Serves one arena on ipc and, with `tcp_host`, on tcp (at `tcp_port`; 0: any free one).
 
     report: called in the server's thread with what the unit has to tell the ledger; must hand it over and return.
     advertise_host: the name that remote clients reach `tcp_host` by, where it is not that itself (0.0.0.0).
@@ -93,6 +93,7 @@ class BulkServer:
         insecure: bool = False,
         keys: ServerKeys | None = None,
         tcp_host: str | None = None,
+        tcp_port: int = 0,
         advertise_host: str | None = None,
         lock_directories: Iterable[str | Path] | None = None,
     ) -> None:
@@ -103,7 +104,9 @@ class BulkServer:
         self._report = report
         self._keys = keys
         self._is_guarded = insecure or token is not None or keys is not None
-        self._tcp = (tcp_host, advertise_host)
+        self._tcp_host = tcp_host
+        self._tcp_port = tcp_port
+        self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._unit = 0
         self._memory = WarmMemory(REPLY_MEMORY_BYTES)
@@ -134,7 +137,13 @@ class BulkServer:
             self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             if self._keys is not None:
                 self._keys.guard(self._router)
-            self.endpoints = bind(self._router, *self._tcp, guarded=self._is_guarded)
+            self.endpoints = bind(
+                self._router,
+                self._tcp_host,
+                tcp_port=self._tcp_port,
+                advertise_host=self._advertise_host,
+                guarded=self._is_guarded,
+            )
         except BaseException:
             self._close_sockets()
             raise
