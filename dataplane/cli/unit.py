@@ -15,6 +15,10 @@ def unit(
     *,
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the controller.")],
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the unit in reports.")] = None,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port that clients of other hosts reach it at (default: any free one)."),
+    ] = 0,
     reconnect: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for a controller that is gone (seconds).")
     ] = DataPlaneConfig.reconnect_s,
@@ -25,7 +29,9 @@ def unit(
 
     Exit code 1 if the controller goes first, and does not come back in time.
     """
-    config = DataPlaneConfig(reconnect_s=reconnect, **memory.settings(), **security.settings()).with_environment()
+    config = DataPlaneConfig(
+        port=port, reconnect_s=reconnect, **memory.settings(), **security.settings()
+    ).with_environment()
     return _run(config, address, name)
 
 
