@@ -48,7 +48,7 @@ def own_directory(parent: str | Path) -> Path:
             f"{path} belongs to user {info.st_uid}, not to this one, {os.geteuid()}: remove it, or name another "
             "--arena-dir"
         )
-    if stat.S_IMODE(info.st_mode) != MODE:
+    if not _is_private(info.st_mode):
         raise PermissionError(
             f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, others may have reached into it: remove it, or, if "
             f"what is in it is yours, chmod 700 {path}"
@@ -79,8 +79,14 @@ def leave(parent: str | Path) -> None:
     path = own_path(parent)
     with contextlib.suppress(OSError):
         info = os.lstat(path)
-        if info.st_uid == os.geteuid() and stat.S_IMODE(info.st_mode) == MODE:
+        if info.st_uid == os.geteuid() and _is_private(info.st_mode):
             path.rmdir()
+
+
+def _is_private(mode: int) -> bool:
+    """Whether nobody else gets in. A directory that is made in one with the set-group-ID bit, as volumes of pods with
+    an `fsGroup` have it, has that bit too, which lets nobody in."""
+    return stat.S_IMODE(mode) & ~stat.S_ISGID == MODE
 
 
 def _kind(mode: int) -> str:

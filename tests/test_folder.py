@@ -30,6 +30,14 @@ def test_it_is_made_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> No
     assert own_directory(tmp_path) == made
 
 
+def test_it_may_inherit_the_bit_of_a_volume_with_a_group(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2777)
+    assert mode(own_directory(tmp_path)) == 0o2700
+    assert own_directory(tmp_path) == own_path(tmp_path)
+    leave(tmp_path)
+    assert not own_path(tmp_path).exists()
+
+
 def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> None:
     with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
         client.stats()
