@@ -1,0 +1,119 @@
+"""The code in README and docs runs as it stands, and names flags that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataplane import connect, serve
+from tests.documents import ROOT, Block, scripts, shell_blocks
+
+LIMIT_S = 150.0
+NOT_RUN = 12
+"""More blocks than this that nobody runs are too many."""
+
+
+def starts_a_cluster(script: list[Block]) -> bool:
+    return any("import ray" in block.code or "Cluster(" in block.code for block in script)
+
+
+CLUSTERS = [script for script in scripts() if starts_a_cluster(script)]
+OTHERS = [script for script in scripts() if not starts_a_cluster(script)]
+
+
+def code_of(script: list[Block]) -> str:
+    """The blocks, on the lines that they have in their page."""
+    code = ""
+    for block in script:
+        if not block.file:
+            code += "\n" * (block.line - code.count("\n")) + block.code
+    return code
+
+
+def in_process_of_its_own(arguments: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run in an empty directory, which it may fill."""
+    directory = tempfile.mkdtemp(prefix="tqd", dir="/tmp")
+    binaries = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": directory,
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{directory}:{ROOT}",
+        **more,
+    }
+    try:
+        return subprocess.run(
+            arguments, cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_there_are_some() -> None:
+    assert OTHERS
+    assert CLUSTERS
+
+
+@pytest.mark.parametrize("script", OTHERS, ids=lambda script: script[0].name)
+def test_python(script: list[Block]) -> None:
+    assert not any(block.file for block in script), "files are for scripts with processes of their own"
+    exec(compile(code_of(script), script[0].page, "exec"), {"__name__": "__main__"})  # noqa: S102
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("script", CLUSTERS, ids=lambda script: script[0].name)
+def test_python_that_starts_a_cluster(script: list[Block]) -> None:
+    """In a process of its own, as a driver is in one cluster only."""
+    write = "".join(f"open({block.file!r}, 'w').write({block.code!r})\n" for block in script if block.file)
+    done = in_process_of_its_own([sys.executable, "-c", write + code_of(script)])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serve({"capacity_bytes": 16 << 20}) as server, connect(server.address) as client:
+        client.register_partition("train", ["input_ids"], num_samples=1, consumer_tasks=["policy"])
+        yield server.address
+
+
+RUN = [block for block in shell_blocks() if not block.why_not]
+
+
+@pytest.mark.parametrize("block", [block for block in RUN if "pip install" not in block.code], ids=lambda b: b.name)
+def test_shell(block: Block, address: str) -> None:
+    done = in_process_of_its_own(["bash", "-euo", "pipefail", "-c", block.code], TQ_ADDRESS=address)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+
+
+def test_few_blocks_are_not_run() -> None:
+    left = [block.name for block in shell_blocks() if block.why_not]
+    assert len(left) <= NOT_RUN, left
+
+
+def flags_of(verb: str, known: dict[str, set[str]]) -> set[str]:
+    """The flags that `tq verb --help` lists."""
+    if verb not in known:
+        command = [sys.executable, "-m", "dataplane", verb, "--help"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "COLUMNS": "200"}
+        )
+        assert done.returncode == 0, f"tq {verb}: {done.stderr[-500:]}"
+        known[verb] = set(re.findall(r"--[a-z][a-z-]+", done.stdout))
+    return known[verb]
+
+
+def test_every_flag_that_a_shell_block_names_is_there() -> None:
+    known: dict[str, set[str]] = {}
+    for block in shell_blocks():
+        for line in block.code.replace("\\\n", " ").splitlines():
+            for verb, rest in re.findall(r"(?:^|\s)tq ([a-z]+)([^|;&#]*)", line.split(" #")[0]):
+                wrong = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", rest)) - flags_of(verb, known)
+                assert not wrong, f"{block.name}: tq {verb} has no {sorted(wrong)}"
