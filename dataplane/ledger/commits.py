@@ -17,7 +17,7 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.ahead import PartAhead
-from dataplane.ledger.arrays import every, first_true, some, top, total
+from dataplane.ledger.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.budgets import Evictions, evicts, over
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.extents import Several
@@ -66,14 +66,20 @@ class Commits:
             reservation.cut(self.state.extents)
         elif command.reservation is not None:
             del session.reservations[command.reservation]
-        written = self._switch(partition, command, reservation, rows)
+        written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
         partition.wrote(session, self.state.now, [column.name for column in command.columns])
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
         self.state.loosen()
-        return Committed(rows=rows.copy(), births=partition.births_of(rows), evicted=evicted)
+        return Committed(
+            rows=rows.copy(),
+            births=partition.births_of(rows),
+            evicted=evicted,
+            born=len(named.unborn),
+            overwritten_bytes=overwritten_bytes,
+        )
 
     # --- checks
 
@@ -239,12 +245,16 @@ class Commits:
         self.state.births += len(new)
         return rows
 
-    def _switch(self, partition: Partition, command: Commit, reservation: Reservation | None, rows: Int64s) -> set[str]:
-        """Point the cells at the new bytes; names of the fields that are new to some of the rows."""
+    def _switch(
+        self, partition: Partition, command: Commit, reservation: Reservation | None, rows: Int64s
+    ) -> tuple[set[str], int]:
+        """Point the cells at the new bytes; names of the fields that are new to some of the rows, and the bytes of
+        values that are new to none."""
         written: set[str] = set()
+        overwritten_bytes = 0
         dead: list[tuple[Int32s, Int64s]] = []
         if reservation is None:
-            return written
+            return written, 0
         unused: list[int] = []
         own = rows.copy()
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
@@ -262,10 +272,11 @@ class Commits:
                 written.add(column.name)
             if some(old[0]):
                 dead.append(old)
+                overwritten_bytes += _replaced(column, old[0] == 0) * column.spec.unit_bytes
         partition.kill(dead)
         if unused:
             self.state.extents.free(np.array(unused, np.int32))
-        return written
+        return written, overwritten_bytes
 
     def _enliven(
         self,
@@ -291,6 +302,15 @@ class Commits:
             extents.enliven(extent, cells, several)
             partition.account.live_bytes += int(extents.sizes[extent])
         return unused
+
+
+def _replaced(column: CommitColumn, fresh: Bools) -> int:
+    """The length of the column's values that no `fresh` sample points at."""
+    if column.index is None:
+        return total(column.lengths[~fresh])
+    kept = column.lengths.copy()
+    kept[column.index[fresh]] = 0
+    return total(kept)
 
 
 def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:

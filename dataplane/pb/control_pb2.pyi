@@ -771,14 +771,18 @@ class CommitRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("rows", "births", "evicted")
+    __slots__ = ("rows", "births", "evicted", "born", "overwritten_bytes")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     births: bytes
     evicted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ...) -> None: ...
+    born: int
+    overwritten_bytes: int
+    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("header", "partition", "samples", "fields", "missing_ok")

@@ -59,11 +59,14 @@ class AllocatedAhead(Result, frozen=True, kw_only=True):
 
 
 class Committed(Result, frozen=True, kw_only=True):
-    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for room ahead."""
+    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for room ahead. `born` of the
+    samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples."""
 
     rows: Int64s
     births: Int64s
     evicted: tuple[str, ...] = ()
+    born: int = 0
+    overwritten_bytes: int = 0
 
 
 class Located(Result, frozen=True, kw_only=True):
