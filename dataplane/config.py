@@ -49,6 +49,8 @@ class DataPlaneConfig:
     host, port: where the controller and its units listen (port 0: any free one). Loopback only without token, TLS or
         `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above. Units
         that it starts take any free one, a unit by itself (`tq unit`) `port`.
+    http_port: where the controller answers browsers and Prometheus, on `host` too (0: any free one; None: nowhere).
+        Storage units that it brings answer Prometheus one port above, and so on.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.
@@ -82,6 +84,7 @@ class DataPlaneConfig:
     insecure: bool = False
     host: str = "127.0.0.1"
     port: int = 0
+    http_port: int | None = None
     capacity_bytes: int | None = None
     arena_dir: str = "/dev/shm"
     units: int = 1
@@ -105,6 +108,8 @@ class DataPlaneConfig:
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+        if self.http_port is not None and not 0 <= self.http_port < 65536:
+            raise ValueError(f"http_port={self.http_port}: expected 0 to 65535, or None")
         if self.checksums not in list(Checksums):
             raise ValueError(f"checksums={self.checksums!r}: expected one of {', '.join(Checksums)}")
         if self.result_memory_bytes < 0:
@@ -172,6 +177,10 @@ class DataPlaneConfig:
             ca_file=self.tls_ca_file,
             server_name=self.tls_server_name,
         )
+
+    def of_unit(self, number: int) -> DataPlaneConfig:
+        """What the storage unit `number`, from 0, of a service with this config is told."""
+        return replace(self, port=0, http_port=self.http_port and self.http_port + 1 + number)
 
     def guarded(self) -> bool:
         """Whether a service may listen where others reach it: token, TLS, or an explicit `insecure`."""

@@ -168,6 +168,21 @@ class DurableLedger:
         deadline = self._ledger.next_deadline()
         return None if deadline is None else deadline - (self._ahead or 0.0)
 
+    @property
+    def live_bytes(self) -> int:
+        """As `Ledger.live_bytes`."""
+        return self._ledger.live_bytes
+
+    @property
+    def lag(self) -> int:
+        """How many records of the journal are not in its image: the next life has to go through them. Any thread."""
+        return self._images.records
+
+    @property
+    def journal_bytes(self) -> int:
+        """What journal and image take of the disk. Any thread."""
+        return self._journal.nbytes
+
     def remember(self, **facts: int | str) -> None:
         """Keep these facts for later lives."""
         self._journal.set_facts(**facts)
@@ -232,6 +247,11 @@ class _Images:
         self._small = self._journal.image_path(covered).stat().st_size <= SMALL_BYTES
         if self._records >= SMALL_AFTER_RECORDS:
             self._guarded(self._make_here)
+
+    @property
+    def records(self) -> int:
+        """How many were appended since the last image."""
+        return self._records
 
     def note(self, count: int, nbytes: int) -> None:
         """So many records were appended, and applied. Raises nothing: what was done is done."""

@@ -133,6 +133,15 @@ class Log:
     def image_path(self, number: int) -> Path:
         return self.directory / f"image-{number}"
 
+    @property
+    def nbytes(self) -> int:
+        """What log and images take of the disk."""
+        found = 0
+        for path in [*self.directory.glob(f"{LOG_NAME}*"), *self.directory.glob("image-*")]:
+            with contextlib.suppress(FileNotFoundError):  # an image that another one replaced
+                found += path.stat().st_size
+        return found
+
     def records(self, after: int, upto: int | None = None) -> Iterator[tuple[int, bytes]]:
         """(number, record) of everything appended after record `after`, and up to `upto`."""
         expected = after + 1

@@ -4,7 +4,6 @@ configuration."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,9 +28,9 @@ class Server:
         """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
         try:
             self._controller.start()
-            told = replace(self.config, port=0)
             for number in range(self.config.units):
-                self._units.append(StorageUnit(told, self.address, name=f"unit-{number}").start())
+                unit = StorageUnit(self.config.of_unit(number), self.address, name=f"unit-{number}")
+                self._units.append(unit.start())
         except BaseException:
             self.close()
             raise
@@ -41,6 +40,11 @@ class Server:
     def address(self) -> str:
         """ "host:port" of the controller."""
         return self._controller.address
+
+    @property
+    def http_address(self) -> str:
+        """ "host:port" of its page, JSON and metrics; "" without `http_port`."""
+        return self._controller.http_address
 
     def close(self) -> None:
         """End units and controller. Idempotent; takes a few seconds at most; clients then get

@@ -27,6 +27,7 @@ class ScriptedLedger:
         self.inputs: list[c.Input] = []
         self.ticks = 0
         self.deadline: float | None = None
+        self.live_bytes = 0
         self._changed = threading.Condition()
 
     def apply(self, item: c.Input) -> list[c.Output]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.control.handlers import Facts
+from dataplane.control.inspection import Inspection
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
@@ -28,6 +29,7 @@ from dataplane.host import (
     resolve_host,
 )
 from dataplane.ledger.ledger import Ledger
+from dataplane.metrics.recorder import Recorder
 from dataplane.types import Checksums
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ STOP_S = 5.0
 
 
 class Controller:
-    """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above.
+    """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above;
+    with `config.http_port`, HTTP there.
 
     `epoch` must grow from one life of the service to the next (default: the time). With `config.state_dir` the ledger
     is the one kept there, and port 0 stands for the port of the life before. A context manager.
@@ -57,12 +60,23 @@ class Controller:
         self._shell: LedgerShell | None = None
         self._grpc: GrpcDoor | None = None
         self._keys: ServerKeys | None = None
+        self._inspection: Inspection | None = None
         self._address = ""
 
     @property
     def address(self) -> str:
         """ "host:port" as others reach it; "" before `start`."""
         return self._address
+
+    @property
+    def http_address(self) -> str:
+        """ "host:port" where it answers browsers and Prometheus; "" where it does not."""
+        return "" if self._inspection is None else self._inspection.server.address
+
+    @property
+    def http_url(self) -> str:
+        """The same as a URL."""
+        return "" if self._inspection is None else self._inspection.server.url
 
     @property
     def recovered(self) -> bool:
@@ -116,9 +130,14 @@ class Controller:
             self._durable.remember(port=port)
         hit("controller.bound")
         sync = self._durable.sync if self._durable is not None and facts.forced else None
-        self._shell = LedgerShell(ledger, door, facts, sync=sync)
+        recorder = None if config.http_port is None else Recorder()
+        self._shell = LedgerShell(ledger, door, facts, sync=sync, watch=recorder)
         self._shell.start()
         self._grpc.serve(self._shell, facts)
+        if recorder is not None:
+            self._inspection = Inspection(
+                config, self._shell, ledger, recorder, address=self._address, heartbeat_s=config.heartbeat_s
+            ).start()
 
     def _made_ticket(self) -> str:
         """What stands for the token that a service with TLS does not have. A later life has the same, so that storage
@@ -192,6 +211,9 @@ class Controller:
         seconds at most. Idempotent."""
         shell, self._shell = self._shell, None
         grpc, self._grpc = self._grpc, None
+        inspection, self._inspection = self._inspection, None
+        if inspection is not None:
+            inspection.stop()
         if shell is not None:
             shell.stop(STOP_S)
         if grpc is not None:

@@ -41,15 +41,30 @@ class LedgerLike(Protocol):
     def apply(self, item: c.Input) -> list[c.Output]: ...
     def next_deadline(self) -> float | None: ...
 
+    @property
+    def live_bytes(self) -> int: ...
+
+
+class Watch(Protocol):
+    """Who is told of what the shell does, in the ledger's thread."""
+
+    clock: Callable[[], float]
+    busy_s: float
+
+    def answered(self, item: c.Input, output: c.Output, began: float) -> None: ...
+    def synced(self, took_s: float) -> None: ...
+
 
 @dataclass(slots=True)
 class _Asked:
     """Who waits for one answer: replies by caller, so that a caller who repeats itself is answered once."""
 
+    item: c.Input
     replies: dict[object, Reply] = field(default_factory=dict)
     orders: Orders | None = None
     last: float = 0.0
     lasting: bool = False
+    began: float = 0.0
 
 
 class LedgerShell:
@@ -61,6 +76,7 @@ class LedgerShell:
 
     With `sync`, outputs leave once it has returned, for all that one wake brought, up to `TOGETHER` messages of the
     door. When it fails, nobody learns what came of his call, and the shell ends. `ended` is set when it has.
+    `watch` is told of every answer once it has left, and how long the thread was busy.
     """
 
     def __init__(
@@ -71,8 +87,10 @@ class LedgerShell:
         *,
         clock: Callable[[], float] = time.monotonic,
         sync: Callable[[], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._ledger = ledger
+        self._watch = watch
         self._sync = sync
         self._outgoing: list[c.Output] = []
         self._door = door
@@ -105,6 +123,10 @@ class LedgerShell:
     def withdraw(self, item: c.Input, reply: Reply) -> None:
         """Nobody waits for `reply` any more. The item itself stands."""
         self._enqueue(lambda: self._forget(item, reply))
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Have `job`, which is quick, called in the ledger's thread. Does not block."""
+        self._enqueue(job)
 
     def detach(self, unit: int, orders: Orders) -> None:
         """The link that `orders` led to is gone: the unit is lost, unless it has another link by now."""
@@ -142,6 +164,7 @@ class LedgerShell:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
                 ready = dict(poller.poll(self._patience_ms(deadline)))
+                woken = 0.0 if self._watch is None else self._watch.clock()
                 self._tick(deadline)
                 if self._waker.fd in ready:
                     self._waker.clear()
@@ -153,6 +176,8 @@ class LedgerShell:
                     _guarded("the end of a connection", lambda: self._door.notice_disconnects(self))
                 self._sweep()
                 self._send()
+                if self._watch is not None:
+                    self._watch.busy_s += self._watch.clock() - woken
         except StateDirError as error:
             log.critical("the service ends, as nobody may be told what it did last: %s", error)
         except Exception:
@@ -169,10 +194,18 @@ class LedgerShell:
     def _send(self) -> None:
         """Let the outputs leave that wait for the disk."""
         if self._sync is not None and self._outgoing:
-            self._sync()
+            self._force(self._sync)
             outgoing, self._outgoing = self._outgoing, []
             for output in outgoing:
                 self._deliver(output)
+
+    def _force(self, sync: Callable[[], None]) -> None:
+        if self._watch is None:
+            sync()
+            return
+        began = self._watch.clock()
+        sync()
+        self._watch.synced(self._watch.clock() - began)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
         if deadline is None:
@@ -208,7 +241,9 @@ class LedgerShell:
         repeat itself."""
         key = key_of(item)
         if key is not None and reply is not None:
-            asked = self._asked.setdefault(key, _Asked())
+            asked = self._asked.get(key)
+            if asked is None:
+                asked = self._asked[key] = _Asked(item, began=0.0 if self._watch is None else self._watch.clock())
             asked.replies[caller] = reply
             asked.last = self._ticked
             asked.lasting = asked.lasting or lasting
@@ -258,6 +293,14 @@ class LedgerShell:
         hit(_BEFORE.get(key[0], "controller.before_reply"))
         for reply in asked.replies.values():
             _hand_over(reply, output)
+        if self._watch is not None:
+            self._note(self._watch, asked, output)
+
+    def _note(self, watch: Watch, asked: _Asked, output: c.Output) -> None:
+        try:
+            watch.answered(asked.item, output, asked.began)
+        except Exception:
+            log.exception("could not count the answer to %s", _name(asked.item))
 
     def _detach(self, unit: int, orders: Orders) -> None:
         if self._units.get(unit) == orders:

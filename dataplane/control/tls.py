@@ -33,6 +33,20 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     """What a client needs to connect. ValueError naming the file that cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     context.set_alpn_protocols(["h2"])
+    _load(context, files)
+    return context
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """What HTTP is served with: clients show a certificate of the authority. ValueError as `client_context`."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, files)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_verify_locations(files.ca_file)
     except (OSError, ssl.SSLError) as error:
@@ -43,7 +57,6 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
         raise ValueError(
             f"tls_cert_file {files.cert_file!r} with tls_key_file {files.key_file!r} cannot be used: {_reason(error)}"
         ) from error
-    return context
 
 
 def _no_password() -> str:

@@ -91,6 +91,11 @@ class Ledger:
         """Its clock: that of the last `Tick`."""
         return self._state.now
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all extents with live cells."""
+        return sum(partition.account.live_bytes for partition in self._state.partitions.values())
+
     def units_on(self, host: str) -> list[int]:
         """The numbers of a host's storage units, present or lost."""
         return [unit.number for unit in self._state.units.values() if unit.host == host]

@@ -1,0 +1,89 @@
+"""The controller's HTTP side: page, JSON, metrics and health, from a session of its own inside the process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Self
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.inside import Inside
+from dataplane.control.shell import LedgerLike, LedgerShell
+from dataplane.control.tls import server_context
+from dataplane.durable import DurableLedger
+from dataplane.errors import ServiceUnavailableError
+from dataplane.host import is_loopback
+from dataplane.metrics.recorder import Recorder
+from dataplane.metrics.service import ServiceMetrics
+from dataplane.web.api import api, health
+from dataplane.web.auth import Guard
+from dataplane.web.exposition import metrics
+from dataplane.web.server import HttpServer
+from dataplane.web.site import Guarded, page
+
+SAMPLE_S = 1.0
+"""How often the bytes that are live are noted for the flow."""
+
+
+class Inspection:
+    """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive."""
+
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        shell: LedgerShell,
+        ledger: LedgerLike,
+        recorder: Recorder,
+        *,
+        address: str,
+        heartbeat_s: float,
+    ) -> None:
+        assert config.http_port is not None
+        self._shell = shell
+        self._ledger = ledger
+        self._recorder = recorder
+        self._heartbeat_s = heartbeat_s
+        self._inside = Inside(shell, name="tq http", address=address)
+        token, tls = config.secret(), config.tls
+        guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
+        journal = ledger if isinstance(ledger, DurableLedger) else None
+        site = Guarded(
+            guard,
+            {
+                **page(),
+                **api(self._inside.ask, recorder),
+                "/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal)),
+            },
+            {"/healthz": health(self._inside.ask)},
+        )
+        context = None if tls is None else server_context(tls)
+        self.server = HttpServer(site, config.host, config.http_port, context=context)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tq-http-beat", daemon=True)
+
+    def start(self) -> Self:
+        """Returns when it listens. OSError where it cannot."""
+        self.server.start()
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the server and the session. Idempotent."""
+        self._stopping.set()
+        self.server.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._inside.close()
+
+    def _keep(self) -> None:
+        silent_s = 0.0
+        while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
+            silent_s += min(SAMPLE_S, self._heartbeat_s)
+            with contextlib.suppress(ServiceUnavailableError):
+                self._shell.run(self._note)
+            if silent_s >= self._heartbeat_s:
+                silent_s = 0.0
+                self._inside.beat()
+
+    def _note(self) -> None:
+        self._recorder.lives(self._ledger.live_bytes)

@@ -1,0 +1,1 @@
+"""What the service counts while it works, and how Prometheus reads it."""

@@ -1,0 +1,108 @@
+"""The service's state as JSON: what the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Protocol
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger import commands as c
+from dataplane.metrics.flow import FlowReport
+from dataplane.metrics.timeline import TimelineReport
+from dataplane.web.messages import Parameters, Request, Response, as_json, plain
+from dataplane.web.site import Handler
+
+PARTS = 256
+"""Columns and cells of a picture, unless the request names another number."""
+MOST_PARTS = 4096
+HEALTHY_S = 2.0
+"""A service that is well answers within this time."""
+
+
+class Ask(Protocol):
+    """Has the ledger answer a command; raises the error that it answers with."""
+
+    def __call__(self, command: c.Command, timeout_s: float = ...) -> c.Result: ...
+
+
+class Recorded(Protocol):
+    """What went through the service."""
+
+    def flow(self) -> FlowReport: ...
+    def timeline(self) -> TimelineReport: ...
+
+
+def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
+    """Handlers by path."""
+
+    def asked(command: Callable[[Request], c.Command]) -> Handler:
+        return lambda request: as_json(ask(command(request)))
+
+    def flow(request: Request) -> Response:
+        Parameters(request)
+        return as_json(recorded.flow())
+
+    def timeline(request: Request) -> Response:
+        Parameters(request)
+        return as_json(recorded.timeline())
+
+    return {
+        "/api/stats": asked(_stats),
+        "/api/matrix": asked(_matrix),
+        "/api/memory": asked(_memory),
+        "/api/waits": asked(_waits),
+        "/api/why": lambda request: as_json(ask(_why(request, ask))),
+        "/api/sample": asked(_sample),
+        "/api/flow": flow,
+        "/api/timeline": timeline,
+    }
+
+
+def health(ask: Ask) -> Handler:
+    """Whether the ledger answers in time, as a load balancer or Kubernetes asks it."""
+
+    def healthz(request: Request) -> Response:
+        try:
+            ask(c.Units(), HEALTHY_S)
+        except DataPlaneError as error:
+            return plain(f"{error}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return plain("ok\n")
+
+    return healthz
+
+
+def _stats(request: Request) -> c.Command:
+    Parameters(request)
+    return c.Stats()
+
+
+def _waits(request: Request) -> c.Command:
+    Parameters(request)
+    return c.Waits()
+
+
+def _matrix(request: Request) -> c.Command:
+    asked = Parameters(request, "partition", "columns")
+    return c.Inspect(partition=asked.text("partition"), columns=asked.number("columns", PARTS, most=MOST_PARTS))
+
+
+def _memory(request: Request) -> c.Command:
+    asked = Parameters(request, "unit", "cells")
+    return c.MapMemory(unit=asked.number("unit"), cells=asked.number("cells", PARTS, most=MOST_PARTS))
+
+
+def _sample(request: Request) -> c.Command:
+    asked = Parameters(request, "partition", "id")
+    return c.Show(partition=asked.text("partition"), samples=c.Samples(ids=(asked.text("id"),)))
+
+
+def _why(request: Request, ask: Ask) -> c.Command:
+    """With the fields that the task's latest claim wanted."""
+    asked = Parameters(request, "partition", "task")
+    partition, task = asked.text("partition"), asked.text("task")
+    report = ask(c.Stats())
+    assert isinstance(report, c.StatsReport)
+    tasks = (found for part in report.partitions if part.partition == partition for found in part.tasks)
+    fields = next((found.fields for found in tasks if found.task == task), ())
+    return c.WhyBlocked(partition=partition, task=task, fields=fields)

@@ -1,0 +1,215 @@
+"""The HTTP server: what it takes, what it refuses, and that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+
+import pytest
+
+from dataplane.host import split_address
+from dataplane.web import server as server_module
+from dataplane.web.messages import HttpError, Parameters, Request, Response, as_json, plain
+from dataplane.web.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer
+from tests.web_client import WAIT_S, ask, raw
+
+
+def echo(request: Request) -> Response:
+    if request.path == "/defect":
+        raise ZeroDivisionError("of all things")
+    if request.path == "/refused":
+        raise HttpError(HTTPStatus.IM_A_TEAPOT, "short and stout", X_Handle="yes")
+    return as_json({"path": request.path, "query": request.query, "body": request.body.decode(), "way": request.method})
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with HttpServer(echo, "127.0.0.1", 0) as server:
+        yield server.address
+
+
+def test_a_request_is_what_its_site_makes_of_it(address: str) -> None:
+    got = ask(address, "/a/b?x=1&y=%C3%A4%20&z=")
+    assert got.json == {"path": "/a/b", "query": {"x": "1", "y": "ä ", "z": ""}, "body": "", "way": "GET"}
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["x-content-type-options"] == "nosniff"
+    assert "frame-ancestors 'none'" in got.headers["content-security-policy"]
+    assert got.headers["connection"] == "close"
+
+
+def test_a_refusal_says_what_its_site_says(address: str) -> None:
+    got = ask(address, "/refused")
+    assert (got.status, got.headers["x-handle"]) == (418, "yes")
+    assert got.json["message"] == "short and stout"
+
+
+def test_a_defect_is_logged_and_no_secret_of_its_own_goes_out(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    got = ask(address, "/defect")
+    assert got.status == 500
+    assert "of all things" not in got.text
+    assert "of all things" in caplog.text
+    assert ask(address, "/").status == 200
+
+
+def test_a_body_is_read_to_its_length(address: str) -> None:
+    assert ask(address, "/", "POST", body=b"token=x").json["body"] == "token=x"
+
+
+def test_a_head_is_answered_without_a_body(address: str) -> None:
+    got = ask(address, "/", "HEAD")
+    assert (got.status, got.body) == (200, b"")
+
+
+REFUSED: list[tuple[bytes, int]] = [
+    (b"\r\n\r\n", 400),
+    (b"GET\r\n\r\n", 400),
+    (b"GET / HTTP/9.9.9\r\n\r\n", 400),
+    (b"GET / HTTP/3.0\r\n\r\n", 505),
+    (b"GET / HTTP/x\r\n\r\n", 400),
+    (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
+    (b"GET http://[::1/x HTTP/1.1\r\n\r\n", 400),
+    (b"GET /?x=%ff HTTP/1.1\r\n\r\n", 400),
+    (b"GET /?x=1&x=2 HTTP/1.1\r\n\r\n", 400),
+    (b"GET /?" + b"&".join(b"p%d=1" % n for n in range(40)) + b" HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(200)) + b"\r\n", 431),
+    (b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
+    (b"GET / HTTP/1.1\r\nX: " + b"y" * (4 * MAX_HEAD_BYTES), 431),
+    (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411),
+    (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+    (b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1), 413),
+    (b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 400 + b"\r\n\r\n", 413),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), REFUSED, ids=[f"{sent[:24]!r}-{len(sent)}" for sent, _ in REFUSED])
+def test_what_is_malformed_or_too_large_is_refused(address: str, sent: bytes, status: int) -> None:
+    got = raw(address, sent)
+    if not got:  # what was not read made the kernel reset the connection before the answer
+        assert len(sent) > MAX_HEAD_BYTES
+        return
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert {"error", "message"} == set(json.loads(body))
+    assert ask(address, "/").status == 200
+
+
+def test_who_hangs_up_in_the_middle_costs_nothing(address: str) -> None:
+    for sent in (b"", b"GET / HT", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc"):
+        with socket.create_connection(split_address(address)) as peer:
+            peer.sendall(sent)
+    assert ask(address, "/").status == 200
+
+
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "READ_S", 0.2)
+    with (
+        HttpServer(echo, "127.0.0.1", 0) as server,
+        socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer,
+    ):
+        peer.sendall(b"GET / HTTP/1.1\r\n")
+        assert peer.recv(1) == b""
+
+
+def test_who_sends_one_byte_at_a_time_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "READ_S", 0.3)
+    with (
+        HttpServer(echo, "127.0.0.1", 0) as server,
+        socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer,
+    ):
+        end = time.monotonic() + WAIT_S
+        peer.settimeout(0.01)
+        while time.monotonic() < end:
+            try:
+                peer.sendall(b"x")
+                if peer.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+        pytest.fail("it was listened to for ever")
+
+
+def test_more_at_once_than_are_taken_are_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "AT_ONCE", 2)
+    came, go = threading.Semaphore(0), threading.Event()
+
+    def slow(request: Request) -> Response:
+        came.release()
+        assert go.wait(WAIT_S)
+        return plain("done")
+
+    with HttpServer(slow, "127.0.0.1", 0) as server, caplog.at_level(logging.WARNING):
+        got: list[int] = []
+        threads = [threading.Thread(target=lambda: got.append(ask(server.address, "/").status)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert came.acquire(timeout=WAIT_S)
+        assert came.acquire(timeout=WAIT_S)
+        assert raw(server.address, b"GET / HTTP/1.1\r\n\r\n") == b""
+        go.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert got == [200, 200]
+        assert ask(server.address, "/").status == 200
+    assert "more than" in caplog.text
+
+
+def test_stopping_hangs_up_on_whoever_is_there() -> None:
+    server = HttpServer(echo, "127.0.0.1", 0).start()
+    with socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer:
+        peer.sendall(b"GET /")
+        server.stop()
+        server.stop()
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(split_address(server.address), timeout=WAIT_S)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
+    with HttpServer(echo, "127.0.0.1", 0) as server:
+        port = split_address(server.address)[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            HttpServer(echo, "127.0.0.1", port).start()
+
+
+def test_it_answers_at_an_ipv6_address() -> None:
+    with HttpServer(echo, "::1", 0) as server:
+        assert server.address.startswith("[::1]:")
+        assert ask(server.address, "/").status == 200
+
+
+def parameters(**query: str) -> Parameters:
+    return Parameters(Request(method="GET", path="/api/x", query=query), "name", "count")
+
+
+def test_parameters_are_what_was_asked_for() -> None:
+    asked = parameters(name="a b", count="7")
+    assert (asked.text("name"), asked.number("count")) == ("a b", 7)
+    assert parameters().number("count", 5) == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: parameters(nme="x"), "/api/x has no parameter 'nme'; it takes name, count"),
+        (lambda: parameters().text("name"), "/api/x wants the parameter 'name'"),
+        (lambda: parameters(count="-1").number("count"), "count='-1': expected a whole number"),
+        (lambda: parameters(count="1e9").number("count"), "expected a whole number"),
+        (lambda: parameters(count="\u0663").number("count"), "expected a whole number"),
+        (lambda: parameters(count="9" * 30).number("count"), "expected a whole number"),
+        (lambda: parameters(count="11").number("count", most=10), "at most 10"),
+    ],
+)
+def test_parameters_that_are_wrong_are_refused(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(ValueError, match=why.replace("(", "\\(")):
+        make()
