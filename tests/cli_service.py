@@ -1,4 +1,5 @@
-"""`tq serve` as a process of its own, for tests of the command line."""
+"""Services for tests of the command line: `tq serve` as a process of its own, and one in this process with something
+in it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 
+from dataplane import DataPlaneClient, connect, serve
+from dataplane.config import MIB
 from tests.conftest import our_files
 
 
@@ -47,3 +51,22 @@ def services() -> Iterator[list[Service]]:
         for stream in (service.process.stdout, service.process.stderr):
             assert stream is not None
             stream.close()
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataPlaneClient]:
+    """A client called `rollout-0` of a service that TQ_ADDRESS names, with a partition `train`: samples a, b and c have
+    `ids` and `reward`, the first also `logprobs`; task `policy` leases a, and has nothing against the others."""
+    with serve({"capacity_bytes": 8 * MIB}) as server, connect(server.address, client_name="rollout-0") as client:
+        monkeypatch.setenv("TQ_ADDRESS", server.address)
+        monkeypatch.delenv("TQ_TOKEN", raising=False)
+        client.register_partition("train", ["ids", "reward", "logprobs"], 4, ["policy", "critic"])
+        client.put_samples(
+            ["a", "b", "c"],
+            "train",
+            {"ids": [torch.arange(n) for n in (5, 2, 9)], "reward": torch.zeros(3)},
+            tags=[{"group": f"g{n}"} for n in range(3)],
+        )
+        client.put_samples(["a"], "train", {"logprobs": [torch.zeros(5)]})
+        client.claim_meta("train", "policy", ["ids", "reward"], 1, lease_s=600)
+        yield client

@@ -13,7 +13,11 @@ from dataplane.cli.app import app
 from dataplane.cli.flags import Memory
 from dataplane.config import DURABILITIES
 
-VERBS = ["serve", "unit", "status", "checkpoint", "restore", "shrink"]
+VERBS = [
+    *("serve", "unit"),
+    *("status", "top", "ls", "show", "why"),
+    *("clear", "checkpoint", "restore", "shrink"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,11 @@ def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["checkpoint"], "PATH"),
         (["restore", "a", "b", "c"], "got 3"),
         (["dance"], "dance"),
+        (["ls", "--limit", "0"], "--limit"),
+        (["show"], "SAMPLE"),
+        (["why", "train"], "TASK"),
+        (["clear"], "PARTITION"),
+        (["top", "127.0.0.1:1", "--interval", "0"], "--interval"),
     ],
 )
 def test_wrong_arguments_get_one_line_and_exit_code_2(

@@ -10,12 +10,17 @@ from typing import Annotated
 
 import typer
 
+from dataplane.cli.clear import clear
 from dataplane.cli.flags import verb
+from dataplane.cli.ls import ls
 from dataplane.cli.saving import checkpoint, restore
 from dataplane.cli.serve import serve
+from dataplane.cli.show import show
 from dataplane.cli.shrink import shrink
 from dataplane.cli.status import status
+from dataplane.cli.top import top
 from dataplane.cli.unit import unit
+from dataplane.cli.why import why
 from dataplane.errors import DataPlaneError
 
 NAME = "tq"
@@ -32,8 +37,8 @@ app = typer.Typer(
 
 _PANELS: dict[str, list[Callable[..., int]]] = {
     "Run a service": [serve, unit],
-    "Look inside": [status],
-    "Change and save": [checkpoint, restore, shrink],
+    "Look inside": [status, top, ls, show, why],
+    "Change and save": [clear, checkpoint, restore, shrink],
 }
 for _panel, _verbs in _PANELS.items():
     for _each in _verbs:

@@ -16,7 +16,7 @@ R = TypeVar("R", bound="c.Result")
 
 @contextlib.contextmanager
 def session(config: DataPlaneConfig) -> Iterator[Channel]:
-    """Open to the service at `config.address`; raises as `Channel.open`."""
+    """Open to the service at `config.address`; raises as `Channel.open`. Loads no torch."""
     from dataplane.control.channel import Channel
 
     channel = Channel.open(config)
@@ -31,3 +31,21 @@ def ask(channel: Channel, command: c.Command, kind: type[R]) -> R:
     _, result = channel.call(command)
     assert isinstance(result, kind)
     return result
+
+
+def stats(channel: Channel) -> c.StatsReport:
+    """What the service holds."""
+    from dataplane.ledger import commands as c
+
+    return ask(channel, c.Stats(), c.StatsReport)
+
+
+def partition_stats(channel: Channel, name: str) -> c.PartitionStats:
+    """What one partition holds. `PartitionNotFoundError` if it is not there."""
+    from dataplane.errors import PartitionNotFoundError
+
+    partitions = stats(channel).partitions
+    for found in partitions:
+        if found.partition == name:
+            return found
+    raise PartitionNotFoundError(partition=name, known=[found.partition for found in partitions])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dataplane
+from dataplane.cli.completing import partitions as names
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json
 from dataplane.cli.text import readable
@@ -20,7 +21,12 @@ Places = Annotated[
 ]
 Partitions = Annotated[
     list[str] | None,
-    typer.Option("--partition", metavar="NAME", help="Only this one; may be given again (default: all)."),
+    typer.Option(
+        "--partition",
+        metavar="NAME",
+        help="Only this one; may be given again (default: all).",
+        autocompletion=names,
+    ),
 ]
 
 

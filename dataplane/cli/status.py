@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataplane.cli.asking import ask, session
+from dataplane.cli.asking import session, stats
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable
+from dataplane.cli.text import readable, shown
 
 if TYPE_CHECKING:
     from dataplane.ledger import commands as c
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 def status(*, address: Address = None, target: Target, json: Json = False) -> int:
     """Print what a service holds: its units, partitions, fields, tasks, sessions, and who waits."""
-    from dataplane.ledger import commands as c
-
     config = target.config("status", address)
     with session(config) as channel:
-        report = ask(channel, c.Stats(), c.StatsReport)
+        report = stats(channel)
     if json:
         print_json(report)
     else:
@@ -41,7 +39,7 @@ def describe(address: str, report: c.StatsReport) -> str:
 def _unit(unit: c.UnitStats) -> list[str]:
     used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
     lines = [
-        f"  unit {unit.unit} {unit.name}: {readable(used)} of {readable(unit.capacity_bytes)} used"
+        f"  unit {unit.unit} {shown(unit.name)}: {readable(used)} of {readable(unit.capacity_bytes)} used"
         f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
         f" {readable(unit.pinned_bytes)} pinned), {readable(unit.peak_used_bytes)} at most"
         f"{', FILLING UP' if unit.pressed else ''}{'' if unit.connected else ', NOT CONNECTED'}"
@@ -52,7 +50,7 @@ def _unit(unit: c.UnitStats) -> list[str]:
 def _partition(part: c.PartitionStats) -> list[str]:
     born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
     held = f"{part.live} live ({readable(part.live_bytes)})"
-    lines = [f"  partition {part.partition}: {held}, {born}{', sealed' if part.sealed else ''}"]
+    lines = [f"  partition {shown(part.partition)}: {held}, {born}{', sealed' if part.sealed else ''}"]
     if part.budget_bytes is not None:
         lines.append(
             f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"
@@ -62,8 +60,8 @@ def _partition(part: c.PartitionStats) -> list[str]:
         lines.append(f"    {part.evicted} evicted, and {part.evicted_unconsumed} that were not consumed")
     if part.waiting_puts:
         lines.append(f"    {part.waiting_puts} puts waiting for room")
-    lines += [f"    field {name}: {count} produced" for name, count in part.produced.items()]
-    lines += [f"    task {name}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
+    lines += [f"    field {shown(name)}: {count} produced" for name, count in part.produced.items()]
+    lines += [f"    task {shown(name)}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
     if part.waiting_claims:
         lines.append(f"    {part.waiting_claims} claims waiting")
     return lines

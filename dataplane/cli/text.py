@@ -1,12 +1,16 @@
-"""Sizes, as people write and read them."""
+"""Sizes, times and names, as people write and read them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
 from dataplane.config import GIB, MIB
 
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def size(text: str) -> int:
@@ -23,7 +27,34 @@ def readable(count: float) -> str:
     """Bytes for a person: 1.5 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
+        if abs(value) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def ago(seconds: float) -> str:
+    """A time for a person: 12.3 s, 5 min, 2 h, 3 d."""
+    for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0.0):.1f} s"
+
+
+def counted(count: int, what: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def shown(name: str) -> str:
+    """A name as it may stand on a terminal: one with control characters is quoted."""
+    return name if name.isprintable() else ascii(name)
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """a=1 b=2, each name and text shown as `shown` does."""
+    return " ".join(f"{shown(name)}={_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    return shown(value) if isinstance(value, str) else repr(value)

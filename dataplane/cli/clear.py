@@ -1,0 +1,58 @@
+"""`tq clear`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dataplane.cli.asking import ask, partition_stats, session
+from dataplane.cli.completing import partitions
+from dataplane.cli.flags import Json, Target
+from dataplane.cli.output import print_json
+from dataplane.cli.text import counted, readable, shown
+
+if TYPE_CHECKING:
+    from dataplane.ledger import commands as c
+
+
+def clear(
+    *,
+    partition: Annotated[str, typer.Argument(metavar="PARTITION", help="Its name.", autocompletion=partitions)],
+    samples: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SAMPLES]...", help="Drop these only (default: the whole partition, schema too)."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a whole partition is dropped.")] = False,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Drop samples, or a whole partition with its schema and whoever waits on it.
+
+    Exit code 1 if a sample or the partition was not there; what was there is dropped.
+    """
+    from dataplane.ledger import commands as c
+
+    wanted = tuple(dict.fromkeys(samples or ()))
+    with session(target.config("clear")) as channel:
+        found = partition_stats(channel, partition)
+        if not wanted and not yes:
+            typer.confirm(_question(found), abort=True, err=True)
+        named = c.Samples(ids=wanted) if wanted else None
+        count = ask(channel, c.Clear(partition=partition, samples=named), c.Cleared).count
+    if json:
+        print_json({"partition": partition, "cleared": count})
+    else:
+        whole = "" if wanted else ", and the partition itself"
+        print(f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}")
+    if count < len(wanted):
+        print(f"tq: of {counted(len(wanted), 'sample')} named, {len(wanted) - count} not there", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _question(found: c.PartitionStats) -> str:
+    waiting = f", on which {counted(found.waiting_claims, 'claim')} wait" if found.waiting_claims else ""
+    held = f"{counted(found.live, 'live sample')}, {readable(found.live_bytes)}"
+    return f"Drop the whole partition {shown(found.partition)} ({held}{waiting})?"

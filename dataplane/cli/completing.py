@@ -1,0 +1,50 @@
+"""What shells complete: names of partitions, tasks and fields, asked of the running service if it answers soon."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import typer
+
+from dataplane.cli.flags import Target
+
+if TYPE_CHECKING:
+    from dataplane.ledger import commands as c
+
+WAIT_S = 0.4
+"""How long connecting, and then the answer, may take: somebody has just pressed a key."""
+
+
+def partitions(context: typer.Context) -> list[str]:
+    """Names of partitions."""
+    return [found.partition for found in _partitions(context)]
+
+
+def tasks_of(context: typer.Context) -> list[str]:
+    """Names of the tasks of the partition that the line names."""
+    return [name for found in _named(context) for name in found.claimed]
+
+
+def fields_of(context: typer.Context) -> list[str]:
+    """Names of the fields of the partition that the line names, less those it names already."""
+    given = context.params.get("fields") or ()
+    return [name for found in _named(context) for name in found.produced if name not in given]
+
+
+def _named(context: typer.Context) -> list[c.PartitionStats]:
+    return [found for found in _partitions(context) if found.partition == context.params.get("partition")]
+
+
+def _partitions(context: typer.Context) -> list[c.PartitionStats]:
+    """None where no service answers soon, or none is known, or anything else is wrong: completing is no place to say
+    so."""
+    from dataplane.cli.asking import session, stats
+
+    with contextlib.suppress(Exception):
+        flags = {name: context.params.get(name) for name in Target.__dataclass_fields__}
+        config = Target(**flags).config("completion")
+        quick = {"connect_timeout_s": WAIT_S, "call_timeout_s": WAIT_S}
+        with session(config.__class__(**{**vars(config), **quick})) as channel:
+            return list(stats(channel).partitions)
+    return []

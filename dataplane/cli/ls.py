@@ -1,0 +1,113 @@
+"""`tq ls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dataplane.cli.asking import ask, session, stats
+from dataplane.cli.completing import partitions
+from dataplane.cli.flags import Json, Target
+from dataplane.cli.output import print_json, print_table
+from dataplane.cli.text import ago, counted, pairs, readable, shown
+
+if TYPE_CHECKING:
+    from dataplane.control.channel import Channel
+    from dataplane.ledger import commands as c
+
+
+def ls(
+    *,
+    partition: Annotated[
+        str | None,
+        typer.Argument(metavar="[PARTITION]", help="List its samples, oldest first.", autocompletion=partitions),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many samples.")] = 50,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """List the partitions of a service, or the samples of one with their fields and tags."""
+    with session(target.config("ls")) as channel:
+        if partition is None:
+            _partitions(stats(channel), json)
+        else:
+            _samples(channel, partition, limit, json)
+    return 0
+
+
+def _partitions(report: c.StatsReport, json: bool) -> None:
+    if json:
+        print_json({"partitions": report.partitions})
+        return
+    if not report.partitions:
+        print("no partitions")
+        return
+    columns = ("partition", ">live", ">born", ">expected", ">bytes", ">version", "tasks", "fields", "")
+    print_table(columns, [_partition(part) for part in report.partitions])
+
+
+def _partition(part: c.PartitionStats) -> tuple[object, ...]:
+    notes = [word for word, true in (("sealed", part.sealed), ("FILLING UP", part.pressed)) if true]
+    return (
+        shown(part.partition),
+        part.live,
+        part.born,
+        "-" if part.num_samples is None else part.num_samples,
+        readable(part.live_bytes),
+        part.version,
+        ",".join(map(shown, part.claimed)) or "-",
+        ",".join(map(shown, part.produced)) or "-",
+        ", ".join(notes),
+    )
+
+
+def _samples(channel: Channel, partition: str, limit: int, json: bool) -> None:
+    from dataplane.ledger import commands as c
+
+    ids = ask(channel, c.List(partition=partition), c.Listed).ids
+    found = [sample for sample in (_look(channel, partition, name) for name in ids[:limit]) if sample is not None]
+    if json:
+        rows = [_as_dict(sample) for sample in found]
+        print_json({"partition": partition, "total": len(ids), "samples": rows})
+        return
+    print_table(
+        ("sample", ">age", ">bytes", "fields", "lacking", "tags"),
+        [
+            (
+                shown(sample.sample),
+                ago(sample.now - sample.since),
+                readable(sum(cell.size_bytes for cell in sample.cells)),
+                ",".join(shown(cell.field) for cell in sample.cells) or "-",
+                ",".join(map(shown, sample.missing)) or "-",
+                pairs(sample.tags) or "-",
+            )
+            for sample in found
+        ],
+    )
+    if len(ids) > limit:
+        print(f"the oldest {limit} of {counted(len(ids), 'sample')}; --limit {len(ids)} lists all")
+
+
+def _look(channel: Channel, partition: str, name: str) -> c.Shown | None:
+    """One sample; None if it was cleared meanwhile."""
+    from dataplane.errors import NotThereError
+    from dataplane.ledger import commands as c
+
+    try:
+        return ask(channel, c.Show(partition=partition, samples=c.Samples(ids=(name,))), c.Shown)
+    except NotThereError:
+        return None
+
+
+def _as_dict(sample: c.Shown) -> dict[str, Any]:
+    return {
+        "sample": sample.sample,
+        "birth": sample.birth,
+        "age_s": sample.now - sample.since,
+        "bytes": sum(cell.size_bytes for cell in sample.cells),
+        "fields": [cell.field for cell in sample.cells],
+        "missing": sample.missing,
+        "tags": sample.tags,
+        "tasks": {task.task: task.state for task in sample.tasks},
+    }

@@ -1,0 +1,88 @@
+"""`tq show`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dataplane.cli.asking import ask, session, stats
+from dataplane.cli.completing import partitions
+from dataplane.cli.flags import Json, Target
+from dataplane.cli.output import print_json, print_table
+from dataplane.cli.text import ago, pairs, readable, shown
+
+if TYPE_CHECKING:
+    from dataplane.control.channel import Channel
+    from dataplane.ledger import commands as c
+
+
+def show(
+    *,
+    sample: Annotated[str, typer.Argument(metavar="SAMPLE", help="Its id.")],
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition",
+            "-p",
+            metavar="NAME",
+            help="Look in this one (default: the first that has it).",
+            autocompletion=partitions,
+        ),
+    ] = None,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Show one sample: where each of its fields is and how long, its tags, and how each task stands to it."""
+    with session(target.config("show")) as channel:
+        found = _find(channel, sample, partition)
+        units = {unit.unit: unit.name for unit in stats(channel).units}
+    if json:
+        print_json(found)
+    else:
+        _print(found, units)
+    return 0
+
+
+def _find(channel: Channel, sample: str, partition: str | None) -> c.Shown:
+    """In the partition named, or in the first that has it. `NotThereError` if it is not there."""
+    from dataplane.errors import NotThereError, SampleNotFoundError
+    from dataplane.ledger import commands as c
+
+    samples = c.Samples(ids=(sample,))
+    if partition is not None:
+        return ask(channel, c.Show(partition=partition, samples=samples), c.Shown)
+    names = [part.partition for part in stats(channel).partitions]
+    for name in names:
+        try:
+            return ask(channel, c.Show(partition=name, samples=samples), c.Shown)
+        except NotThereError:
+            continue
+    raise SampleNotFoundError(partition=" or ".join(names) or "(there is none)", samples=[sample])
+
+
+def _print(found: c.Shown, units: dict[int, str]) -> None:
+    born = f"born {ago(found.now - found.since)} ago as number {found.birth}"
+    print(f"sample {shown(found.sample)} of partition {shown(found.partition)}, {born}")
+    print(f"tags: {pairs(found.tags) or 'none'}")
+    if found.missing:
+        print(f"not produced: {', '.join(map(shown, found.missing))}")
+    print()
+    columns = ("field", "what it holds", ">length", ">bytes", "unit", ">offset", "")
+    print_table(columns, [_cell(cell, units) for cell in found.cells])
+    if found.tasks:
+        print()
+        print_table(("task", "state", "", "lacking"), [_task(task, found.now) for task in found.tasks])
+
+
+def _cell(cell: c.ShownCell, units: dict[int, str]) -> tuple[object, ...]:
+    notes = [word for word, true in (("shared", cell.shared), ("being read", cell.pinned)) if true]
+    unit = f"{cell.unit} {shown(units.get(cell.unit, ''))}".strip()
+    return shown(cell.field), cell.spec, cell.length, readable(cell.size_bytes), unit, cell.offset, ", ".join(notes)
+
+
+def _task(task: c.ShownTask, now: float) -> tuple[object, ...]:
+    lease = ""
+    if task.until is not None:
+        lease = f"by {shown(task.client)} for another {ago(task.until - now)}"
+    return shown(task.task), task.state, lease, ", ".join(map(shown, task.lacking)) or "-"

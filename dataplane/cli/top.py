@@ -1,0 +1,185 @@
+"""`tq top`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dataplane.cli.asking import session
+from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.output import console, print_json, table
+from dataplane.cli.text import ago, counted, readable, shown
+from dataplane.cli.watching import Look, Rates, as_json, look, rates
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+
+    from dataplane.control.channel import Channel
+    from dataplane.ledger import commands as c
+
+_BAR = 20
+"""Characters of a bar that shows how full a unit is."""
+_UNIT_COLUMNS = ("unit", "", ">used", ">of", ">at most", ">pinned", ">extents", "")
+_PARTITION_COLUMNS = (
+    "partition",
+    ">live",
+    ">bytes",
+    ">born",
+    ">of",
+    ">new/s",
+    ">dropped/s",
+    ">bytes/s",
+    ">version",
+    "",
+)
+_TASK_COLUMNS = ("task", "of partition", ">ready", ">leased", ">held", ">claimed", ">lag", ">waiting", "wants")
+_WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", ">gives up in")
+
+
+def top(
+    *,
+    address: Address = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Watch a service: what comes and goes a second, how full it is, what each task has to do, and who waits.
+
+    On a terminal until Ctrl-C, in place; elsewhere one frame after another, with --json one line each.
+    """
+    config = target.config("top", address)
+    with session(config) as channel:
+        frames = _looks(channel, interval)
+        try:
+            _watch(config.address or "", frames, once=once, json=json)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _looks(channel: Channel, interval: float) -> Iterator[tuple[Look, Look]]:
+    """Each look and the one before it, without end."""
+    before = look(channel)
+    while True:
+        time.sleep(interval)
+        after = look(channel)
+        yield before, after
+        before = after
+
+
+def _watch(address: str, frames: Iterator[tuple[Look, Look]], *, once: bool, json: bool) -> None:
+    screen = console()
+    if not (once or json) and screen.is_terminal:
+        _live(address, frames, screen)
+        return
+    for before, after in frames:
+        if json:
+            print_json(as_json(before, after))
+        else:
+            screen.print(frame(address, before, after))
+        if once:
+            return
+        if not json:
+            print(flush=True)
+
+
+def _live(address: str, frames: Iterator[tuple[Look, Look]], screen: Console) -> None:
+    from rich.live import Live
+
+    with Live(f"looking at {address} ...", console=screen, screen=True, auto_refresh=False) as live:
+        for before, after in frames:
+            live.update(frame(address, before, after), refresh=True)
+
+
+def frame(address: str, before: Look, after: Look) -> Group:
+    """All there is to see after an interval."""
+    from rich.console import Group
+    from rich.text import Text
+
+    report, flow = after.report, rates(before, after)
+    parts: list[RenderableType] = [Text(_summary(address, after, flow), style="bold")]
+    parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in report.units])] if report.units else []
+    partitions = [_partition(part, flow[part.partition]) for part in report.partitions]
+    parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
+    tasks = [_task(part, task) for part in report.partitions for task in part.tasks]
+    parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
+    waits = [_wait(wait, after.waits.now) for wait in after.waits.waits]
+    parts += ["", table(_WAIT_COLUMNS, waits)] if waits else []
+    return Group(*parts)
+
+
+def _summary(address: str, after: Look, flow: dict[str, Rates]) -> str:
+    report = after.report
+    born = sum(rate.born or 0.0 for rate in flow.values())
+    used, capacity = (sum(getattr(unit, name) for unit in report.units) for name in ("used_bytes", "capacity_bytes"))
+    return (
+        f"{address}   {readable(used)} of {readable(capacity)} used   {born:,.1f} new samples/s   "
+        f"{counted(len(report.sessions) - 1, 'client')}   {counted(len(after.waits.waits), 'call')} waiting"
+    )
+
+
+def _unit(unit: c.UnitStats) -> tuple[object, ...]:
+    notes = ["NOT CONNECTED"] if not unit.connected else []
+    notes += ["FILLING UP"] if unit.pressed else []
+    notes += [f"cannot grow: {unit.problem}"] if unit.problem else []
+    filled = round(_BAR * unit.used_bytes / unit.capacity_bytes)
+    return (
+        f"{unit.unit} {shown(unit.name)}",
+        "#" * filled + "." * (_BAR - filled),
+        readable(unit.used_bytes),
+        readable(unit.capacity_bytes),
+        readable(unit.peak_used_bytes),
+        readable(unit.pinned_bytes),
+        unit.extents,
+        _warning(", ".join(notes)),
+    )
+
+
+def _partition(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
+    notes = ["sealed"] if part.sealed else []
+    notes += ["FILLING UP"] if part.pressed else []
+    notes += [f"{counted(part.waiting_puts, 'put')} waiting"] if part.waiting_puts else []
+    notes += [f"{part.evicted + part.evicted_unconsumed} evicted"] if part.evicted + part.evicted_unconsumed else []
+    return (
+        shown(part.partition),
+        part.live,
+        readable(part.live_bytes),
+        part.born,
+        "-" if part.num_samples is None else part.num_samples,
+        _rate(rate.born),
+        _rate(rate.dropped),
+        "-" if rate.grown_bytes is None else readable(rate.grown_bytes),
+        part.version,
+        _warning(", ".join(notes)),
+    )
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _task(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
+    wants = ", ".join(map(shown, task.fields)) or "(has not claimed)"
+    lag = "-" if task.lag is None else task.lag
+    names = shown(task.task), shown(part.partition)
+    return *names, task.ready, task.leased, task.held, task.claimed, lag, task.waiting, wants
+
+
+def _wait(wait: c.Wait, now: float) -> tuple[object, ...]:
+    room = wait.task == ""
+    what = "room" if room else f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
+    wanted, ready = (readable(wait.wanted), readable(wait.ready)) if room else (str(wait.wanted), str(wait.ready))
+    times = ago(now - wait.since), ago(wait.until - now)
+    return shown(wait.client), what, shown(wait.partition), wanted, ready, *times
+
+
+def _warning(text: str) -> RenderableType:
+    from rich.text import Text
+
+    return Text(text, style="bold yellow")

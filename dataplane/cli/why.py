@@ -1,0 +1,142 @@
+"""`tq why`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dataplane.cli.asking import ask, partition_stats, session
+from dataplane.cli.completing import fields_of, partitions, tasks_of
+from dataplane.cli.flags import Json, Target
+from dataplane.cli.output import print_json, print_table
+from dataplane.cli.text import ago, counted, shown
+
+if TYPE_CHECKING:
+    from dataplane.control.channel import Channel
+    from dataplane.ledger import commands as c
+
+
+def why(
+    *,
+    partition: Annotated[str, typer.Argument(metavar="PARTITION", help="Its name.", autocompletion=partitions)],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Who claims.", autocompletion=tasks_of)],
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FIELDS]...",
+            help="What the claim wants (default: what the task's latest claim wanted).",
+            autocompletion=fields_of,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="The claim takes whole groups of so many samples.")
+    ] = None,
+    group_by: Annotated[str, typer.Option(metavar="TAG", help="The tag that names a sample's group.")] = "group",
+    max_lag: Annotated[
+        int | None, typer.Option(min=0, help="The claim takes samples at most so many weight versions old.")
+    ] = None,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Say why a task's claim would wait now: what is missing, who has the rest, and who wrote last.
+
+    Exit code 0 whether it would wait or not.
+    """
+    from dataplane.ledger import commands as c
+
+    with session(target.config("why")) as channel:
+        wanted = tuple(fields or _latest(channel, partition, task))
+        command = c.WhyBlocked(
+            partition=partition,
+            task=task,
+            fields=wanted,
+            group_by=group_by,
+            group_size=group_size,
+            max_lag=max_lag,
+        )
+        found = ask(channel, command, c.Blocked)
+        waits = ask(channel, c.Waits(), c.WaitList)
+    mine = [wait for wait in waits.waits if (wait.partition, wait.task) == (partition, task)]
+    if json:
+        print_json({"fields": wanted, "blocked": found, "waits": mine, "now": waits.now})
+    else:
+        print(_headline(task, partition, wanted, found, mine))
+        print()
+        print_table(("", ">samples"), _counts(found))
+        _print_writers(found)
+        _print_waits(mine, waits.now)
+    return 0
+
+
+def _latest(channel: Channel, partition: str, task: str) -> tuple[str, ...]:
+    """The fields of the task's latest claim; none if it never claimed, or is not there."""
+    named = [found for found in partition_stats(channel, partition).tasks if found.task == task]
+    return named[0].fields if named else ()
+
+
+def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Blocked, waits: list[c.Wait]) -> str:
+    """The answer in a sentence: what waits or would come of a claim now, and what the service says of it."""
+    fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
+    ready = found.matching if found.groups is None else found.groups
+    some = f"{counted(ready, 'sample' if found.groups is None else 'whole group')}{fields}"
+    who = f"task {shown(task)} in partition {shown(partition)}"
+    if waits:
+        least = min(wait.wanted for wait in waits)
+        return f"{who} waits: {counted(len(waits), 'claim')} of at least {least}, and {some} ready: {found.why}"
+    if ready:
+        return f"{who} can claim {some} now: {found.why}"
+    if found.complete and not found.unclaimed:
+        return f"{who} has nothing left to claim: the partition is complete, and all of it is claimed"
+    return f"{who} would wait, as nothing{fields} is ready: {found.why}"
+
+
+def _counts(found: c.Blocked) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [
+        ("put so far", found.born),
+        ("expected", "not known" if found.expected is None else found.expected),
+        ("live and not claimed by the task", found.unclaimed),
+        *((f"  lack {shown(name)}", count) for name, count in found.lacking.items() if count),
+        ("  have all fields", found.ready),
+        *((f"    fail {shown(text)}", count) for text, count in found.filtered.items()),
+        *([("    fulfil all conditions", found.matching)] if found.filtered else []),
+        ("live and claimed by the task", found.claimed),
+        ("  on lease", found.leased),
+        ("  held for their ranks", found.held),
+    ]
+    if found.groups is not None:
+        rows += [("whole groups", found.groups), ("groups in part", found.partial_groups)]
+    if found.dropped:
+        rows.append(("dropped with groups in part", found.dropped))
+    return rows
+
+
+def _print_writers(found: c.Blocked) -> None:
+    if found.writers:
+        print()
+        rows = [
+            (shown(writer.name), ago(writer.ago_s), ", ".join(map(shown, writer.fields)) or "-", _living(writer))
+            for writer in found.writers
+        ]
+        print_table(("wrote last", ">ago", "last to write", ""), rows)
+
+
+def _living(writer: c.Writer) -> str:
+    return "connected" if writer.live else "gone since"
+
+
+def _print_waits(waits: list[c.Wait], now: float) -> None:
+    if waits:
+        print()
+        rows = [
+            (
+                shown(wait.client),
+                ", ".join(map(shown, wait.fields)) or "-",
+                wait.wanted,
+                wait.ready,
+                ago(now - wait.since),
+                ago(wait.until - now),
+            )
+            for wait in waits
+        ]
+        print_table(("waits now", "for fields", ">wants", ">ready", ">since", ">gives up in"), rows)

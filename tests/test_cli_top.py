@@ -1,0 +1,119 @@
+"""`tq top`, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient
+from dataplane.cli import main
+from dataplane.cli.watching import Rates, look, rates
+from dataplane.control.channel import Channel
+from tests.cli_service import filled  # noqa: F401
+from tests.lives import wait_until
+
+TOP = [sys.executable, "-m", "dataplane", "top", "--interval", "0.1"]
+
+
+def test_once(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "1 client   0 calls waiting" in text
+    rows = [line.split() for line in text.splitlines() if line]
+    assert ["train", "3"] in [row[:2] for row in rows]
+    assert ["policy", "train", "2", "1", "0", "1", "-", "0", "ids,", "reward"] in rows
+    (critic,) = [row for row in rows if row[0] == "critic"]
+    assert critic[-4:] == ["0", "(has", "not", "claimed)"]
+
+
+def test_who_waits_is_shown(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    waiter = threading.Thread(target=filled.claim_meta, args=("train", "critic", ["logprobs"], 2))
+    waiter.start()
+    wait_until(lambda: len(filled.waits().waits) == 1)
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    assert "task critic: logprobs" in capsys.readouterr().out
+    filled.put_samples(["b"], "train", {"logprobs": [torch.zeros(2)]})
+    waiter.join(60)
+    assert not waiter.is_alive()
+
+
+def test_rates_are_of_what_came_and_went(filled: DataPlaneClient) -> None:
+    channel = Channel.open(filled.config)
+    try:
+        before = look(channel)
+        filled.put_samples(["d"], "train", {"reward": torch.zeros(1)})
+        filled.clear_samples(["a", "b", "c"], "train")
+        filled.register_partition("new", ["x"], None, ["t"])
+        after = look(channel)
+    finally:
+        channel.close()
+    seconds = after.at_s - before.at_s
+    found = rates(before, after)
+    assert found["train"].born == pytest.approx(1 / seconds)
+    assert found["train"].dropped == pytest.approx(3 / seconds)
+    assert found["train"].grown_bytes is not None
+    assert found["train"].grown_bytes < 0
+    assert found["new"] == Rates()
+
+
+def test_json_goes_on_line_by_line_until_interrupted(filled: DataPlaneClient) -> None:
+    with subprocess.Popen([*TOP, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            told = json.loads(process.stdout.readline())
+            assert told["seconds"] > 0
+            assert told["report"]["partitions"][0]["partition"] == "train"
+            assert told["rates"]["train"]["born"] == 0
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_terminal_shows_it_in_place_until_interrupted(filled: DataPlaneClient) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen(TOP, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        seen = b""
+        while b"policy" not in seen:
+            assert select.select([ours], [], [], 60)[0], seen
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while chunk := os.read(ours, 65536):
+                seen += chunk
+        except OSError:  # the other end is closed
+            pass
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"\x1b[?1049h" in seen  # another screen, and back from it
+    assert b"\x1b[?1049l" in seen
+    assert b"Traceback" not in seen
+
+
+def test_a_service_that_goes_is_exit_1(filled: DataPlaneClient) -> None:
+    address = filled.config.address
+    code = "from dataplane import serve\nwith serve({'units': 0}) as s:\n print(s.address, flush=True)\n input()"
+    service = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert service.stdout is not None
+    other = service.stdout.readline().strip()
+    assert other != address
+    with subprocess.Popen(
+        [*TOP, other, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["report"]["units"] == []
+        service.communicate("\n", timeout=60)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith(f"tq: no data plane service at {other}")
