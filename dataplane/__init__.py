@@ -119,6 +119,7 @@ _HOME = {
     "DataPlaneClient": "dataplane.client",
     "DataPlaneConfig": "dataplane.config",
     "DataPlaneError": "dataplane.errors",
+    "DrainError": "dataplane.errors",
     "DynamicSampler": "dataplane.dynamic_sampling",
     "ELEM_COUNTS_PER_GB": "dataplane.schema",
     "FieldKind": "dataplane.types",

@@ -11,13 +11,14 @@ from typing import Any, Concatenate, ParamSpec, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming, looking, reading
+from dataplane import claiming, draining, looking, reading
 from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
+from dataplane.draining import Drained
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
@@ -266,6 +267,18 @@ class AsyncDataPlaneClient:
     async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """See `DataPlaneClient.shrink`."""
         return await self._run(ops.shrink, timeout_s)
+
+    async def drain(self, unit: int, timeout_s: float = 600.0) -> Drained:
+        """See `DataPlaneClient.drain`."""
+        return await self._run(draining.drain, unit, timeout_s)
+
+    async def undrain(self, unit: int) -> None:
+        """See `DataPlaneClient.undrain`."""
+        await self._run(draining.undrain, unit)
+
+    async def drop_unit(self, unit: int, *, force: bool = False) -> None:
+        """See `DataPlaneClient.drop_unit`."""
+        await self._run(draining.forget, unit, force)
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""

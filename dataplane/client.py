@@ -10,13 +10,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self
 import torch
 from tensordict import TensorDict
 
-from dataplane import claiming, looking, reading
+from dataplane import claiming, draining, looking, reading
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.config import DataPlaneConfig
 from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
+from dataplane.draining import Drained
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.registering import register
@@ -420,6 +421,28 @@ class DataPlaneClient:
         each (with an `error` where one is not connected, did not answer, or has a file system without holes).
         """
         return self._run(ops.shrink, timeout_s)
+
+    def drain(self, unit: int, timeout_s: float = 600.0) -> Drained:
+        """Empty a storage unit: nothing new goes there from now on, and what lives there is moved to other units while
+        everybody goes on. Metas stay good, claims, tags and versions are as they were, shared rows stay shared; readers
+        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates.
+
+        Returns when nothing lives there and no put has room there any more, after a moment for readers who still hold
+        bytes (`pinned_bytes` of the result says how much they do): then `drop_unit` lets the unit go. Raises
+        `DrainError`, which says what is left and why, where the other units have no room, the unit cannot be read, or
+        `timeout_s` is over; the unit stays marked, and another call goes on. `ChecksumError` for a row that is damaged:
+        clear or produce it anew. ValueError for an unknown unit.
+        """
+        return self._run(draining.drain, unit, timeout_s)
+
+    def undrain(self, unit: int) -> None:
+        """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
+        self._run(draining.undrain, unit)
+
+    def drop_unit(self, unit: int, *, force: bool = False) -> None:
+        """Forget a storage unit for good, so that its process can end. With rows living there it is a ValueError, or
+        with `force=True` clears those rows: `drain` it first. ValueError for an unknown unit, too."""
+        self._run(draining.forget, unit, force)
 
     def close(self) -> None:
         """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataplane.error_base import DataPlaneError
+from collections.abc import Mapping, Sequence
+
+from dataplane.error_base import SHOWN, DataPlaneError
 
 
 class ChecksumError(DataPlaneError, OSError):
@@ -25,6 +27,36 @@ class ChecksumError(DataPlaneError, OSError):
             expected=expected,
             got=got,
             total=total,
+        )
+
+
+class DrainError(DataPlaneError, RuntimeError):
+    """A storage unit could not be emptied: `cells` are left there, in bytes by partition (`live`), and what puts under
+    way have reserved. Nothing is lost; `why` says what was in the way."""
+
+    def __init__(
+        self,
+        *,
+        unit: int,
+        cells: int,
+        live: Mapping[str, int],
+        reserved_bytes: int,
+        holders: Sequence[str],
+        why: str,
+    ) -> None:
+        largest = sorted(live.items(), key=lambda item: -item[1])
+        where = "".join(f"; partition {name!r} has {size:,} bytes there" for name, size in largest[:SHOWN])
+        puts = f"; puts have reserved {reserved_bytes:,} bytes there" if reserved_bytes else ""
+        who = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
+        super().__init__(
+            f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{who}. {why.rstrip('.')}. "
+            "Nothing is lost, the unit stays marked: drain it again to go on, or undrain it",
+            unit=unit,
+            cells=cells,
+            live=dict(largest[:SHOWN]),
+            reserved_bytes=reserved_bytes,
+            holders=list(holders),
+            why=why,
         )
 
 

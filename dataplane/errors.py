@@ -39,6 +39,7 @@
     │   └── CallCancelledError          the call was withdrawn before it took effect
     ├── ChecksumError (OSError)         what was read is not what was written; names sample, field and unit
     ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
+    ├── DrainError (RuntimeError)       a storage unit could not be emptied; says what is left, and why
     ├── StateDirError (OSError)         the service's state directory cannot be used, read or written
     ├── CheckpointWriteError (OSError)  the file system did not take a checkpoint; names file and cause
     └── InternalError (RuntimeError)    a defect of the service; its log has the command
@@ -68,6 +69,7 @@ from dataplane.error_missing import TaskNotFoundError as TaskNotFoundError
 from dataplane.error_storage import ArenaSpaceError as ArenaSpaceError
 from dataplane.error_storage import CheckpointWriteError as CheckpointWriteError
 from dataplane.error_storage import ChecksumError as ChecksumError
+from dataplane.error_storage import DrainError as DrainError
 from dataplane.error_storage import StateDirError as StateDirError
 
 # --- refused: the caller's mistake ----------------------------------------------------------------------------

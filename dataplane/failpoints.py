@@ -20,6 +20,8 @@ NAMES = frozenset(
         "put.mid_copy",
         "put.before_force",
         "put.before_commit",
+        "move.mid_copy",
+        "move.before_switch",
         "get.mid_copy",
         "get.copied",
         "get.before_release",

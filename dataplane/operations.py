@@ -213,7 +213,7 @@ def store(
         committed: c.Committed = (yield from naming(ids, commit)).result
         return msgspec.structs.replace(committed, evicted=room.result.evicted)
     except BaseException:
-        yield from _give_back(desk, room.number, unfinished)
+        yield from give_back(desk, room.number, unfinished)
         raise
 
 
@@ -307,7 +307,7 @@ def _store_ahead(
         desk.ahead.finish(part, failed=failed)
 
 
-def _give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:
+def give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:
     """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
     reserved until those have another life, or the session ends: then the service has the unit fence it first."""
     try:

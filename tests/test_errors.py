@@ -55,6 +55,9 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.CallCancelledError(session=1, number=2),
     e.ArenaSpaceError(directory="/dev/shm", found_bytes=1, wanted_bytes=2),
     e.ChecksumError(partition="p", sample="a", field="x", unit=2, expected=1, got=(1 << 32) - 1, total=3),
+    e.DrainError(
+        unit=3, cells=7, live={"p": 900}, reserved_bytes=64, holders=["session 4 (a, live)"], why="It was late"
+    ),
     e.StateDirError(directory="/state", why="another process uses it", hint="Stop that one first"),
     e.CheckpointWriteError(file="/c/a", why="No space left on device"),
     e.InternalError(what="a defect"),

@@ -24,6 +24,7 @@ EXPECTED = [
     "DataPlaneClient",
     "DataPlaneConfig",
     "DataPlaneError",
+    "DrainError",
     "DynamicSampler",
     "ELEM_COUNTS_PER_GB",
     "FieldKind",

@@ -18,11 +18,13 @@ from dataplane.columns.decode import (
 )
 from dataplane.columns.encode import EncodedColumn, Shared, encode_fields
 from dataplane.columns.specs import declared_specs
+from dataplane.columns.values import FlatValues
 
 __all__ = [
     "Column",
     "Empty",
     "EncodedColumn",
+    "FlatValues",
     "RowSource",
     "Shared",
     "SharedOffsets",

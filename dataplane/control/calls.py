@@ -138,7 +138,9 @@ class Calls:
         so that the ledger's answer comes first; `timeout_s` replaces the latter."""
         now = time.monotonic()
         patience_s = self._timeout_s if timeout_s is None else timeout_s
-        if isinstance(command, c.Allocate | c.Shrink) or (isinstance(command, c.Claim) and command.blocking):
+        if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
+            isinstance(command, c.Claim) and command.blocking
+        ):
             patience_s += command.timeout_s
         with self._lock:
             call = self._numbering.issue(command, now=now)

@@ -47,6 +47,10 @@ RESULTS: dict[type[c.Command], type[c.Result]] = {
     c.ReadSaved: c.SavedRows,
     c.Stage: c.Done,
     c.Publish: c.Done,
+    c.Drain: c.Done,
+    c.FindCells: c.FoundCells,
+    c.Move: c.Moved,
+    c.Forget: c.Done,
 }
 """What answers each command."""
 

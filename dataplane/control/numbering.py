@@ -15,7 +15,9 @@ from dataplane.ledger.commands import (
     Claim,
     Command,
     Commit,
+    FindCells,
     Locate,
+    Move,
     Release,
     Save,
     Unclaim,
@@ -135,7 +137,9 @@ def undo_of(number: int, command: Command) -> Command | None:
         case Commit(reservation=int(reservation), offset=None):
             # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.
             return Abort(reservation=reservation)
-        case Locate() | Save():
+        case Move(reservation=int(reservation)):
+            return Abort(reservation=reservation)
+        case Locate() | Save() | FindCells():
             return Release(located=number)
         case Claim():
             return Unclaim(claimed=number)

@@ -41,6 +41,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.ChecksumError: Code.DATA_LOSS,
     e.ArenaSpaceError: Code.RESOURCE_EXHAUSTED,
     e.CheckpointWriteError: Code.RESOURCE_EXHAUSTED,
+    e.DrainError: Code.FAILED_PRECONDITION,
     e.StateDirError: Code.UNAVAILABLE,
     e.ClaimTimeoutError: Code.DEADLINE_EXCEEDED,
     e.CallTimeoutError: Code.DEADLINE_EXCEEDED,

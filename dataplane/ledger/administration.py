@@ -226,21 +226,26 @@ class UnitReports:
         self.recheck.checked(item)
 
     def drop(self, item: c.DropUnit) -> None:
-        state = self.state
-        unit = state.units.get(item.unit)
         error = None
-        if unit is None:
-            error = InvalidRequestError(f"there is no storage unit {item.unit}")
-        else:
-            found = self._rows_by_partition(item.unit)
-            count = sum(len(rows) for _, rows in found)
-            if count and not item.force:
-                error = InvalidRequestError(
-                    f"storage unit {item.unit} holds cells of {count} live samples; clear them or drop it with force"
-                )
-            else:
-                self._drop(unit, found)
-        state.out.append(c.UnitDropped(unit=item.unit, error=error))
+        try:
+            self._drop_or_refuse(item.unit, force=item.force)
+        except InvalidRequestError as refused:
+            error = refused
+        self.state.out.append(c.UnitDropped(unit=item.unit, error=error))
+
+    def forget(self, session: Session, number: int, command: c.Forget) -> c.Done:
+        self._drop_or_refuse(command.unit, force=command.force)
+        return c.Done()
+
+    def _drop_or_refuse(self, number: int, *, force: bool) -> None:
+        unit = self.state.unit(number)
+        found = self._rows_by_partition(number)
+        count = sum(len(rows) for _, rows in found)
+        if count and not force:
+            raise InvalidRequestError(
+                f"storage unit {number} holds cells of {count} live samples; drain it, clear them or drop it with force"
+            )
+        self._drop(unit, found)
 
     def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
         state = self.state

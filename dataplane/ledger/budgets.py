@@ -50,7 +50,7 @@ class Evictions:
         self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
     ) -> tuple[str, ...] | None:
         """Let samples of the partition go, but those of `spare`, until it occupies `excess` bytes less, of them `short`
-        in units that are connected. The ids of those that were not consumed; None if it cannot be done.
+        in units that are open. The ids of those that were not consumed; None if it cannot be done.
 
         Consumed ones go as long as that may help. Others go if the policy says so, for new rows only (an update may be
         of the very samples), and only if that suffices for sure.
@@ -169,13 +169,13 @@ class _Goal:
     def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
         self._extents = state.extents
         self._account = partition.account
-        self._units = [unit for unit in state.units.values() if unit.connected]
+        self._units = [unit for unit in state.units.values() if unit.open]
         self._numbers = np.array([unit.number for unit in self._units], np.int32)
         self._wanted = partition.account.used_bytes - excess, _used(self._units) - short
 
     @property
     def left(self) -> tuple[int, int]:
-        """Bytes that are still to come back: of the partition, and in connected units."""
+        """Bytes that are still to come back: of the partition, and in open units."""
         return self._account.used_bytes - self._wanted[0], _used(self._units) - self._wanted[1]
 
     @property
@@ -187,7 +187,7 @@ class _Goal:
         return gained[0] >= excess and gained[1] >= short
 
     def here(self, numbers: Int32s) -> Bools:
-        """Which of these extents are on connected units."""
+        """Which of these extents are on open units."""
         found: Bools = np.isin(self._extents.units[numbers], self._numbers)
         return found
 

@@ -90,7 +90,7 @@ class Commits:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
         waiters = self.state.room_waiters[update].values()
-        waits = any(parked.partition is partition for parked in waiters)
+        waits = any(parked.partition is partition and not parked.command.moving for parked in waiters)
         excess = over(self.state, partition, wanted, update=update)
         made: tuple[str, ...] | None = None if waits else ()
         if excess > 0 and not waits and evicts(partition):
@@ -113,10 +113,12 @@ class Commits:
                 f"session {session.number} has no reservation {command.reservation}: "
                 "it was aborted, committed before, or never made"
             )
-        self._check_units(reservation)
+        self.check_units(reservation)
         if isinstance(reservation, RoomAhead):
             return PartAhead(self.state, reservation, partition, command)
         assert isinstance(reservation, Reservation)
+        if reservation.moving:
+            raise InvalidRequestError(f"reservation {command.reservation} is of a move, not of a put")
         if command.offset is not None:
             raise InvalidRequestError(f"reservation {command.reservation} is of one put: its commit names no offset")
         if reservation.partition is not partition:
@@ -127,7 +129,8 @@ class Commits:
             )
         return reservation
 
-    def _check_units(self, room: Room) -> None:
+    def check_units(self, room: Room) -> None:
+        """StorageUnitError or ServiceRestartedError unless every byte of the room is there still."""
         for number, epoch in room.epochs.items():
             self._check_unit(number, epoch)
         if room.broken:
@@ -149,7 +152,7 @@ class Commits:
         self.state.check_samples(samples)
         if samples.ids is None:
             rows = partition.resolve(samples)
-            _refuse_repeats(rows)
+            refuse_repeats(rows)
             return Named(rows, np.zeros(0, np.int64))
         if len(set(samples.ids)) != len(samples.ids):
             seen: set[str] = set()
@@ -264,8 +267,8 @@ class Commits:
             if not len(rows):
                 unused += [piece[2] for piece in pieces]
                 continue
-            cells = _cells(column, sizes, pieces)
-            unused += self._enliven(partition, field, column, pieces, own)
+            cells = cells_at(column, sizes, pieces)
+            unused += self.enliven(partition, field, column, pieces, own)
             old = field.write(rows, *cells)
             field.settle(column.spec)
             if not every(old[0]):
@@ -278,7 +281,7 @@ class Commits:
             self.state.extents.free(np.array(unused, np.int32))
         return written, overwritten_bytes
 
-    def _enliven(
+    def enliven(
         self,
         partition: Partition,
         field: Field,
@@ -318,7 +321,7 @@ def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int6
     return rows[first:last] if index is None else rows[(index >= first) & (index < last)]
 
 
-def _cells(
+def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
     """Extent, offset, length and checksum of each sample's cell."""
@@ -361,7 +364,8 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
         raise InvalidRequestError(f"column {column.name!r}: its index points outside its {values} values")
 
 
-def _refuse_repeats(rows: Int64s) -> None:
+def refuse_repeats(rows: Int64s) -> None:
+    """InvalidRequestError if a row is there twice."""
     if len(rows) > 1 and len(np.unique(rows)) != len(rows):
         raise InvalidRequestError("a sample is named twice in one put")
 

@@ -163,6 +163,18 @@ class Extents:
                 if several.due and not self.pins[number]:
                     self._trim(number, several)
 
+    def adopt(self, number: int, account: Account) -> None:
+        """An extent that was nobody's is this account's."""
+        self.owners[number] = account.number
+        account.charge(int(self.sizes[number]))
+        self.moved = True
+
+    def trim(self, number: int) -> None:
+        """Give back what no live cell lies on, if that is most of it."""
+        several = self.several.get(number)
+        if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
+            self._trim(number, several)
+
     def pin(self, numbers: Int32s) -> None:
         """`numbers` has no repeats."""
         self.pins[numbers] += 1

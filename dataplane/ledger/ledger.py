@@ -23,6 +23,7 @@ from dataplane.ledger.administration import Partitions, UnitReports
 from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
 from dataplane.ledger.digest import digest
+from dataplane.ledger.draining import Drains
 from dataplane.ledger.image import ImageError, dump, load
 from dataplane.ledger.inspection import Inspection
 from dataplane.ledger.limits import Limits, check_limit
@@ -31,7 +32,7 @@ from dataplane.ledger.pressure import Pressure
 from dataplane.ledger.reads import Reads
 from dataplane.ledger.rooms import Rooms
 from dataplane.ledger.saves import Saves
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedShrink, Session
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
 from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.types import Checksums
@@ -77,6 +78,7 @@ class Ledger:
         self._partitions = Partitions(self._state, self._claims.task_gone)
         self._saves = Saves(self._state, self._partitions)
         self._shrinks = Shrinks(self._state)
+        self._drains = Drains(self._state, self._commits)
         self._pressure = Pressure(self._state)
         self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks)
         self._handlers = self._command_table()
@@ -220,6 +222,10 @@ class Ledger:
             c.ReadSaved: self._saves.read_saved,
             c.Stage: self._saves.stage,
             c.Publish: self._saves.publish,
+            c.Drain: self._drains.drain,
+            c.FindCells: self._drains.find,
+            c.Move: self._drains.move,
+            c.Forget: self._units.forget,
         }
 
     def _settle(self) -> None:
@@ -230,6 +236,8 @@ class Ledger:
             self._rooms.judge()
         if state.touched:
             self._claims.judge()
+        if state.finders:
+            self._drains.judge()
         self._pressure.look()
 
     # --- numbered calls
@@ -285,7 +293,7 @@ class Ledger:
         return c.Done()
 
     def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
-        self._withdraw(session, number, command.located, c.Located | c.Saved)
+        self._withdraw(session, number, command.located, c.Located | c.Saved | c.FoundCells)
         session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)
         if pinned is not None:
@@ -356,6 +364,8 @@ class Ledger:
             return self._claims.timed_out(parked)
         if isinstance(parked, ParkedShrink):
             return self._shrinks.timed_out(parked)
+        if isinstance(parked, ParkedFind):
+            return self._drains.timed_out(parked)
         assert isinstance(parked, ParkedAllocate)
         return self._rooms.out_of_room(parked)
 

@@ -36,6 +36,7 @@ class Want:
     def __init__(self, session: Session, command: Allocate) -> None:
         self.session = session
         self.update = command.update
+        self.moving = command.moving
         self.wish = command.unit_wish
         self.ends: list[Int64s] = []
         self.whole: list[int] = []
@@ -74,7 +75,7 @@ class Want:
 
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
     """Pieces that cover every value, taken from the units' free space; or, when there is no place now, None (nothing
-    was taken) and the units whose arena may be grown to help. `units` are the connected ones, at least one."""
+    was taken) and the units whose arena may be grown to help. `units` are the open ones, at least one."""
     ordered = want.order(units)
     for unit in ordered:
         if unit.room(update=want.update) < want.total:
@@ -100,7 +101,7 @@ def can_grow(unit: Unit) -> bool:
 def growth(unit: Unit, need: int) -> int | None:
     """The backing to ask of the unit so that it has `need` bytes more; None if it was asked already or cannot."""
     backed = unit.space.backed_bytes
-    if not unit.connected or not can_grow(unit) or unit.shrinking:
+    if not unit.open or not can_grow(unit) or unit.shrinking:
         return None
     target = min(backed + max(STEP_BYTES, need, backed // 4), unit.ceiling)
     if unit.asked and unit.asked >= min(backed + need, unit.ceiling):
@@ -110,7 +111,7 @@ def growth(unit: Unit, need: int) -> int | None:
 
 def growth_again(unit: Unit, need: int, now: float) -> int | None:
     """The backing to ask of a unit that could not grow some time ago; None if there is none to ask."""
-    if not unit.problem or unit.asked or unit.shrinking or not unit.connected or now < unit.retry_at:
+    if not unit.problem or unit.asked or unit.shrinking or not unit.open or now < unit.retry_at:
         return None
     return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
 

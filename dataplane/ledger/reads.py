@@ -160,6 +160,7 @@ class Reads:
             extents=len(numbers),
             fragments=unit.space.fragments,
             largest_free_bytes=unit.space.largest_bytes,
+            draining=unit.draining,
         )
 
     def _session(self, session: Session) -> c.SessionStats:

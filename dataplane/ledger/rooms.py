@@ -38,7 +38,7 @@ RETRY_S = 1.0
 
 class Rooms:
     """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
-    its partition's budget is passed over by those of other partitions."""
+    its partition's budget is passed over by those of other partitions. Moves come last, whatever the budget says."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -52,7 +52,7 @@ class Rooms:
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
-        queued, behind = self._line(partition, update=command.update)
+        queued, behind = self._line(parked)
         granted = None if queued else self._serve(parked, want, behind=behind)
         if granted is not None:
             return granted
@@ -62,12 +62,17 @@ class Rooms:
         self.state.park(parked)
         return None
 
-    def _line(self, partition: Partition, *, update: bool) -> tuple[bool, bool]:
+    def _line(self, asking: ParkedAllocate) -> tuple[bool, bool]:
         """Whether a put of this partition waits already, and whether one waits for memory of the units. Those that wait
-        for the budget of another partition hold up nobody else."""
+        for the budget of another partition hold up nobody else, and moves hold up moves only."""
+        moving, update = asking.command.moving, asking.command.update
         firsts: dict[str, ParkedAllocate] = {}
         for parked in self.state.room_waiters[update].values():
-            if parked.partition is partition:
+            if moving and parked.command.moving:
+                return True, True
+            if parked.command.moving:
+                continue
+            if not moving and parked.partition is asking.partition:
                 return True, True
             firsts.setdefault(parked.partition.name, parked)
         return False, any(over(self.state, one.partition, one.total, update=update) <= 0 for one in firsts.values())
@@ -76,12 +81,14 @@ class Rooms:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
         (`behind`): it takes none but what it made itself."""
         partition = parked.partition
+        if parked.command.moving:
+            return None if behind else self._take(parked, want)
         excess = over(self.state, partition, want.total, update=want.update)
         if excess <= 0 and not behind:
             granted = self._take(parked, want)
             if granted is not None or self._growing(want):
                 return granted
-        while evicts(partition) and any(unit.connected for unit in self.state.units.values()):
+        while evicts(partition) and any(unit.open for unit in self.state.units.values()):
             short = want.total - self._room(want)
             if behind or max(excess, short) <= 0:
                 short = want.total
@@ -101,7 +108,11 @@ class Rooms:
         if pieces is None:
             return None
         nbytes = sum(piece.size for piece in pieces)
-        if nbytes > want.total and over(self.state, parked.partition, nbytes, update=want.update) > 0:
+        if (
+            not want.moving
+            and nbytes > want.total
+            and over(self.state, parked.partition, nbytes, update=want.update) > 0
+        ):
             give_back(pieces)
             return None
         return self._reserve(parked, pieces)
@@ -114,7 +125,7 @@ class Rooms:
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of room ahead: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
-        wanted_elsewhere = any(self.state.room_waiters.values()) or not unit.connected
+        wanted_elsewhere = any(self.state.room_waiters.values()) or not unit.open
         plenty = nbytes * self.state.limits.ahead_part <= limit and unit.used_bytes + nbytes <= limit // 2
         offset = unit.space.take(nbytes) if plenty and not wanted_elsewhere else None
         if offset is None:
@@ -133,12 +144,25 @@ class Rooms:
             behind = False
             for parked in list(self.state.room_waiters[update].values()):
                 partition = parked.partition
+                if parked.command.moving:
+                    continue
                 if partition.name in queued or (behind and not evicts(partition)):
                     continue
                 waits = self._judge(parked, behind=behind)
                 if waits:
                     queued.add(partition.name)
                     behind = behind or over(self.state, partition, parked.total, update=update) <= 0
+        self._judge_moves()
+
+    def _judge_moves(self) -> None:
+        """What is to be moved takes what no update waits for."""
+        updates = self.state.room_waiters[True].values()
+        moves = [parked for parked in updates if parked.command.moving]
+        puts = [parked for parked in updates if not parked.command.moving]
+        behind = bool(moves) and any(over(self.state, one.partition, one.total, update=True) <= 0 for one in puts)
+        for parked in moves:
+            if self._judge(parked, behind=behind):
+                return
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
@@ -160,24 +184,26 @@ class Rooms:
     def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
         """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""
         partition = parked.partition
+        if want.moving:
+            return parked.command.on_full is OnFull.REJECT and not self._growing(want)
         if parked.command.on_full is OnFull.WAIT and partition.when_full is not WhenFull.REJECT:
             return False
         return over(self.state, partition, want.total, update=want.update) > 0 or not self._growing(want)
 
     def _growing(self, want: Want) -> bool:
-        units = [unit for unit in self.state.units.values() if unit.connected]
+        units = [unit for unit in self.state.units.values() if unit.open]
         room = sum(max(unit.room_asked(update=want.update), 0) for unit in units)
         return room >= want.total and any(unit.asked for unit in units)
 
     def _room(self, want: Want) -> int:
-        units = [unit for unit in self.state.units.values() if unit.connected]
+        units = [unit for unit in self.state.units.values() if unit.open]
         return sum(max(unit.room(update=want.update), 0) for unit in units)
 
     def retry_at(self) -> float:
         """When arenas that could not grow are to be asked again for those who wait."""
         if not (self.state.room_waiters[True] or self.state.room_waiters[False]):
             return float("inf")
-        units = [unit for unit in self.state.units.values() if unit.problem and unit.connected and not unit.asked]
+        units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
         return min((unit.retry_at for unit in units), default=float("inf"))
 
     def grow_ahead(self, unit: Unit) -> None:
@@ -192,10 +218,12 @@ class Rooms:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
+        if command.moving and (len(command.columns) != 1 or not command.update):
+            raise InvalidRequestError(f"a move takes room as an update of one column, not of {len(command.columns)}")
 
     def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
         """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
-        budget = limit_of(self.state, partition, update=want.update)
+        budget = None if want.moving else limit_of(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
                 wanted_bytes=want.total,
@@ -203,7 +231,7 @@ class Rooms:
                 what=f"this put, in the budget of partition {partition.name!r},",
                 hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
             )
-        limits = [unit.most(update=want.update) for unit in self.state.units.values()]
+        limits = [unit.most(update=want.update) for unit in self.state.units.values() if not unit.draining]
         if not limits:
             return
         if want.total > sum(limits):
@@ -216,7 +244,7 @@ class Rooms:
     def _place(self, want: Want) -> list[Piece] | None:
         if not want.whole:
             return []
-        units = [unit for unit in self.state.units.values() if unit.connected]
+        units = [unit for unit in self.state.units.values() if unit.open]
         if not units:
             return None
         pieces, growing = place(want, units)
@@ -238,11 +266,12 @@ class Rooms:
     def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
         command = parked.command
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
-        reservation = Reservation(parked.partition, names, sizes, update=command.update)
+        reservation = Reservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
+        account = None if command.moving else parked.partition.account
         placements = []
         for piece in pieces:
             unit = piece.unit
-            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, parked.partition.account)
+            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, account)
             reservation.pieces[piece.column].append((piece.first, piece.last, extent, piece.offset))
             reservation.epochs[unit.number] = unit.epoch
             placements.append(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, Int32s, Int64s, Result, UnitShrunk
+from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, UnitShrunk
 
 if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
@@ -36,10 +36,16 @@ class Room:
 
 
 class Reservation(Room):
-    """Room for one put; `pieces` has its columns, their values in order."""
+    """Room for one put; `pieces` has its columns, their values in order. `moving`: for cells to be moved, no account's
+    until they are."""
 
-    def __init__(self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool) -> None:
+    moving = False
+
+    def __init__(
+        self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool, moving: bool = False
+    ) -> None:
         super().__init__(len(names))
+        self.moving = moving
         self.partition = partition
         self.names = names
         self.sizes = sizes
@@ -98,6 +104,14 @@ class ParkedShrink(Parked):
         super().__init__(session, number, since, timeout_s)
         self.found: dict[int, UnitShrunk] = {}
         self.waits_for: dict[int, int] = {}
+
+
+class ParkedFind(Parked):
+    """Waits until there is something to move on a unit, or nothing is held there any more."""
+
+    def __init__(self, session: Session, number: int, since: float, command: FindCells) -> None:
+        super().__init__(session, number, since, command.timeout_s)
+        self.command = command
 
 
 class Claimed:

@@ -30,14 +30,18 @@ def out_of_room(
         )
     units = state.units.values()
     lost = [
-        (f"storage unit {unit.number} ({unit.offer.name}), which is not connected,", unit.space.capacity_bytes)
+        (
+            f"storage unit {unit.number} ({unit.offer.name}), which is "
+            + ("being drained," if unit.connected else "not connected,"),
+            unit.space.capacity_bytes,
+        )
         for unit in units
-        if not unit.connected
+        if not unit.open
     ]
     partitions = [(_described(other), other.account.live_bytes) for other in _largest(state)]
     return CapacityTimeoutError(
         wanted_bytes=wanted,
-        free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.connected),
+        free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {unit.problem}" for unit in units if unit.problem),

@@ -11,7 +11,7 @@ from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedShrink, Session
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
 from dataplane.types import Checksums
@@ -40,6 +40,7 @@ class State:
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
+    finders: tuple[ParkedFind, ...] = ()
 
     def __init__(
         self,
@@ -86,6 +87,13 @@ class State:
             raise PartitionNotFoundError(partition=name, known=list(self.partitions))
         return found
 
+    def unit(self, number: int) -> Unit:
+        found = self.units.get(number)
+        if found is None:
+            known = ", ".join(map(str, list(self.units)[:8])) or "none"
+            raise InvalidRequestError(f"there is no storage unit {number}; there are: {known}")
+        return found
+
     def spread(self) -> bool:
         """Whether sessions and units are on more than one host."""
         if self.several_hosts is None:
@@ -128,6 +136,8 @@ class State:
                 parked.interest.waiters += 1
         elif isinstance(parked, ParkedAllocate):
             self.room_waiters[parked.command.update][parked.key] = parked
+        elif isinstance(parked, ParkedFind):
+            self.finders = (*self.finders, parked)
 
     def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
         """The parked call gets its answer."""
@@ -142,6 +152,8 @@ class State:
             self.extents.freed = True
         elif isinstance(parked, ParkedShrink):
             self.shrinkers.pop(parked.key, None)
+        elif isinstance(parked, ParkedFind):
+            self.finders = tuple([other for other in self.finders if other is not parked])
         self.answer(parked.session, parked.number, result)
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:

@@ -7,13 +7,16 @@ from dataplane.ledger.space import FreeSpace
 
 
 class Unit:
-    """`ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
+    """`draining`: it gets nothing new, and what is there is to be moved away.
+    `ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
     `asked` is the backing asked of the unit and not yet reported (0: none). `room` is what new rows or updates may
     still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
     may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
     give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
     it says of its backing is from before. `problem` says why growing failed last; it is tried
     again at `retry_at` at the earliest. `peak_bytes` is the most that was ever used."""
+
+    draining = False
 
     def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
         self.number = number
@@ -40,6 +43,11 @@ class Unit:
     @property
     def host(self) -> str:
         return self.offer.host
+
+    @property
+    def open(self) -> bool:
+        """Whether puts may get room there now."""
+        return self.connected and not self.draining
 
     @property
     def used_bytes(self) -> int:

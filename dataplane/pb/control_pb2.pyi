@@ -693,7 +693,7 @@ class Described(_message.Message):
     def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s")
+    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
@@ -701,6 +701,7 @@ class AllocateRequest(_message.Message):
     UNIT_WISH_FIELD_NUMBER: _ClassVar[int]
     ON_FULL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     columns: _containers.RepeatedCompositeFieldContainer[ColumnSizes]
@@ -708,7 +709,8 @@ class AllocateRequest(_message.Message):
     unit_wish: int
     on_full: OnFull
     timeout_s: float
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    moving: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ..., moving: bool = ...) -> None: ...
 
 class Allocated(_message.Message):
     __slots__ = ("placements", "checksums", "evicted")
@@ -1009,7 +1011,7 @@ class StatsRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitStats(_message.Message):
-    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes")
+    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes", "draining")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -1029,6 +1031,7 @@ class UnitStats(_message.Message):
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
     host: str
@@ -1048,7 +1051,8 @@ class UnitStats(_message.Message):
     extents: int
     fragments: int
     largest_free_bytes: int
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ..., extents: _Optional[int] = ..., fragments: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ..., extents: _Optional[int] = ..., fragments: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class TaskStats(_message.Message):
     __slots__ = ("task", "fields", "ready", "leased", "held", "claimed", "waiting", "lag")
@@ -1555,3 +1559,109 @@ class PublishRequest(_message.Message):
     partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
     replace: bool
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., staged: _Optional[_Iterable[str]] = ..., partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ..., replace: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("header", "unit", "undo")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    undo: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., undo: bool = ...) -> None: ...
+
+class FindCellsRequest(_message.Message):
+    __slots__ = ("header", "unit", "max_cells", "max_bytes", "partition", "field", "timeout_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CELLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    max_cells: int
+    max_bytes: int
+    partition: str
+    field: str
+    timeout_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., max_cells: _Optional[int] = ..., max_bytes: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class FoundCells(_message.Message):
+    __slots__ = ("partition", "field", "spec", "rows", "births", "index", "offsets", "lengths", "checksums", "cells", "live", "reserved", "reserved_bytes", "pinned_bytes", "holders")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    field: str
+    spec: FieldSpec
+    rows: bytes
+    births: bytes
+    index: bytes
+    offsets: bytes
+    lengths: bytes
+    checksums: bytes
+    cells: int
+    live: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    reserved: int
+    reserved_bytes: int
+    pinned_bytes: int
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, partition: _Optional[str] = ..., field: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., index: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., cells: _Optional[int] = ..., live: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., reserved: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("header", "partition", "field", "unit", "rows", "births", "index", "offsets", "lengths", "located", "reservation")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    field: str
+    unit: int
+    rows: bytes
+    births: bytes
+    index: bytes
+    offsets: bytes
+    lengths: bytes
+    located: int
+    reservation: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., unit: _Optional[int] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., index: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., located: _Optional[int] = ..., reservation: _Optional[int] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("cells", "skipped")
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    cells: int
+    skipped: int
+    def __init__(self, cells: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("header", "unit", "force")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    force: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., force: bool = ...) -> None: ...

@@ -225,6 +225,26 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_pb_dot_control__pb2.PublishRequest.SerializeToString,
                 response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tq.v1.Control/Drain',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                _registered_method=True)
+        self.FindCells = channel.unary_unary(
+                '/tq.v1.Control/FindCells',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.FindCellsRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.FoundCells.FromString,
+                _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/tq.v1.Control/Move',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.MoveRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Moved.FromString,
+                _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/tq.v1.Control/Forget',
+                request_serializer=dataplane_dot_pb_dot_control__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -501,6 +521,34 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Lets nothing new onto a storage unit from now on, or does again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindCells(self, request, context):
+        """Some of the cells that lie on a storage unit, and a pin on them; waits while others hold what is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Move(self, request, context):
+        """Points cells at copies of their bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forget(self, request, context):
+        """Forgets a storage unit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -692,6 +740,26 @@ def add_ControlServicer_to_server(servicer, server):
             'Publish': grpc.unary_unary_rpc_method_handler(
                     servicer.Publish,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.PublishRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+            ),
+            'FindCells': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindCells,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.FindCellsRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.FoundCells.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.MoveRequest.FromString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.Moved.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=dataplane_dot_pb_dot_control__pb2.ForgetRequest.FromString,
                     response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
             ),
     }
@@ -1721,6 +1789,114 @@ class Control(object):
             target,
             '/tq.v1.Control/Publish',
             dataplane_dot_pb_dot_control__pb2.PublishRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Drain',
+            dataplane_dot_pb_dot_control__pb2.DrainRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindCells(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/FindCells',
+            dataplane_dot_pb_dot_control__pb2.FindCellsRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.FoundCells.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Move',
+            dataplane_dot_pb_dot_control__pb2.MoveRequest.SerializeToString,
+            dataplane_dot_pb_dot_control__pb2.Moved.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Forget',
+            dataplane_dot_pb_dot_control__pb2.ForgetRequest.SerializeToString,
             dataplane_dot_pb_dot_control__pb2.Done.FromString,
             options,
             channel_credentials,

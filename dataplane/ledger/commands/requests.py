@@ -6,6 +6,7 @@ from dataplane.ledger.commands.parts import (
     ColumnSizes,
     CommitColumn,
     FieldLocations,
+    Int64s,
     Mode,
     OnFull,
     Order,
@@ -72,7 +73,11 @@ class Allocate(Command, frozen=True, kw_only=True):
     (`on_full`), first come first served within new rows (`update=False`) and within updates.
 
     Placement: the unit `unit_wish`, then units this session is attached to, then units on its host, then the emptiest;
-    all columns in one piece if they fit, else column by column, else columns split between values.
+    all columns in one piece if they fit, else column by column, else columns split between values. Never a unit that is
+    being drained.
+
+    `moving`: room for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
+    after all puts that wait.
     """
 
     partition: str
@@ -81,6 +86,7 @@ class Allocate(Command, frozen=True, kw_only=True):
     unit_wish: int | None = None
     on_full: OnFull = OnFull.WAIT
     timeout_s: float = 60.0
+    moving: bool = False
 
 
 class AllocateAhead(Command, frozen=True, kw_only=True):
@@ -322,3 +328,56 @@ class Publish(Command, frozen=True, kw_only=True):
     staged: tuple[str, ...]
     partitions: tuple[SavedPartition, ...]
     replace: bool = False
+
+
+class Drain(Command, frozen=True, kw_only=True):
+    """The unit gets nothing new from now on, and is to be emptied with `FindCells` and `Move`; with `undo`, it is as
+    any other again. Commits into room that was reserved there before still happen. Answered `Done`."""
+
+    unit: int
+    undo: bool = False
+
+
+class FindCells(Command, frozen=True, kw_only=True):
+    """Some cells of one field that lie on the unit, by address, and a pin on them named by this call's number. Answered
+    `FoundCells`.
+
+    At most `max_cells` (more only where they are the same bytes) and `max_bytes` of distinct values, one at least;
+    those of `partition` and `field` first. When there are none, it parks while puts have room there or readers hold
+    pins, up to `timeout_s`.
+    """
+
+    unit: int
+    max_cells: int = 16384
+    max_bytes: int = 64 << 20
+    partition: str = ""
+    field: str = ""
+    timeout_s: float = 0.0
+
+
+class Move(Command, frozen=True, kw_only=True):
+    """Points cells at copies of their bytes, which lie in the room that call `reservation` (an `Allocate` with
+    `moving`) reserved, and releases call `located`, the `FindCells` that found and pinned them. Answered `Moved`.
+
+    The arrays are as they were found: cell i is value `index[i]`, which lay at `offsets[index[i]]` of the unit. A cell
+    that is elsewhere by now, or gone, is left as it is. Nothing else changes: no version, claim, tag, length or
+    checksum. A fault changes nothing but that the reservation is freed.
+    """
+
+    partition: str
+    field: str
+    unit: int
+    rows: Int64s
+    births: Int64s
+    index: Int64s
+    offsets: Int64s
+    lengths: Int64s
+    located: int
+    reservation: int
+
+
+class Forget(Command, frozen=True, kw_only=True):
+    """Forgets a storage unit; with live rows on it only under `force`, which clears those rows. Answered `Done`."""
+
+    unit: int
+    force: bool = False

@@ -8,6 +8,7 @@ from dataplane.ledger.commands.parts import (
     Placement,
     SavedPartition,
     TagColumn,
+    UInt32s,
     UnitInfo,
     Value,
     WhenFull,
@@ -111,7 +112,7 @@ class UnitStats(Value, frozen=True, kw_only=True):
     `used_bytes` sums reserved, live and retired; `peak_used_bytes` is the most that ever was; new rows may take it up
     to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last.
     `extents` counts the columns of puts that hold bytes, `fragments` the free ranges, of which the largest has
-    `largest_free_bytes`.
+    `largest_free_bytes`. `draining`: it gets nothing new (see `Drain`).
     """
 
     unit: int
@@ -133,6 +134,7 @@ class UnitStats(Value, frozen=True, kw_only=True):
     extents: int = 0
     fragments: int = 0
     largest_free_bytes: int = 0
+    draining: bool = False
 
 
 class TaskStats(Value, frozen=True, kw_only=True):
@@ -286,3 +288,37 @@ class SavedRows(Result, frozen=True, kw_only=True):
     ids: tuple[str, ...]
     tags: tuple[TagColumn, ...]
     fields: tuple[FieldLocations, ...]
+
+
+class FoundCells(Result, frozen=True, kw_only=True):
+    """Cells that lie on a unit; none: nothing lives there. Cell i is of row `rows[i]` and is the value `index[i]`, of
+    which `lengths` (in the spec's units), `offsets` (bytes from the start of the arena) and `checksums` (0: none) tell;
+    cells of one value are the same bytes.
+
+    cells, live: how many cells live on the unit, and bytes by partition, those found among them. reserved: extents of
+    puts under way, `reserved_bytes` together. pinned_bytes: what readers hold, this call's own pin aside. holders: the
+    sessions that have either.
+    """
+
+    partition: str
+    field: str
+    spec: FieldSpec
+    rows: Int64s
+    births: Int64s
+    index: Int64s
+    offsets: Int64s
+    lengths: Int64s
+    checksums: UInt32s | None = None
+    cells: int = 0
+    live: dict[str, int]
+    reserved: int = 0
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    holders: tuple[str, ...] = ()
+
+
+class Moved(Result, frozen=True, kw_only=True):
+    """How many cells are elsewhere now, and how many had been written or cleared meanwhile."""
+
+    cells: int
+    skipped: int
