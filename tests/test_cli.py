@@ -17,6 +17,7 @@ VERBS = [
     *("serve", "unit"),
     *("status", "top", "ls", "show", "why"),
     *("clear", "checkpoint", "restore", "shrink"),
+    *("doctor", "bench"),
 ]
 
 

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from dataplane.cli.bench import bench
 from dataplane.cli.clear import clear
+from dataplane.cli.doctor import doctor
 from dataplane.cli.flags import verb
 from dataplane.cli.ls import ls
 from dataplane.cli.saving import checkpoint, restore
@@ -39,6 +41,7 @@ _PANELS: dict[str, list[Callable[..., int]]] = {
     "Run a service": [serve, unit],
     "Look inside": [status, top, ls, show, why],
     "Change and save": [clear, checkpoint, restore, shrink],
+    "Check and measure": [doctor, bench],
 }
 for _panel, _verbs in _PANELS.items():
     for _each in _verbs:

@@ -81,17 +81,21 @@ class Target(Security):
     def config(self, name: str, address: str | None = None) -> DataPlaneConfig:
         """Settings of a client that is called `name`; address: as named without a flag. A wrong argument if it is named
         twice, or nowhere."""
-        if address is not None and self.at is not None:
-            raise typer.BadParameter(f"{self.at}, and {address} besides; name one", param_hint="--address")
-        config = DataPlaneConfig(
-            address=address or self.at, client_name=f"tq {name}", **self.settings()
-        ).with_environment()
+        config = self.config_if_any(name, address)
         if not config.address:
             raise typer.BadParameter(
                 f"none is given: name the host:port that `tq serve` printed, or set {ENV_ADDRESS}",
                 param_hint="--address",
             )
         return config
+
+    def config_if_any(self, name: str, address: str | None = None) -> DataPlaneConfig:
+        """The same, without an address where none is named."""
+        if address is not None and self.at is not None:
+            raise typer.BadParameter(f"{self.at}, and {address} besides; name one", param_hint="--address")
+        return DataPlaneConfig(
+            address=address or self.at, client_name=f"tq {name}", **self.settings()
+        ).with_environment()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,64 @@
+"""`tq bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.measuring import Measure, measure
+from dataplane.cli.output import print_json, print_table
+from dataplane.cli.own import own_service
+from dataplane.config import MIB, DataPlaneConfig
+
+_CAPACITY_BYTES = 128 * MIB
+_PUT_S = 10.0
+_QUICK_S, _LONG_S = 0.3, 3.0
+
+
+def bench(
+    *,
+    address: Address = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
+    target: Target,
+    json: Json = False,
+) -> int:
+    """Measure puts, gets and claims from here: of the service at an address, or of one that is started for it.
+
+    One client, one call at a time, in a partition of its own that is dropped afterwards; needs 64 MiB of room there.
+    Gives an impression of this machine; what others do on it at the same time counts.
+    """
+    with _service(target.config_if_any("bench", address)) as config:
+        found = list(measure(config, _QUICK_S if quick else _LONG_S))
+    if json:
+        print_json({"cpus": os.cpu_count(), "measures": [_as_dict(each) for each in found]})
+    else:
+        columns = ("what", ">times", ">median ms", ">99% ms", ">MB/s", ">samples/s")
+        print_table(columns, [_row(each) for each in found])
+    return 0
+
+
+@contextlib.contextmanager
+def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
+    """Settings for the service meant, or for one of this verb's own."""
+    config = replace(config, put_timeout_s=_PUT_S)
+    if config.address is not None:
+        yield config
+        return
+    with own_service(capacity_bytes=_CAPACITY_BYTES) as address:
+        yield DataPlaneConfig(address=address, client_name=config.client_name, put_timeout_s=_PUT_S)
+
+
+def _row(found: Measure) -> tuple[object, ...]:
+    speed = f"{found.mb_per_s:,.0f}" if found.nbytes else "-"
+    samples = f"{found.samples_per_s:,.0f}" if found.samples else "-"
+    return found.what, found.count, f"{found.median_ms:.3f}", f"{found.p99_ms:.3f}", speed, samples
+
+
+def _as_dict(found: Measure) -> dict[str, Any]:
+    return {**asdict(found), "mb_per_s": found.mb_per_s, "samples_per_s": found.samples_per_s}

@@ -1,0 +1,131 @@
+"""What is installed: versions, and whether it loads and can do what is needed of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataplane.cli.checks.finding import Finding, careful
+
+PACKAGE = "rl-dataplane"
+_INSTALL = f"pip install -U {PACKAGE}"
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*])?\s*([^;]*)")
+_CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
+_GPU_DEVICES = "nvidia[0-9]*"
+
+
+def packages() -> Iterator[Finding]:
+    """All of it."""
+    yield from careful("packages", _versions, _INSTALL)
+    yield from careful("protobuf", _protobuf, "pip install -U 'protobuf>=5.29,<8'")
+    yield from careful("gRPC", _grpc, "pip install -U grpcio grpcio-health-checking grpcio-reflection")
+    yield from careful("ZMQ", _zmq, "pip install -U --only-binary :all: pyzmq")
+    yield from careful("Ray", _ray, "pip install -U ray")
+    yield from careful("torch", _torch, "pip install -U torch")
+
+
+def _versions() -> Iterator[Finding]:
+    """Whether everything that is required is there, in a version that will do."""
+    wrong, count = [], 0
+    for requirement in importlib.metadata.requires(PACKAGE) or []:
+        if "extra ==" in requirement:
+            continue
+        count += 1
+        wrong += _unmet(requirement)
+    version = importlib.metadata.version(PACKAGE)
+    found = f"{PACKAGE} {version}, {'; '.join(wrong) or f'and all {count} that it requires'}"
+    yield Finding(what="packages", found=found, mend=_INSTALL if wrong else "")
+
+
+def _unmet(requirement: str) -> list[str]:
+    """What is wrong with one requirement."""
+    matched = _REQUIREMENT.match(requirement)
+    assert matched is not None, requirement
+    name, clauses = matched[1], _CLAUSE.findall(matched[2])
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return [f"{name} is not installed"]
+    if all(_holds(version, operator, bound) for operator, bound in clauses):
+        return []
+    return [f"{name} is {version}, wanted {matched[2].strip()}"]
+
+
+def _holds(version: str, operator: str, bound: str) -> bool:
+    left, right = _numbers(version), _numbers(bound)
+    match operator:
+        case ">=":
+            return left >= right
+        case "<=":
+            return left <= right
+        case "<":
+            return left < right
+        case ">":
+            return left > right
+    return left == right
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release without the noughts at its end: 2.13.0+cpu is (2, 13)."""
+    matched = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = list(map(int, matched[0].split("."))) if matched else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _protobuf() -> Iterator[Finding]:
+    from google.protobuf import __version__
+    from google.protobuf.internal import api_implementation
+
+    from dataplane.pb import bulk_pb2, control_pb2
+
+    for made in (bulk_pb2, control_pb2):
+        assert made.DESCRIPTOR.message_types_by_name
+    kind = api_implementation.Type()
+    mend = "" if kind == "upb" else "pip install -U --only-binary :all: protobuf (this one has no compiled part: slow)"
+    yield Finding(what="protobuf", found=f"{__version__} ({kind}), our messages load", mend=mend)
+
+
+def _grpc() -> Iterator[Finding]:
+    from dataplane.control.grpc_import import import_grpc_door
+
+    door = import_grpc_door()
+    yield Finding(what="gRPC", found=f"{importlib.metadata.version('grpcio')}, {door.__name__} loads")
+
+
+def _zmq() -> Iterator[Finding]:
+    import zmq
+
+    found = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
+    lacking = [name for name in ("curve", "ipc") if not zmq.has(name)]
+    if lacking:
+        mend = "pip install -U --force-reinstall --only-binary :all: pyzmq (its wheels have both; TLS needs CURVE)"
+        yield Finding(what="ZMQ", found=f"{found}, without {' and '.join(lacking)}", mend=mend)
+    else:
+        yield Finding(what="ZMQ", found=f"{found}, with CURVE and ipc")
+
+
+def _ray() -> Iterator[Finding]:
+    if importlib.util.find_spec("ray") is None:
+        yield Finding(what="Ray", found="not installed; package `workers` needs it", mend="pip install ray")
+    else:
+        yield Finding(what="Ray", found=importlib.metadata.version("ray"))
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+
+    yield Finding(what="torch", found=str(torch.__version__))
+    devices = list(Path("/dev").glob(_GPU_DEVICES))
+    if torch.cuda.is_available():
+        names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}))
+        yield Finding(what="GPU", found=f"{torch.cuda.device_count()} for torch: {names}")
+    elif devices:
+        mend = "install a torch with CUDA for this driver (`nvidia-smi`), and see CUDA_VISIBLE_DEVICES"
+        yield Finding(what="GPU", found=f"{len(devices)} in /dev, but torch cannot use any", mend=mend)
+    else:
+        yield Finding(what="GPU", found="none; tensors on CPUs only")

@@ -1,0 +1,119 @@
+"""A service at work: the one at an address, or one that is started for it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dataplane.cli.checks.finding import Finding, careful
+from dataplane.cli.own import own_service
+from dataplane.cli.text import counted, readable
+from dataplane.config import MIB, DataPlaneConfig
+from dataplane.host import boot_id, split_address
+
+if TYPE_CHECKING:
+    from dataplane import DataPlaneClient
+
+_CAPACITY_BYTES = 16 * MIB
+_ROW_BYTES = 64 << 10
+_REACH_S = 5.0
+_PUT_S = 10.0
+
+
+def trial(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
+    """Of the service at `config.address`; without one, of a service that is started here and ended again."""
+    if config.address is None:
+        mend = "see what is wrong above, and what `tq serve` says"
+        yield from careful("a service here", lambda: _own(config, arena_dir), mend)
+        return
+    reached = list(_reach(config.address))
+    yield from reached
+    if all(finding.ok for finding in reached):
+        mend = "see that the service is of this version and this end has its token (--token-file) or certificates"
+        yield from careful("session", lambda: _work(config), mend)
+
+
+def _own(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
+    with own_service(capacity_bytes=_CAPACITY_BYTES, arena_dir=arena_dir) as address:
+        yield Finding(what="a service here", found=f"started, at {address}")
+        alone = DataPlaneConfig(address=address, client_name=config.client_name)
+        yield from careful("round trip", lambda: _round_trip(alone), "see what is wrong above")
+
+
+def _reach(address: str) -> Iterator[Finding]:
+    """Whether both of its ports take connections."""
+    host, port = split_address(address)
+    for number, name in ((port, "gRPC"), (port + 1, "ZMQ")):
+        began = time.monotonic()
+        what = f"port {number} ({name})"
+        try:
+            socket.create_connection((host, number), timeout=_REACH_S).close()
+        except OSError as error:
+            mend = "see that `tq serve` runs there, listens on more than loopback (--host) and no firewall is between"
+            yield Finding(what=what, found=f"{host}: {error.strerror or error}", mend=mend)
+        else:
+            yield Finding(what=what, found=f"{host} answers in {(time.monotonic() - began) * 1000:.1f} ms")
+
+
+def _work(config: DataPlaneConfig) -> Iterator[Finding]:
+    from dataplane import DataPlaneClient
+
+    with DataPlaneClient(config).connect() as client:
+        security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
+        yield Finding(what="session", found=f"open, with {security}")
+        yield from _units(client)
+    yield from careful("round trip", lambda: _round_trip(config), "see `tq status`: is there a unit, with room?")
+
+
+def _units(client: DataPlaneClient) -> Iterator[Finding]:
+    units = client.stats().units
+    mine = sum(unit.host == boot_id() for unit in units)
+    found = f"{counted(len(units), 'storage unit')}, {mine} on this host"
+    if not units:
+        yield Finding(what="units", found="no storage unit: no row has a place", mend="start one: `tq unit ADDRESS`")
+    for unit in units:
+        name = f"unit {unit.unit}"
+        if not unit.connected:
+            yield Finding(what=name, found=f"{unit.name} is not connected", mend="see its log; start it again")
+        elif unit.problem:
+            yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend="free memory on its host")
+        elif unit.pressed:
+            mend = "clear what is consumed, or add a unit (`tq unit`)"
+            yield Finding(what=name, found=f"{unit.name} fills up: {readable(unit.used_bytes)} used", mend=mend)
+    if units:
+        yield Finding(what="units", found=found)
+
+
+def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
+    """A row goes there and comes back, by shared memory where that is possible and over ZMQ."""
+    import torch
+
+    from dataplane import DataPlaneClient
+
+    row = torch.randint(0, 256, (_ROW_BYTES,), dtype=torch.uint8)
+    for remote, road in ((False, "the best road"), (True, "ZMQ")):
+        settings = replace(config, force_remote=remote, put_timeout_s=_PUT_S)
+        with DataPlaneClient(settings).connect() as client, _partition(client) as name:
+            began = time.monotonic()
+            client.put_samples(["row"], name, {"bytes": [row]})
+            back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()
+            took_ms = (time.monotonic() - began) * 1000
+            if not torch.equal(back, row):
+                raise ValueError(f"a row of {readable(_ROW_BYTES)} came back changed by {road}")
+        yield Finding(what="round trip", found=f"{readable(_ROW_BYTES)} there and back by {road} in {took_ms:.1f} ms")
+
+
+@contextlib.contextmanager
+def _partition(client: DataPlaneClient) -> Iterator[str]:
+    """One of its own, gone afterwards."""
+    name = f"tq-doctor-{secrets.token_hex(6)}"
+    client.register_partition(name, ["bytes"], None, ["doctor"])
+    try:
+        yield name
+    finally:
+        client.clear_samples(None, name)

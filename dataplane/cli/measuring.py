@@ -1,0 +1,154 @@
+"""What a service does in how long, measured from this process: for an impression, not for comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dataplane.config import MIB, DataPlaneConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from dataplane import DataPlaneClient
+
+SMALL_BYTES = 1 << 10
+LARGE_ROWS, LARGE_BYTES = 16, MIB
+MANY_ROWS, MANY_BYTES = 1024, 4 << 10
+AT_LEAST, WARM = 5, 8
+"""Each thing is done so many times at least, after these that do not count: memory is taken the first few times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """`what` was done `count` times, with so many samples and bytes each time. Times are in milliseconds."""
+
+    what: str
+    count: int
+    samples: int
+    nbytes: int
+    median_ms: float
+    p99_ms: float
+
+    @property
+    def mb_per_s(self) -> float:
+        """Million bytes a second, at the median."""
+        return self.nbytes / self.median_ms / 1000
+
+    @property
+    def samples_per_s(self) -> float:
+        """At the median."""
+        return self.samples / self.median_ms * 1000
+
+
+def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
+    """Each thing for `budget_s`, one after the other. Whatever it puts is in a partition of its own, which goes."""
+    import torch
+
+    from dataplane import DataPlaneClient
+
+    torch.manual_seed(0)
+    for remote, road in ((False, ""), (True, " over ZMQ")):
+        with DataPlaneClient(replace(config, force_remote=remote)).connect() as client, _partition(client) as name:
+            bench = _Bench(client, name, budget_s)
+            if not remote:
+                yield from bench.small()
+                yield bench.claim()
+            yield from bench.rows(f"{LARGE_ROWS} rows of 1 MiB{road}", LARGE_ROWS, LARGE_BYTES)
+            if not remote:
+                yield from bench.rows(f"{MANY_ROWS} rows of 4 KiB", MANY_ROWS, MANY_BYTES)
+
+
+class _Bench:
+    """One client at work in one partition."""
+
+    def __init__(self, client: DataPlaneClient, partition: str, budget_s: float) -> None:
+        self._client = client
+        self._partition = partition
+        self._budget_s = budget_s
+        self._numbers = itertools.count()
+
+    def small(self) -> Iterator[Measure]:
+        yield self._measure("ask for statistics", 0, 0, lambda: None, lambda _: self._client.stats())
+        yield from self.rows("1 row of 1 KiB", 1, SMALL_BYTES)
+
+    def claim(self) -> Measure:
+        def put() -> None:
+            self._put(_rows(1, SMALL_BYTES))
+
+        def claim(_: object) -> None:
+            self._client.claim_meta(self._partition, "bench", ["x"], 1)
+
+        return self._measure("claim 1 sample", 1, 0, put, claim)
+
+    def rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
+        """A put, and a get, of so many rows."""
+        rows = _rows(count, nbytes)
+        total = count * nbytes
+        yield self._measure(f"put {what}", count, total, lambda: None, lambda _: self._put(rows))
+        ids = self._put(rows)
+
+        def get(_: object) -> None:
+            self._client.get_samples(ids, self._partition, ["x"])
+
+        yield self._measure(f"get {what}", count, total, lambda: None, get)
+        self._clear(ids)
+
+    def _put(self, rows: list[torch.Tensor]) -> list[str]:
+        ids = [f"s{next(self._numbers)}" for _ in rows]
+        self._client.put_samples(ids, self._partition, {"x": rows})
+        return ids
+
+    def _clear(self, ids: list[str]) -> None:
+        self._client.clear_samples(ids, self._partition)
+
+    def _measure(
+        self, what: str, samples: int, nbytes: int, prepare: Callable[[], Any], act: Callable[[Any], Any]
+    ) -> Measure:
+        """Only `act` is timed. Samples that it returns the names of are cleared."""
+        times: list[float] = []
+        end = math.inf
+        while len(times) < WARM + AT_LEAST or time.monotonic() < end:
+            if len(times) == WARM:
+                end = time.monotonic() + self._budget_s
+            ready = prepare()
+            began = time.perf_counter()
+            done = act(ready)
+            times.append((time.perf_counter() - began) * 1000)
+            if isinstance(done, list):
+                self._clear(done)
+        times = sorted(times[WARM:])
+        p99 = times[math.ceil(0.99 * len(times)) - 1]
+        return Measure(
+            what=what,
+            count=len(times),
+            samples=samples,
+            nbytes=nbytes,
+            median_ms=statistics.median(times),
+            p99_ms=p99,
+        )
+
+
+def _rows(count: int, nbytes: int) -> list[torch.Tensor]:
+    import torch
+
+    return list(torch.randint(0, 256, (count, nbytes), dtype=torch.uint8))
+
+
+@contextlib.contextmanager
+def _partition(client: DataPlaneClient) -> Iterator[str]:
+    from dataplane import FieldKind, FieldSpec
+
+    name = f"tq-bench-{secrets.token_hex(6)}"
+    client.register_partition(name, {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}, None, ["bench"])
+    try:
+        yield name
+    finally:
+        client.clear_samples(None, name)

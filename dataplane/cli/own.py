@@ -1,0 +1,44 @@
+"""A service that a verb starts for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from dataplane.errors import ServiceUnavailableError
+
+_START_S = 60.0
+_END_S = 30.0
+
+
+@contextlib.contextmanager
+def own_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator[str]:
+    """The address of a service with one unit, in processes of its own, on loopback and without a token; it ends with
+    the block. `ServiceUnavailableError`, with what it said, if it does not start within a minute."""
+    command = [sys.executable, "-m", "dataplane", "serve", "--capacity", str(capacity_bytes), "--arena-dir", arena_dir]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment, process_group=0
+    ) as process:
+        try:
+            yield _first_line(process).split()[-1]
+        finally:
+            process.terminate()
+            process.communicate(timeout=_END_S)
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    came, _, _ = select.select([process.stdout], [], [], _START_S)
+    line = process.stdout.readline() if came else ""
+    if not line:
+        process.terminate()
+        _, said = process.communicate(timeout=_END_S)
+        why = f"`tq serve` did not start: {' '.join(said.split()) or f'it said nothing for {_START_S:.0f} s'}"
+        raise ServiceUnavailableError(address="127.0.0.1", why=why)
+    return line
