@@ -16,7 +16,7 @@ from dataplane.config import DURABILITIES
 VERBS = [
     *("serve", "unit"),
     *("status", "top", "ls", "show", "why"),
-    *("clear", "checkpoint", "restore", "shrink"),
+    *("clear", "checkpoint", "restore", "shrink", "drop"),
     *("doctor", "bench"),
 ]
 

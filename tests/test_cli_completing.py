@@ -34,6 +34,7 @@ def completions(line: str, **more: str) -> list[str]:
     [
         ("tq ls t", ["train"]),
         ("tq clear --yes ", ["train"]),
+        ("tq drop ", ["unit-0"]),
         ("tq checkpoint --partition ", ["train"]),
         ("tq why train ", ["policy", "critic"]),
         ("tq why train policy ids l", ["logprobs"]),

@@ -49,3 +49,17 @@ def partition_stats(channel: Channel, name: str) -> c.PartitionStats:
         if found.partition == name:
             return found
     raise PartitionNotFoundError(partition=name, known=[found.partition for found in partitions])
+
+
+def unit_stats(channel: Channel, unit: str) -> c.UnitStats:
+    """What one storage unit holds, by its number or else its name. `InvalidRequestError` if there is none such, or if
+    several are called so."""
+    from dataplane.errors import InvalidRequestError
+
+    units = stats(channel).units
+    found = [each for each in units if str(each.unit) == unit] or [each for each in units if each.name == unit]
+    if len(found) == 1:
+        return found[0]
+    have = ", ".join(f"{each.unit} {each.name}" for each in units) or "none"
+    why = "several are called so: give its number" if found else "there is none such"
+    raise InvalidRequestError(f"storage unit {unit!r}: {why}; there are {have}")

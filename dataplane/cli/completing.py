@@ -1,8 +1,9 @@
-"""What shells complete: names of partitions, tasks and fields, asked of the running service if it answers soon."""
+"""What shells complete: names of partitions, tasks, fields and units, asked of the service if it answers soon."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,11 +33,22 @@ def fields_of(context: typer.Context) -> list[str]:
     return [name for found in _named(context) for name in found.produced if name not in given]
 
 
+def units(context: typer.Context) -> list[str]:
+    """Names of storage units."""
+    report = _report(context)
+    return [] if report is None else [unit.name for unit in report.units]
+
+
 def _named(context: typer.Context) -> list[c.PartitionStats]:
     return [found for found in _partitions(context) if found.partition == context.params.get("partition")]
 
 
 def _partitions(context: typer.Context) -> list[c.PartitionStats]:
+    report = _report(context)
+    return [] if report is None else list(report.partitions)
+
+
+def _report(context: typer.Context) -> c.StatsReport | None:
     """None where no service answers soon, or none is known, or anything else is wrong: completing is no place to say
     so."""
     from dataplane.cli.asking import session, stats
@@ -44,7 +56,6 @@ def _partitions(context: typer.Context) -> list[c.PartitionStats]:
     with contextlib.suppress(Exception):
         flags = {name: context.params.get(name) for name in Target.__dataclass_fields__}
         config = Target(**flags).config("completion")
-        quick = {"connect_timeout_s": WAIT_S, "call_timeout_s": WAIT_S}
-        with session(config.__class__(**{**vars(config), **quick})) as channel:
-            return list(stats(channel).partitions)
-    return []
+        with session(replace(config, connect_timeout_s=WAIT_S, call_timeout_s=WAIT_S)) as channel:
+            return stats(channel)
+    return None

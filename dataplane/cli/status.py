@@ -42,7 +42,8 @@ def _unit(unit: c.UnitStats) -> list[str]:
         f"  unit {unit.unit} {shown(unit.name)}: {readable(used)} of {readable(unit.capacity_bytes)} used"
         f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
         f" {readable(unit.pinned_bytes)} pinned), {readable(unit.peak_used_bytes)} at most"
-        f"{', FILLING UP' if unit.pressed else ''}{'' if unit.connected else ', NOT CONNECTED'}"
+        f"{', FILLING UP' if unit.pressed else ''}{', DRAINING' if unit.draining else ''}"
+        f"{'' if unit.connected else ', NOT CONNECTED'}"
     ]
     return lines + ([f"    cannot grow: {unit.problem}"] if unit.problem else [])
 

@@ -127,6 +127,7 @@ def _summary(address: str, after: Look, flow: dict[str, Rates]) -> str:
 def _unit(unit: c.UnitStats) -> tuple[object, ...]:
     notes = ["NOT CONNECTED"] if not unit.connected else []
     notes += ["FILLING UP"] if unit.pressed else []
+    notes += ["DRAINING"] if unit.draining else []
     notes += [f"cannot grow: {unit.problem}"] if unit.problem else []
     filled = round(_BAR * unit.used_bytes / unit.capacity_bytes)
     return (
