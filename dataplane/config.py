@@ -50,7 +50,7 @@ class DataPlaneConfig:
         `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above. Units
         that it starts take any free one, a unit by itself (`tq unit`) `port`.
     http_port: where the controller answers browsers and Prometheus, on `host` too (0: any free one; None: nowhere).
-        Storage units that it brings answer Prometheus one port above, and so on.
+        Units that it starts answer Prometheus: the first one port above, and so on, or each at any free one.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,16 +21,23 @@ from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
 from dataplane.checksums import damaged
 from dataplane.config import MIB, DataPlaneConfig
+from dataplane.control.tls import server_context
 from dataplane.control.unit_link import UnitLink
 from dataplane.curve import ServerKeys
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
 from dataplane.folder import in_own_directory, leave, own_directory, own_path
 from dataplane.forced import is_on_disk
-from dataplane.host import boot_id, reachable_host
+from dataplane.host import boot_id, is_loopback, reachable_host
 from dataplane.kept import Adopted, UnitRecord
 from dataplane.ledger import commands as c
 from dataplane.lockfile import file_system, sweep
+from dataplane.metrics.bulk import BulkCounts, BulkMetrics, UnitFacts
+from dataplane.web.auth import Guard
+from dataplane.web.exposition import metrics
+from dataplane.web.messages import Request, Response, plain
+from dataplane.web.server import HttpServer
+from dataplane.web.site import Guarded
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +49,7 @@ class StorageUnit:
 
     config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. Raises
     `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
-    controller answers, OSError where the port is taken.
+    controller answers, OSError where the port is taken. With `http_port` it answers Prometheus there.
 
     When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
     more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
@@ -56,6 +64,8 @@ class StorageUnit:
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
         self._record: UnitRecord | None = None
+        self._counts = BulkCounts()
+        self._http: HttpServer | None = None
         self._guard = threading.Lock()
         self._stopped = False
 
@@ -80,6 +90,8 @@ class StorageUnit:
         self._link.open(
             self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
         )
+        if config.http_port is not None:
+            self._http = self._http_server(config, config.http_port).start()
 
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
@@ -97,6 +109,7 @@ class StorageUnit:
             tcp_host=config.host,
             tcp_port=config.port,
             advertise_host=reachable_host(config.host),
+            counts=self._counts,
             report=link.report,
         )
         self._bulk.start()
@@ -164,6 +177,36 @@ class StorageUnit:
             return Adopted(arena=self._record.begin(create))
         return self._record.open(create, epoch=epoch)
 
+    def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
+        """Metrics, for whoever may use the service, and health."""
+        guard = Guard(config.secret(), secure=config.tls is not None, local=is_loopback(config.host))
+        site = Guarded(guard, {"/metrics": metrics(BulkMetrics(self._counts, self._facts))}, {"/healthz": self._health})
+        context = None if config.tls is None else server_context(config.tls)
+        return HttpServer(site, config.host, port, context=context)
+
+    def _facts(self) -> UnitFacts | None:
+        bulk, arena = self._bulk, self._arena
+        if bulk is None or arena is None:
+            return None
+        return UnitFacts(
+            unit=bulk.unit,
+            name=self.name,
+            attached=bulk.attached,
+            capacity_bytes=arena.capacity_bytes,
+            backed_bytes=arena.backed_bytes,
+        )
+
+    def _health(self, request: Request) -> Response:
+        bulk = self._bulk
+        if bulk is None or not bulk.alive:
+            return plain("the unit serves nobody\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return plain("ok\n")
+
+    @property
+    def http_url(self) -> str:
+        """Where it answers Prometheus; "" without `http_port`."""
+        return "" if self._http is None else self._http.url
+
     @property
     def lost(self) -> threading.Event:
         """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
@@ -174,6 +217,9 @@ class StorageUnit:
         """Leave the controller, end the door, unlink the arena unless a state directory keeps it. Idempotent."""
         with self._guard:
             self._stopped = True
+        if self._http is not None:
+            self._http.stop()
+            self._http = None
         if self._link is not None:
             self._link.close()
         with self._guard:

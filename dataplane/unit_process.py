@@ -80,10 +80,11 @@ class UnitProcesses:
 
     def __init__(self, address: str, config: DataPlaneConfig, on_end: Callable[[str], None]) -> None:
         self._address = address
-        self._config = replace(config, token=config.secret(), token_file=None, port=0)
+        self._config = replace(config, token=config.secret(), token_file=None)
         self._on_end = on_end
         self._guard = threading.Lock()
         self._stopping = False
+        self._told: dict[str, DataPlaneConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watchers: list[threading.Thread] = []
 
@@ -91,7 +92,8 @@ class UnitProcesses:
         """Returns when every unit is registered. SystemExit, with the exit code of a unit that could not start; what is
         wrong is on standard error."""
         names = [f"unit-{number}" for number in range(count)]
-        for name in names:
+        for number, name in enumerate(names):
+            self._told[name] = self._config.of_unit(number)
             self._start(name)
         for name in names:
             if not self._await_ready(self._processes[name]):
@@ -114,7 +116,7 @@ class UnitProcesses:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
             self._processes[name] = process
             assert process.stdin is not None
-            settings = asdict(Settings(address=self._address, name=name, config=self._config))
+            settings = asdict(Settings(address=self._address, name=name, config=self._told[name]))
             with contextlib.suppress(BrokenPipeError):  # it is dead already, as its exit code will tell
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
                 process.stdin.flush()
@@ -167,7 +169,8 @@ class UnitProcesses:
 def run_unit(unit: StorageUnit, stop: Stop) -> bool:
     """Start the unit, say so on standard output, and serve until `stop`; whether its controller was gone first."""
     with unit as running:
-        print(f"storage unit {running.name} ready", flush=True)  # noqa: T201
+        metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
+        print(f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
         lost = running.lost
         stop.when(lost)
         stop.wait()

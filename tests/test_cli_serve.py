@@ -23,6 +23,7 @@ from dataplane.unit_process import UnitProcesses
 from tests.cli_service import Service, child_of, services  # noqa: F401
 from tests.conftest import litter
 from tests.lives import wait_until
+from tests.web_client import ask
 
 
 @pytest.mark.parametrize(("flags", "told"), [([], "across-hosts"), (["--checksums", "always"], "always")])
@@ -49,6 +50,44 @@ def test_the_first_line_has_the_address_as_text_or_json(services: list[Service])
         assert client.stats().units == ()
     for service in services:
         assert service.end(signal.SIGTERM) == 0
+
+
+def test_page_and_metrics_are_where_it_says(services: list[Service]) -> None:
+    services.append(Service("--ui", "--units", "1"))
+    assert services[-1].process.stdout is not None
+    words = services[-1].process.stdout.readline().split()
+    assert words[:2] == ["page", "at"]
+    address = words[2].removeprefix("http://").rstrip("/,")
+    assert ask(address, "/healthz").text == "ok\n"
+    assert 'tq_unit_connected{name="unit-0",unit="1"} 1.0' in ask(address, "/metrics").text
+    services.append(Service("--metrics", "--units", "0", "--json"))
+    url = json.loads(services[-1].first_line)["http"]
+    assert ask(url.removeprefix("http://"), "/healthz").status == 200
+    for service in services:
+        assert service.end(signal.SIGTERM) == 0
+        assert service.errors == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [
+        ([], None),
+        (["--ui"], 0),
+        (["--metrics"], 0),
+        (["--ui", "--port", "7200"], 7202),
+        (["--http-port", "9000", "--port", "7200"], 9000),
+    ],
+)
+def test_which_port_http_is_served_at(flags: list[str], port: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[DataPlaneConfig] = []
+
+    def take(config: DataPlaneConfig, count: int, json: bool) -> int:
+        settings.append(config)
+        return 0
+
+    monkeypatch.setattr(serve_module, "_serve", take)
+    assert main(["serve", *flags]) == 0
+    assert settings[0].http_port == port
 
 
 def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

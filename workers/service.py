@@ -76,6 +76,10 @@ class ControllerActor(_EndsWithItsPart):
         assert self._controller is not None, "start comes first"
         return self._controller.address
 
+    def http_url(self) -> str:
+        assert self._controller is not None, "start comes first"
+        return self._controller.http_url
+
     def stop(self) -> None:
         self._stopping = True
         if self._controller is not None:
@@ -130,6 +134,11 @@ class LaunchedService:
         self._controller = controller
         self._units = units
 
+    @property
+    def http_url(self) -> str:
+        """Where the controller answers browsers and Prometheus; "" without `http_port` in its config."""
+        return str(ray.get(self._controller.http_url.remote()))
+
     def shutdown(self) -> None:
         """End the units, which gives their memory back, then the controller. Idempotent; takes seconds at most."""
         units, self._units = self._units, []
@@ -154,7 +163,8 @@ def launch_service(
     driver's namespace, and `config.units` storage units on every node, pinned there. All take no CPU slot.
 
     config: settings of TLS are passed on as they are: their files have to be on every node, and certificates be for the
-    nodes' addresses or for `tls_server_name`. `capacity_bytes` is per unit; `host` is not looked at, each actor listens
+    nodes' addresses or for `tls_server_name`. With `http_port` the controller answers there, and the units of each node
+    at the ports that follow. `capacity_bytes` is per unit; `host` is not looked at, each actor listens
     on its node's address; a token is made unless one is set. With `state_dir`, a path that is local on every node,
     actors that die are started again on their nodes (the controller on the driver's), and go on with what they held.
     Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not start in time, or why
@@ -177,7 +187,7 @@ def launch_service(
         for node in _nodes():
             for number in range(settings.units):
                 label = f"unit-{node['NodeID'][:8]}-{number}"
-                unit = _unit_on(node, told, where_to_look, label)
+                unit = _unit_on(node, told.of_unit(number), where_to_look, label)
                 actors.append(unit)
                 starting[f"storage unit {label} on node {node['NodeManagerAddress']}"] = unit.start.remote()
         _started(starting, end, timeout_s)

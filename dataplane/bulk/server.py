@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ from dataplane.ledger.commands import (
     ShrinkArena,
     Shrunk,
 )
+from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.rowcopy import gather
 from dataplane.types import PROTOCOL_VERSION
@@ -80,6 +82,7 @@ class BulkServer:
     token: what every request must carry; with `keys`, until `admit` says otherwise.
     insecure: with neither token nor keys, `tcp_host` may be other than loopback.
     keys: only those who know the public one get a word in.
+    counts: what is served is counted there.
     lock_directories: where clients' session locks may be; the arena's directory and this user's in /dev/shm by default.
     """
 
@@ -95,6 +98,7 @@ class BulkServer:
         tcp_host: str | None = None,
         tcp_port: int = 0,
         advertise_host: str | None = None,
+        counts: BulkCounts | None = None,
         lock_directories: Iterable[str | Path] | None = None,
     ) -> None:
         folders = default_lock_directories(arena.path.parent) if lock_directories is None else lock_directories
@@ -108,6 +112,7 @@ class BulkServer:
         self._tcp_port = tcp_port
         self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
+        self._counts = counts or BulkCounts()
         self._unit = 0
         self._memory = WarmMemory(REPLY_MEMORY_BYTES)
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
@@ -163,6 +168,11 @@ class BulkServer:
     def admit(self, token: str) -> None:
         """From now on requests carry this token. From any thread; before `unit` is set, or the same again."""
         self._token = token.encode()
+
+    @property
+    def attached(self) -> int:
+        """How many sessions have mapped the arena."""
+        return self._sessions.count
 
     @property
     def alive(self) -> bool:
@@ -235,6 +245,7 @@ class BulkServer:
             match self._orders.popleft():
                 case FenceSession() as order:
                     gone = self._fenced(order)
+                    self._counts.fences += gone
                     hit("unit.fence.after")
                     self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
                 case GrowArena() as order:
@@ -322,6 +333,8 @@ class BulkServer:
     def _answer(self, peer: bytes, request: pb.BulkRequest) -> None:
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
+        failed: Exception | None = None
+        began = time.perf_counter()
         try:
             if verb == "attach" and not self._unit:
                 self._wait_for_number(peer, request)
@@ -329,13 +342,14 @@ class BulkServer:
             self._admit(request)
             reply, payload = self._perform(verb, request)
         except DataPlaneError as error:
-            reply = _refusal(error)
-        except Exception:
+            reply, failed = _refusal(error), error
+        except Exception as error:
             log.exception("unit %d: %s of session %d failed", self._unit, verb, request.session)
-            reply = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}"))
+            reply, failed = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}")), error
         self._drain()
         reply.call = request.call
         self._send(peer, reply, payload)
+        self._counts.note(verb, failed, time.perf_counter() - began)
 
     def _wait_for_number(self, peer: bytes, request: pb.BulkRequest) -> None:
         """Nobody is refused for a token that the unit does not know yet either. Who is one too many asks again."""
@@ -374,10 +388,13 @@ class BulkServer:
                 return pb.BulkReply(attached=pb.Attached()), None
             case "write":
                 self._refuse_stopped(request.session, request.write.reservation)
-                return pb.BulkReply(written=pb.Written(size=self._write(request.write))), None
+                size = self._write(request.write)
+                self._counts.written_bytes += size
+                return pb.BulkReply(written=pb.Written(size=size)), None
             case "read":
                 payload = self._read(request.read)
                 hit("unit.read.copied")
+                self._counts.read_bytes += len(payload)
                 return pb.BulkReply(bytes=pb.ReadBytes(size=len(payload))), payload
             case "stop":
                 self._stop_put(request.session, request.stop.reservation)

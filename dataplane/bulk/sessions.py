@@ -42,6 +42,11 @@ class Sessions:
         self._fenced: set[int] = set()
         self._stopped = StoppedPuts()
 
+    @property
+    def count(self) -> int:
+        """How many are attached. Any thread."""
+        return len(self._attached)
+
     def admit(self, session: int) -> None:
         """Raises SessionExpiredError for a fenced session."""
         if session in self._fenced:

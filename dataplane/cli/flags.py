@@ -14,7 +14,7 @@ import typer
 from dataplane.cli.text import size
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 
-_SECURITY, _MEMORY = "Security", "Memory and state"
+_SECURITY, _MEMORY, _HTTP = "Security", "Memory and state", "Page and metrics"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Address = Annotated[
@@ -149,6 +149,41 @@ class Memory:
         settings = asdict(self)
         settings["capacity_bytes"] = settings.pop("capacity")
         return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Http:
+    """Where browsers and Prometheus are answered."""
+
+    ui: Annotated[
+        bool,
+        typer.Option("--ui", help="Answer browsers: a page that shows what is inside.", rich_help_panel=_HTTP),
+    ] = False
+    metrics: Annotated[
+        bool,
+        typer.Option(
+            "--metrics", help="Answer Prometheus, at /metrics (the same server as the page).", rich_help_panel=_HTTP
+        ),
+    ] = False
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Port for both (default: two above --port, or any free one, printed). Storage units answer "
+            "Prometheus at the ports that follow.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None
+
+    def port(self, port: int) -> int | None:
+        """Where HTTP is served by a service at `port`; None: nowhere."""
+        if self.http_port is not None:
+            return self.http_port
+        if not (self.ui or self.metrics):
+            return None
+        return port + 2 if port else 0
 
 
 def verb(run: Callable[..., int]) -> Callable[..., int]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.flags import Json, Memory, Security
+from dataplane.cli.flags import Http, Json, Memory, Security
 from dataplane.cli.output import print_json
 from dataplane.config import DataPlaneConfig
 from dataplane.types import Checksums
@@ -28,6 +28,7 @@ def serve(
     checksums: Annotated[
         Checksums, typer.Option(help="Which rows get a checksum that readers compare.")
     ] = Checksums.ACROSS_HOSTS,
+    http: Http,
     memory: Memory,
     security: Security,
     json: Json = False,
@@ -38,6 +39,7 @@ def serve(
     """
     config = DataPlaneConfig(
         port=port,
+        http_port=http.port(port),
         session_timeout_s=session_timeout,
         checksums=checksums,
         **memory.settings(),
@@ -66,7 +68,7 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
         units.start(count)
         if controller.recovered:
             print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
-        _say_ready(controller.address, json)
+        _say_ready(controller.address, controller.http_url, json)
         stop.when(controller.ended)
         stop.wait()
         if controller.ended.is_set():
@@ -80,9 +82,11 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
     return 0
 
 
-def _say_ready(address: str, json: bool) -> None:
+def _say_ready(address: str, url: str, json: bool) -> None:
     if json:
-        print_json({"address": address})
+        print_json({"address": address, "http": url or None})
     else:
         print(f"data plane service at {address}")
+        if url:
+            print(f"page at {url}/, metrics at {url}/metrics")
     sys.stdout.flush()

@@ -19,6 +19,12 @@ def unit(
         int,
         typer.Option(min=0, max=65535, help="Port that clients of other hosts reach it at (default: any free one)."),
     ] = 0,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Answer Prometheus at this port (0: any free one, printed)."
+        ),
+    ] = None,
     reconnect: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for a controller that is gone (seconds).")
     ] = DataPlaneConfig.reconnect_s,
@@ -30,7 +36,7 @@ def unit(
     Exit code 1 if the controller goes first, and does not come back in time.
     """
     config = DataPlaneConfig(
-        port=port, reconnect_s=reconnect, **memory.settings(), **security.settings()
+        port=port, http_port=http_port, reconnect_s=reconnect, **memory.settings(), **security.settings()
     ).with_environment()
     return _run(config, address, name)
 

@@ -6,16 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy.typing as npt
-
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
+from dataplane.ledger.arrays import total
 from dataplane.metrics.counts import Histogram, Op, Waited
 from dataplane.metrics.flow import Flow, FlowReport
 from dataplane.metrics.timeline import Timeline, TimelineReport, bounded
-
-FEW = 32
-"""So many numbers are summed faster in Python."""
 
 Follow = Callable[[c.Call, Any, Any, float, float], None]
 """(call, its command, its result, when it came, when it was answered): what more is kept of a call that went well."""
@@ -127,7 +123,10 @@ class Recorder:
 
     def _committed(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
         samples = len(result.rows)
-        nbytes = sum(total(column.lengths) * column.spec.unit_bytes for column in command.columns)
+        nbytes, names = 0, []
+        for column in command.columns:
+            nbytes += total(column.lengths) * column.spec.unit_bytes
+            names.append(column.name)
         for moved in (self.moved, self._of(command.partition)):
             moved.put_samples += samples
             moved.put_bytes += nbytes
@@ -138,16 +137,15 @@ class Recorder:
         second.put_bytes += nbytes
         if command.reservation is not None and command.offset is None:
             began = self._reserved.pop((call.session, command.reservation), began)
-        names = [column.name for column in command.columns]
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
     def _located(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
         samples = len(result.rows)
-        nbytes = sum(
-            total(found.lengths if not command.missing_ok else found.lengths.clip(0)) * found.spec.unit_bytes
-            for found in result.fields
-            if found.spec.settled
-        )
+        nbytes = 0
+        for found in result.fields:
+            lengths = found.lengths.clip(0) if command.missing_ok else found.lengths
+            if found.spec.settled:
+                nbytes += total(lengths) * found.spec.unit_bytes
         for moved in (self.moved, self._of(command.partition)):
             moved.got_samples += samples
             moved.got_bytes += nbytes
@@ -204,10 +202,3 @@ class Recorder:
 
     def timeline(self) -> TimelineReport:
         return self._timeline.report(self._unix_s)
-
-
-def total(numbers: npt.NDArray[Any]) -> int:
-    """Their sum."""
-    if len(numbers) <= FEW:
-        return sum(numbers.tolist())
-    return int(numbers.sum())
