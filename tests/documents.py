@@ -34,7 +34,7 @@ class Block:
 
 def pages() -> list[str]:
     """All documents, by their paths from the project's root."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 

@@ -1,0 +1,90 @@
+"""What the RayJob runs, on a cluster that `ray start` made as KubeRay makes one: a head of its own, with a token."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import DEPLOY, ROOT, documents
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+START_S = 120.0
+JOB = next(document for _, document in documents("kuberay") if document["kind"] == "RayJob")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment of a driver of a new cluster."""
+    directory = tempfile.mkdtemp(prefix="tqj", dir="/tmp")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TQ_"))},
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "PYTHONPATH": str(ROOT),
+    }
+    ports = [f"--{name}={free_port()}" for name in ("ray-client-server-port", "dashboard-agent-listen-port")]
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    command += ["--port=0", f"--temp-dir={directory}", "--include-dashboard=false", "--num-cpus=2", *ports]
+    output = Path(directory) / "output"
+    with output.open("w") as file:
+        head = subprocess.Popen(
+            [*command, f"--object-store-memory={100 << 20}"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield {**environment, "RAY_ADDRESS": _address(head, output)}
+    finally:
+        head.send_signal(signal.SIGTERM)  # with --block it ends what it started
+        head.wait(60)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _address(head: subprocess.Popen[bytes], output: Path) -> str:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and head.poll() is None:
+        found = re.search(r"ray start --address='([^']+)'", output.read_text())
+        if found and "--block" in output.read_text():
+            return found[1]
+        time.sleep(0.2)
+    raise AssertionError(f"no cluster: {output.read_text()[-2000:]}")
+
+
+def test_the_job_runs(cluster: dict[str, str]) -> None:
+    words = JOB["spec"]["entrypoint"].split()
+    assert words[0] == "python"
+    script = DEPLOY / "kuberay" / Path(words[1]).name
+    variables = yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert set(variables) == {"TQ_CAPACITY_BYTES"}
+    assert "TQ_CAPACITY_BYTES" in script.read_text(encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**cluster, "TQ_CAPACITY_BYTES": str(16 << 20)},
+        cwd=cluster.get("TMPDIR", "/tmp"),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "16 rows put on 1 nodes, 16 taken\n" in done.stdout
