@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dataplane.cli.asking import session
 from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.flowing import FlowRates, flow, where
 from dataplane.cli.output import console, print_json, table
 from dataplane.cli.text import ago, counted, readable, shown
 from dataplane.cli.watching import Look, Rates, as_json, look, rates
+from dataplane.config import DataPlaneConfig
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
 
-    from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
 
 _BAR = 20
@@ -46,6 +47,13 @@ def top(
         float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="Time between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Also show what goes through it a second: its HTTP port, as `tq serve --metrics` printed it.",
+        ),
+    ] = None,
     target: Target,
     json: Json = False,
 ) -> int:
@@ -54,8 +62,9 @@ def top(
     On a terminal until Ctrl-C, in place; elsewhere one frame after another, with --json one line each.
     """
     config = target.config("top", address)
+    asked = None if http is None else _flow(http, config, interval)
     with session(config) as channel:
-        frames = _looks(channel, interval)
+        frames = _looks(lambda: look(channel, asked), interval)
         try:
             _watch(config.address or "", frames, once=once, json=json)
         except KeyboardInterrupt:
@@ -63,12 +72,20 @@ def top(
     return 0
 
 
-def _looks(channel: Channel, interval: float) -> Iterator[tuple[Look, Look]]:
+def _flow(url: str, config: DataPlaneConfig, interval: float) -> Callable[[], FlowRates]:
+    try:
+        place = where(url, config.address or "")
+    except ValueError:
+        raise typer.BadParameter(f"{url!r} is no URL, host:port or port", param_hint="--http") from None
+    return lambda: flow(place, config, interval)
+
+
+def _looks(look: Callable[[], Look], interval: float) -> Iterator[tuple[Look, Look]]:
     """Each look and the one before it, without end."""
-    before = look(channel)
+    before = look()
     while True:
         time.sleep(interval)
-        after = look(channel)
+        after = look()
         yield before, after
         before = after
 
@@ -102,10 +119,11 @@ def frame(address: str, before: Look, after: Look) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    report, flow = after.report, rates(before, after)
-    parts: list[RenderableType] = [Text(_summary(address, after, flow), style="bold")]
+    report, going = after.report, rates(before, after)
+    parts: list[RenderableType] = [Text(_summary(address, after, going), style="bold")]
+    parts += [] if after.flow is None else [Text(_through(after.flow), style="bold")]
     parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in report.units])] if report.units else []
-    partitions = [_partition(part, flow[part.partition]) for part in report.partitions]
+    partitions = [_partition(part, going[part.partition]) for part in report.partitions]
     parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
     tasks = [_task(part, task) for part in report.partitions for task in part.tasks]
     parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
@@ -114,13 +132,20 @@ def frame(address: str, before: Look, after: Look) -> Group:
     return Group(*parts)
 
 
-def _summary(address: str, after: Look, flow: dict[str, Rates]) -> str:
+def _summary(address: str, after: Look, going: dict[str, Rates]) -> str:
     report = after.report
-    born = sum(rate.born or 0.0 for rate in flow.values())
+    born = sum(rate.born or 0.0 for rate in going.values())
     used, capacity = (sum(getattr(unit, name) for unit in report.units) for name in ("used_bytes", "capacity_bytes"))
     return (
         f"{address}   {readable(used)} of {readable(capacity)} used   {born:,.1f} new samples/s   "
         f"{counted(len(report.sessions) - 1, 'client')}   {counted(len(after.waits.waits), 'call')} waiting"
+    )
+
+
+def _through(flow: FlowRates) -> str:
+    return (
+        f"a second: {flow.puts:,.0f} samples put ({readable(flow.put_bytes)}), {flow.gets:,.0f} got "
+        f"({readable(flow.get_bytes)}), {flow.claims:,.0f} claimed, {flow.clears:,.0f} cleared"
     )
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dataplane.cli.asking import ask, stats
 
 if TYPE_CHECKING:
+    from dataplane.cli.flowing import FlowRates
     from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a service held at `at_s` by this process's clock, and who waited."""
+    """What a service held at `at_s` by this process's clock, who waited, and what went through it in the time before
+    (None: nobody was asked)."""
 
     at_s: float
     report: c.StatsReport
     waits: c.WaitList
+    flow: FlowRates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +36,16 @@ class Rates:
     grown_bytes: float | None = None
 
 
-def look(channel: Channel) -> Look:
-    """At the service now."""
+def look(channel: Channel, flow: Callable[[], FlowRates] | None = None) -> Look:
+    """At the service now; flow: asks what goes through it."""
     from dataplane.ledger import commands as c
 
-    return Look(at_s=time.monotonic(), report=stats(channel), waits=ask(channel, c.Waits(), c.WaitList))
+    return Look(
+        at_s=time.monotonic(),
+        report=stats(channel),
+        waits=ask(channel, c.Waits(), c.WaitList),
+        flow=None if flow is None else flow(),
+    )
 
 
 def rates(before: Look, after: Look) -> dict[str, Rates]:
@@ -58,10 +67,12 @@ def _rates(before: c.PartitionStats | None, after: c.PartitionStats, seconds: fl
 
 
 def as_json(before: Look, after: Look) -> dict[str, Any]:
-    """Both, for scripts: `seconds` between them, the latest report and waits, and the rates of each partition."""
+    """Both, for scripts: `seconds` between them, the latest report, waits and flow, and the rates of
+    each partition."""
     return {
         "seconds": after.at_s - before.at_s,
         "report": after.report,
         "waits": after.waits.waits,
         "rates": rates(before, after),
+        "flow": after.flow,
     }
