@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from dataplane.errors import TlsError as TlsError
     from dataplane.errors import UnsupportedValueError as UnsupportedValueError
     from dataplane.errors import WaitTimeoutError as WaitTimeoutError
+    from dataplane.events import OpEvent as OpEvent
     from dataplane.jagged import maybe_pack_jagged as maybe_pack_jagged
     from dataplane.jagged import pack_jagged_fields as pack_jagged_fields
     from dataplane.jagged import response_from_nested as response_from_nested
@@ -140,6 +141,7 @@ _HOME = {
     "MICRO_BATCH_LENGTHS": "dataplane.schema",
     "MicroBatch": "dataplane.streaming",
     "NotThereError": "dataplane.errors",
+    "OpEvent": "dataplane.events",
     "PACKING_KEYS": "dataplane.schema",
     "PAD_TO_MULTIPLE": "dataplane.schema",
     "PREV_LOGPROBS": "dataplane.schema",

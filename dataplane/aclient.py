@@ -20,6 +20,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
 from dataplane.draining import Drained
 from dataplane.errors import ClientClosedError
+from dataplane.events import OnEvent, Teller
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.registering import register
@@ -38,8 +39,9 @@ class AsyncDataPlaneClient:
     detaches from its copy, which ends in the background before the room it used is given back.
     """
 
-    def __init__(self, config: DataPlaneConfig) -> None:
+    def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
         self._config = config
+        self._teller = Teller(on_event)
         self._opening: asyncio.Task[AsyncConnection] | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -48,6 +50,15 @@ class AsyncDataPlaneClient:
     def config(self) -> DataPlaneConfig:
         """The settings this client was made with."""
         return self._config
+
+    @property
+    def on_event(self) -> OnEvent | None:
+        """See `DataPlaneClient.on_event`; called in the event loop."""
+        return self._teller.on_event
+
+    @on_event.setter
+    def on_event(self, on_event: OnEvent | None) -> None:
+        self._teller.on_event = on_event
 
     async def connect(self) -> Self:
         """Open the session now rather than at the first call."""
@@ -315,7 +326,7 @@ class AsyncDataPlaneClient:
         self, operation: Callable[Concatenate[Desk, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         connection = await self._connection()
-        return await connection.run(operation(connection.desk, *args, **kwargs))
+        return await connection.run(self._teller.told(operation, connection.desk, *args, **kwargs))
 
 
 def _failed(opening: asyncio.Task[AsyncConnection]) -> bool:

@@ -18,6 +18,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
 from dataplane.draining import Drained
+from dataplane.events import OnEvent, Teller
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.registering import register
@@ -54,8 +55,9 @@ class DataPlaneClient:
     data.
     """
 
-    def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None) -> None:
+    def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None, on_event: OnEvent | None = None) -> None:
         self._config = config
+        self._teller = Teller(on_event)
         self._owns = owns
         self._connections = PerProcess(lambda: Connection(config))
 
@@ -69,6 +71,16 @@ class DataPlaneClient:
     def config(self) -> DataPlaneConfig:
         """The settings this client was made with."""
         return self._config
+
+    @property
+    def on_event(self) -> OnEvent | None:
+        """Called with an `OpEvent` at the end of every operation, in its thread; None: nobody is. What it raises is
+        logged once and nothing else. A pickled client's copy has none, a forked child's is the parent's."""
+        return self._teller.on_event
+
+    @on_event.setter
+    def on_event(self, on_event: OnEvent | None) -> None:
+        self._teller.on_event = on_event
 
     def register_partition(
         self,
@@ -468,4 +480,4 @@ class DataPlaneClient:
 
     def _run(self, operation: Callable[Concatenate[Desk, P], Operation[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         connection = self._connections.get()
-        return connection.run(operation(connection.desk, *args, **kwargs))
+        return connection.run(self._teller.told(operation, connection.desk, *args, **kwargs))

@@ -46,6 +46,7 @@ EXPECTED = [
     "MICRO_BATCH_LENGTHS",
     "MicroBatch",
     "NotThereError",
+    "OpEvent",
     "PACKING_KEYS",
     "PAD_TO_MULTIPLE",
     "PREV_LOGPROBS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from dataplane.events import snake
 from dataplane.ledger import commands as c
 from dataplane.metrics.catalog import JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Sheet
 from dataplane.metrics.recorder import Moved, Recorder
@@ -84,7 +84,7 @@ class ServiceMetrics(Collector):
         sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
         _moved(sheet, "", self._recorder.moved)
         for kind, op in list(self._recorder.ops.items()):
-            name = op_name(kind)
+            name = snake(kind.__name__)
             for outcome, count in op.outcomes().items():
                 sheet.set("calls_total", count, name, outcome)
             sheet.histogram("call_seconds", op.took, name)
@@ -170,11 +170,6 @@ def _oldest(waits: c.WaitList) -> dict[tuple[str, str], float]:
         key = wait.partition, wait.task
         found[key] = max(found.get(key, 0.0), waits.now - wait.since)
     return found
-
-
-def op_name(kind: type) -> str:
-    """ "set_tags" for SetTags."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _version() -> str:
