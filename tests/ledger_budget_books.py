@@ -139,7 +139,8 @@ class BudgetBooks:
         updates: dict[str, bool] = {}
         for answer in answers:
             command = self.model.commands[answer.session, answer.number]
-            if isinstance(command, Allocate) and isinstance(answer.result, Allocated) and wanted_bytes(command):
+            put = isinstance(command, Allocate) and isinstance(answer.result, Allocated) and not command.moving
+            if put and wanted_bytes(command):
                 updates[command.partition] = updates.get(command.partition, False) or command.update
         for name, update in updates.items():
             limit = self.limit(name, update=update)

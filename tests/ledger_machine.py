@@ -27,8 +27,11 @@ from dataplane.ledger.commands import (
     Commit,
     Committed,
     Consumption,
+    Drain,
     Extend,
     FenceSession,
+    FindCells,
+    FoundCells,
     GrowArena,
     Grown,
     Heartbeat,
@@ -37,6 +40,8 @@ from dataplane.ledger.commands import (
     Listed,
     Locate,
     Located,
+    Move,
+    Moved,
     Nack,
     OnFull,
     Opened,
@@ -147,13 +152,15 @@ class LedgerDriver(SpaceChecks):
             self.budgets.check_told(command, error)
         if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
             self.model.reserved.pop((name[0], command.reservation or 0), None)
+        if isinstance(command, Move):
+            self.model.reserved.pop((name[0], command.reservation), None)
         if late is not None:
             allowed = {
                 "CapacityTimeoutError": late <= self.model.now or self.may_reject(command),
                 "ClaimTimeoutError": late <= self.model.now,
                 "CallCancelledError": name in self.withdrawn,
                 "SessionExpiredError": self.clients[name[0]].over,
-                "PartitionDroppedError": True,
+                "PartitionDroppedError": not isinstance(command, FindCells),
                 "TaskNotFoundError": isinstance(command, Claim),
                 "RequestTooLargeError": isinstance(command, Allocate),
                 "InvalidRequestError": isinstance(command, Claim),
@@ -167,6 +174,7 @@ class LedgerDriver(SpaceChecks):
     def may_reject(self, command: Command) -> bool:
         partition = self.model.partitions.get(getattr(command, "partition", ""))
         rejecting = partition is not None and partition.when_full is WhenFull.REJECT
+        rejecting = rejecting and isinstance(command, Allocate) and not command.moving
         return isinstance(command, Allocate) and (command.on_full is OnFull.REJECT or rejecting)
 
     def expired(self, session: int) -> None:
@@ -210,6 +218,11 @@ class LedgerDriver(SpaceChecks):
                 model.check_view(named, result)
             case CheckConsumption(), Consumption():
                 self.check_consumption(command, result)
+            case FindCells(), FoundCells():
+                assert name not in self.withdrawn
+                model.found_cells(name, command, result)
+            case Move(), Moved():
+                model.moved(name, command, result)
             case Save(), Saved():
                 assert name not in self.withdrawn
                 self.books.saved(name, command, result)
@@ -232,6 +245,8 @@ class LedgerDriver(SpaceChecks):
             case Release(located=number):
                 model.pins.pop((session, number), None)
                 self.books.taken.pop((session, number), None)
+            case Drain(unit=unit, undo=undo):
+                (model.draining.discard if undo else model.draining.add)(unit)
             case Stage():
                 self.books.stage(session, command)
             case Publish():
@@ -271,7 +286,11 @@ class LedgerDriver(SpaceChecks):
         heads: set[str] = set()
         for other in sorted(self.parked, key=lambda parked: self.turns[parked]):
             waiting = self.model.commands[other]
-            if isinstance(waiting, Allocate) and waiting.update == command.update:
+            if isinstance(waiting, Allocate) and command.moving and waiting.update and not waiting.moving:
+                assert self.budgets.is_over(self.ledger, waiting), f"{name} was moved before {other}"
+            elif isinstance(waiting, Allocate) and command.moving and waiting.moving:
+                assert self.turns.get(name, self.turns[other] + 1) < self.turns[other], f"{name} passed {other}"
+            elif isinstance(waiting, Allocate) and waiting.update == command.update and not waiting.moving:
                 passed = waiting.partition in heads or evicting or self.budgets.is_over(self.ledger, waiting)
                 heads.add(waiting.partition)
                 mine = self.turns.get(name, self.turns[other] + 1)
@@ -321,6 +340,7 @@ class LedgerDriver(SpaceChecks):
         if not answers:
             assert not faults.must, (command, faults)
             waits = isinstance(command, Allocate)  # with REJECT too, while an arena grows
+            waits |= isinstance(command, FindCells) and command.timeout_s > 0
             assert waits or (isinstance(command, Claim) and command.blocking), command
             self.turns[name] = len(self.turns)
             self.parked[name] = self.model.now + command.timeout_s  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ up); those it only checks against the contract. `Faults` says which errors a com
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from dataplane.ledger.commands import (
@@ -23,10 +24,14 @@ from dataplane.ledger.commands import (
     CommitColumn,
     Committed,
     FieldLocations,
+    FindCells,
+    FoundCells,
     Listed,
     Locate,
     Located,
     Mode,
+    Move,
+    Moved,
     Nack,
     Placement,
     Register,
@@ -52,6 +57,8 @@ class Model(ClaimModel):
         self.pins: dict[Name, set[Place]] = {}
         self.births: dict[str, set[int]] = {}
         self.confirmed: dict[int, int] = {}
+        self.found: dict[Name, list[Place]] = {}
+        self.draining: set[int] = set()
 
     # --- what must happen ------------------------------------------------------------------------------------
 
@@ -68,6 +75,10 @@ class Model(ClaimModel):
         return [partition.live[h] for h in handles(samples) if h in partition.live]
 
     def faults(self, session: int, command: Command) -> Faults:
+        if isinstance(command, FindCells):
+            return Faults()
+        if isinstance(command, Move):
+            return self.move_faults(session, command)
         partition = self.partitions.get(getattr(command, "partition", ""))
         if partition is None:
             known = not hasattr(command, "partition") or isinstance(command, Register | Clear)
@@ -142,9 +153,25 @@ class Model(ClaimModel):
             faults.must.add("InvalidRequestError")
         return faults
 
+    def move_faults(self, session: int, command: Move) -> Faults:
+        faults = Faults()
+        if len(command.offsets) != len(command.lengths) or (session, command.located) not in self.pins:
+            faults.must.add("InvalidRequestError")
+        if (session, command.reservation) not in self.reserved:
+            return Faults({"InvalidRequestError"})
+        partition = self.partitions.get(command.partition)
+        if partition is None:
+            faults.must.add("PartitionNotFoundError")
+        elif partition.life != self.reserved_in[session, command.reservation]:
+            faults.must.add("PartitionDroppedError")
+        return faults
+
     def room_faults(self, reservation: Name, partition: Partition, command: Commit) -> set[str]:
         """What is wrong with committing this into that room."""
         if (command.offset is not None) != (reservation in self.ahead):
+            return {"InvalidRequestError"}
+        allocate = self.commands[reservation]
+        if isinstance(allocate, Allocate) and allocate.moving:
             return {"InvalidRequestError"}
         if command.offset is None:
             return set() if self.reserved_in[reservation] == partition.life else {"PartitionDroppedError"}
@@ -286,6 +313,42 @@ class Model(ClaimModel):
                 if cell.nbytes:
                     assert (int(found.units[i]), int(found.offsets[i])) == (cell.unit, cell.offset)
                 self.pins[name].add(cell)
+
+    def found_cells(self, name: Name, command: FindCells, result: FoundCells) -> None:
+        """They lie there, and are pinned; all cells of one value are the same bytes."""
+        live = [cell for p in self.partitions.values() for s in p.samples.values() for cell in s.cells.values()]
+        sure = [cell for cell in live if cell.nbytes and cell.unit == command.unit]
+        assert len(sure) <= result.cells <= len(sure) + sum(not cell.nbytes for cell in live)
+        assert len(result.rows) or not result.cells, "there are cells, and none was found"
+        self.found[name], self.pins[name] = [], set()
+        for row, birth, k in zip(*(a.tolist() for a in (result.rows, result.births, result.index)), strict=True):
+            cell = self.partitions[result.partition].live[row, birth].cells[result.field]
+            assert (cell.length, cell.spec) == (int(result.lengths[k]), result.spec)
+            assert not cell.nbytes or (cell.unit, cell.offset) == (command.unit, int(result.offsets[k]))
+            assert cell.checksum == (0 if result.checksums is None else int(result.checksums[k]))
+            self.found[name].append(cell)
+            self.pins[name].add(cell)
+        values = {cell.value for cell in self.found[name] if cell.nbytes}
+        assert len(values) == sum(int(n) * result.spec.unit_bytes > 0 for n in result.lengths), "a value comes once"
+        mine = [cell for p in self.partitions.values() for s in p.samples.values() for cell in s.cells.values()]
+        assert all(mine.count(cell) == self.found[name].count(cell) for cell in self.found[name] if cell.nbytes)
+
+    def moved(self, name: Name, command: Move, result: Moved) -> None:
+        """Cells that are still what was found are the same elsewhere, and nothing else is."""
+        partition, reservation = self.partitions[command.partition], (name[0], command.reservation)
+        found, sizes = self.found[name[0], command.located], self.commands[reservation].columns[0].sizes.tolist()  # type: ignore[attr-defined]
+        (places,) = value_places([sizes], self.granted[reservation])
+        count = 0
+        for i, (row, birth) in enumerate(zip(command.rows.tolist(), command.births.tolist(), strict=True)):
+            sample, k = partition.live.get((row, birth)), int(command.index[i])
+            if sample is not None and sample.cells.get(command.field) == found[i]:
+                unit, offset = places[k]
+                value = (reservation, command.field, k)
+                sample.cells[command.field] = dataclasses.replace(found[i], unit=unit, offset=offset, value=value)
+                count += 1
+        assert (result.cells, result.skipped) == (count, len(found) - count)
+        del self.reserved[reservation]
+        self.pins.pop((name[0], command.located), None)
 
     def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
         partition = self.partitions[command.partition]

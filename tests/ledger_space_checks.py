@@ -39,6 +39,7 @@ class SpaceChecks(ClaimChecks):
 
     def check_granted(self, name: Name, before: dict[int, dict[int, Any]]) -> None:
         for unit, offset, nbytes in self.model.reserved[name]:
+            assert unit not in self.model.draining or not nbytes, f"{name} was given room of a unit that is drained"
             assert offset % GRANULE_BYTES == 0
             assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
             for granule in granules(offset, nbytes):
@@ -68,7 +69,8 @@ class SpaceChecks(ClaimChecks):
         """The first in line for memory of the units has none that is large enough; who waits for his budget does not
         stand in line."""
         waiting = [(name, self.model.commands[name]) for name in self.parked]
-        puts = [(name, put) for name, put in waiting if isinstance(put, Allocate) and self.clients[name[0]].speaks]
+        all_puts = [(name, put) for name, put in waiting if isinstance(put, Allocate) and not put.moving]
+        puts = [(name, put) for name, put in all_puts if self.clients[name[0]].speaks]
         for name, put in puts:
             before = [
                 other
@@ -96,10 +98,10 @@ class SpaceChecks(ClaimChecks):
 
     def largest_room(self, *, update: bool) -> int:
         """Bytes that surely can be had in one piece now, once no arena grows any more."""
-        units = self.ledger._state.units.values()
+        units = [unit for unit in self.ledger._state.units.values() if unit.number not in self.model.draining]
         if any(unit.space.backed_bytes < unit.ceiling for unit in units):
             return -1
-        return max(min(unit.space.largest_bytes, unit.room(update=update)) for unit in units)
+        return max((min(unit.space.largest_bytes, unit.room(update=update)) for unit in units), default=-1)
 
     def in_use(self, unit: int) -> dict[int, Any]:
         """Granules in use by the model's books, and by whom; no two values share bytes, no two extents a granule."""

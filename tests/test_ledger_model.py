@@ -26,6 +26,7 @@ from dataplane.ledger.commands import (
     Command,
     Commit,
     Extend,
+    FindCells,
     Heartbeat,
     List,
     Locate,
@@ -49,13 +50,14 @@ from tests.ledger_budget_books import EVICTED
 from tests.ledger_claim_model import Name, Sample
 from tests.ledger_evictor import LedgerEvictor
 from tests.ledger_machine import HOSTS
+from tests.ledger_mover import MOVED, LedgerMover
 from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
 from tests.ledger_writer import SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
-class LedgerMachine(LedgerSaver, LedgerEvictor):
+class LedgerMachine(LedgerSaver, LedgerMover):
     # --- rules: partitions -----------------------------------------------------------------------------------
 
     @precondition(LedgerWriter.speaking)
@@ -315,8 +317,13 @@ class LedgerMachine(LedgerSaver, LedgerEvictor):
     @rule(data=st.data())
     def withdraw_parked(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([name for name in self.parked if self.clients[name[0]].speaks]))
-        claim = isinstance(self.model.commands[name], Claim)
-        self.withdraw(name, Unclaim(claimed=name[1]) if claim else Abort(reservation=name[1]))
+        match self.model.commands[name]:
+            case Claim():
+                self.withdraw(name, Unclaim(claimed=name[1]))
+            case FindCells():
+                self.withdraw(name, Release(located=name[1]))
+            case _:
+                self.withdraw(name, Abort(reservation=name[1]))
         assert name not in self.parked or self.clients[name[0]].suspect
 
     @precondition(LedgerWriter.speaking)
@@ -431,3 +438,18 @@ def test_samples_are_evicted_as_they_may() -> None:
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
     assert min(EVICTED["consumed"], EVICTED["unconsumed"], EVICTED["told"]) >= 80, EVICTED
+
+
+def test_cells_are_moved() -> None:
+    """Enough are, also of values that are shared, and enough had been written or cleared meanwhile."""
+    MOVED.clear()
+    for seed in range(40):
+        machine, chance = LedgerMover(), Random(seed)
+        machine.start([chance.choice([20, 33, 64]) for _ in range(2)], 64)
+        for _ in range(3):
+            machine.open_session(HOSTS[0])
+            machine.shift(chance, 30)
+            machine.check_all()
+            machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
+        machine.teardown()
+    assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) > 100, MOVED
