@@ -134,11 +134,13 @@ def test_nobody_is_root(given: Document) -> None:
 def test_ports_of_services_probes_and_commands_are_the_same(given: Document) -> None:
     (container,) = given["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    first = next(int(word.split("=")[1]) for word in container["args"] if word.startswith("--port="))
-    assert ports == ({"zmq": first} if "unit" in container["args"] else {"grpc": first, "zmq": first + 1})
+    told = dict(word.split("=", 1) for word in container["args"] if "=" in word)
+    first, http = int(told["--port"]), int(told["--http-port"])
+    is_unit = container["args"][0] == "unit"
+    assert ports == {"http": http} | ({"zmq": first} if is_unit else {"grpc": first, "zmq": first + 1})
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        (port,) = {kind["port"] for kind in container[probe].values() if isinstance(kind, dict)}
-        assert port == first
+        kinds = {name: kind for name, kind in container[probe].items() if isinstance(kind, dict)}
+        assert kinds == ({"httpGet": {"path": "/healthz", "port": "http"}} if is_unit else {"grpc": {"port": first}})
     (service,) = [
         document
         for _, document in KUBERNETES
