@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,20 @@ import numpy.typing as npt
 
 from dataplane import failpoints
 from dataplane.arena import MappedArena
-from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.client import Received, UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.rowcopy import CopyRuns, Run, copy_runs
+from dataplane.together import Together
 from dataplane.warm import WarmMemory
 
 log = logging.getLogger(__name__)
+
+UNITS_AT_ONCE = 16
+"""A session reads from, or writes to, so many remote units at the same time, besides one for each call."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -66,6 +71,7 @@ class Roads:
         self._guard = threading.Lock()
         self._shaking_hands = threading.Lock()
         self._closed = False
+        self._together = Together(UNITS_AT_ONCE)
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
         """Take in the service's list of units; a connection to an earlier life of one is dropped. Blocks while calls
@@ -168,11 +174,22 @@ class Roads:
         self._copier(later)
         for unit, ranges in written.items():
             self._force(unit, ranges)
-        for unit, (offsets, buffers) in remote.items():
+        if remote:
+            self._send(remote, reservation, unfinished)
+
+    def _send(
+        self, remote: dict[int, tuple[list[int], list[list[Any]]]], reservation: int, unfinished: set[int]
+    ) -> None:
+        """Write to all of these units at the same time."""
+
+        def send(unit: int) -> None:
+            offsets, buffers = remote[unit]
             connection = self.connection(unit)
             unfinished.add(unit)
             connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
             unfinished.discard(unit)
+
+        self._together.run([partial(send, unit) for unit in remote])
 
     def _force(self, unit: int, ranges: list[tuple[int, int]]) -> None:
         """Where rows are to outlive their machine, force those written into the mapped arena to the disk."""
@@ -285,6 +302,7 @@ class Roads:
         which = [np.zeros(len(field.units), np.int32) for field in located]
         ours = [False] * len(located)
         offsets = [field.offsets.copy() for field in located]
+        remote: list[int] = []
         for unit in sorted(units):
             arena = self._arena(unit)
             if arena is not None:
@@ -292,7 +310,11 @@ class Roads:
                     places[field.units == unit] = len(buffers)
                 buffers.append(_readable(arena, guard))
             else:
-                self._fetch(unit, located, buffers, which, offsets, ours)
+                remote.append(unit)
+        if remote:
+            fetched = self._together.run([partial(self._fetch, unit, located) for unit in remote])
+            for rows, received in fetched:
+                _enter(rows, received, buffers, which, offsets, ours)
         return {
             field.name: RowSource(field.spec, buffers, places, starts, field.lengths, received)
             for field, places, starts, received in zip(located, which, offsets, ours, strict=True)
@@ -319,17 +341,9 @@ class Roads:
         connection = self.connection(unit)
         return connection.arena if connection.local else None
 
-    def _fetch(
-        self,
-        unit: int,
-        located: Sequence[c.FieldLocations],
-        buffers: list[Bytes],
-        which: list[npt.NDArray[np.int32]],
-        offsets: list[c.Int64s],
-        ours: list[bool],
-    ) -> None:
-        """Receive all rows that `unit` holds in one read, each field into a buffer of its own; enter the buffers and
-        where in them each row is, and which fields may keep theirs."""
+    def _fetch(self, unit: int, located: Sequence[c.FieldLocations]) -> tuple[list[npt.NDArray[np.intp]], Received]:
+        """Which rows of each field `unit` holds, and all of them, received in one read, each field into a buffer of its
+        own."""
         rows = [np.flatnonzero(field.units == unit) for field in located]
         received = self.connection(unit).read(
             np.concatenate([field.offsets[chosen] for field, chosen in zip(located, rows, strict=True)]),
@@ -337,14 +351,7 @@ class Roads:
             columns=[len(chosen) for chosen in rows],
             timeout_s=self._config.call_timeout_s,
         )
-        first = 0
-        for column, chosen in enumerate(rows):
-            last = first + len(chosen)
-            which[column][chosen] = received.which[first:last] + len(buffers)
-            offsets[column][chosen] = received.offsets[first:last]
-            ours[column] = not received.shared and len(chosen) == len(located[column].units)
-            first = last
-        buffers.extend(received.buffers)
+        return rows, received
 
     def close(self) -> None:
         """Close every connection; mappings that living views need stay until those are gone."""
@@ -354,6 +361,26 @@ class Roads:
             self._left.clear()
         for connection in connections:
             connection.close()
+        self._together.close()
+
+
+def _enter(
+    rows: Sequence[npt.NDArray[np.intp]],
+    received: Received,
+    buffers: list[Bytes],
+    which: list[npt.NDArray[np.int32]],
+    offsets: list[c.Int64s],
+    ours: list[bool],
+) -> None:
+    """Enter the buffers that were received and where in them each row is, and which fields may keep theirs."""
+    first = 0
+    for column, chosen in enumerate(rows):
+        last = first + len(chosen)
+        which[column][chosen] = received.which[first:last] + len(buffers)
+        offsets[column][chosen] = received.offsets[first:last]
+        ours[column] = not received.shared and len(chosen) == len(which[column])
+        first = last
+    buffers.extend(received.buffers)
 
 
 def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.FieldLocations:
