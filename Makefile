@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-async test soak faults fuzz bench dist lint format proto clean setup
+.PHONY: demo demo-async test soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -64,6 +64,10 @@ dist: setup ## wheel and source archive in dist/, the wheel tried in an empty en
 	@out/empty/bin/pip install -q $(PIP_ARGS) -c constraints.txt dist/*.whl
 	@out/empty/bin/python -P tests/wheel_trial.py
 	@rm -rf out/empty
+
+docs: setup ## the documentation's site, in out/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "out/site/index.html"
 
 lint: setup ## ruff, mypy strict, import floors
 	@$(BIN)/ruff check .

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dataplane.errors import ClaimTimeoutError as ClaimTimeoutError
     from dataplane.errors import ClientClosedError as ClientClosedError
     from dataplane.errors import DataPlaneError as DataPlaneError
+    from dataplane.errors import DrainError as DrainError
     from dataplane.errors import FieldNotFoundError as FieldNotFoundError
     from dataplane.errors import FieldNotProducedError as FieldNotProducedError
     from dataplane.errors import InternalError as InternalError
