@@ -19,7 +19,7 @@ from dataplane.web.api import api, health
 from dataplane.web.auth import Guard
 from dataplane.web.exposition import metrics
 from dataplane.web.server import HttpServer
-from dataplane.web.site import Guarded, page
+from dataplane.web.site import LOGIN_FILES, Guarded, page
 
 SAMPLE_S = 1.0
 """How often the bytes that are live are noted for the flow."""
@@ -47,14 +47,15 @@ class Inspection:
         token, tls = config.secret(), config.tls
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
+        files = page()
         site = Guarded(
             guard,
             {
-                **page(),
+                **files,
                 **api(self._inside.ask, recorder),
                 "/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal)),
             },
-            {"/healthz": health(self._inside.ask)},
+            {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(self._inside.ask)},
         )
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)

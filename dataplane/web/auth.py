@@ -7,19 +7,14 @@ import ipaddress
 import secrets
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 from urllib.parse import parse_qs
 
 from dataplane.host import split_address
 from dataplane.web.messages import HTML, HttpError, Request, Response
 
-_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Data plane</title>
-<meta name="viewport" content="width=device-width">
-<style>body{{font:16px system-ui,sans-serif;max-width:24rem;margin:20vh auto;padding:0 1rem;color-scheme:light dark}}
-input,button{{font:inherit;padding:.5rem;width:100%;box-sizing:border-box;margin:.3rem 0}}p{{min-height:1.5em}}</style>
-<h1>Data plane</h1><form method="post" action="/login"><label>Token of the service
-<input type="password" name="token" autocomplete="current-password" autofocus required></label>
-<button>Look inside</button></form><p role="alert">{why}</p></html>
-"""
+_FORM = Path(__file__).parent / "page" / "login.html"
+_WHY = "<!-- why -->"
 
 
 class Guard:
@@ -33,6 +28,7 @@ class Guard:
         self._token = None if token is None else token.encode()
         self._secure = secure
         self._local = local
+        self._form = _FORM.read_text(encoding="utf-8")
         key = secrets.token_bytes(32)
         self._cookie = "" if self._token is None else hmac.digest(key, self._token, "sha256").hex()
 
@@ -75,7 +71,8 @@ class Guard:
 
     def form(self, why: str = "") -> Response:
         """Where a person shows the token."""
-        return Response(body=_FORM.format(why=why).encode(), content_type=HTML, status=HTTPStatus.UNAUTHORIZED)
+        body = self._form.replace(_WHY, why).encode()
+        return Response(body=body, content_type=HTML, status=HTTPStatus.UNAUTHORIZED)
 
     def login(self, request: Request) -> Response:
         """The form came back: the cookie, and on to the page."""

@@ -22,6 +22,9 @@ _TYPES = {
     ".woff2": "font/woff2",
 }
 
+LOGIN_FILES = ("/base.css", "/icon.svg")
+"""What the login form looks like: for everybody."""
+
 Handler = Callable[[Request], Response]
 
 
@@ -43,7 +46,7 @@ class Guarded:
             try:
                 self._guard.check(request)
             except HttpError as error:
-                if error.status is HTTPStatus.UNAUTHORIZED and request.path == "/":
+                if error.status is HTTPStatus.UNAUTHORIZED and request.path in ("/", "/login"):
                     return self._guard.form()
                 raise
             handler = self._handlers.get(request.path)

@@ -1,0 +1,86 @@
+// Building and updating the document. Names of partitions, samples and clients are what users typed, so nothing here
+// takes markup: text goes in as text nodes, attributes one by one.
+
+/** An element with attributes (`class`, `aria-label`, ...), listeners (`onclick: f`) and children (nodes or text). */
+export function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Sets an element's text, and only if it differs: an unchanged node is not repainted and keeps what is selected. */
+export function say(node, text) {
+  const wanted = String(text);
+  if (node.textContent !== wanted) node.textContent = wanted;
+}
+
+/** Sets or removes an attribute, and only if it differs. */
+export function mark(node, name, value) {
+  if (value === null || value === false || value === undefined) node.removeAttribute(name);
+  else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value === true ? "" : value);
+}
+
+const kept = new WeakMap();
+
+/**
+ * Makes the children of `parent` those of `items`, in order. `make(item)` builds a child once, a view with `node` and
+ * `update(item)`; later rounds only update it, so that focus, selection and open details stay. Views that go have
+ * `close()` called if they have it.
+ */
+export function keyed(parent, items, key, make) {
+  const before = kept.get(parent) ?? new Map();
+  const after = new Map();
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const name = key(item);
+    if (after.has(name)) continue;
+    const view = before.get(name) ?? make(item);
+    after.set(name, view);
+    view.update(item);
+    if (view.node === place) place = place.nextElementSibling;
+    else parent.insertBefore(view.node, place);
+  }
+  for (const [name, view] of before) {
+    if (after.has(name)) continue;
+    view.close?.();
+    view.node.remove();
+  }
+  kept.set(parent, after);
+}
+
+/** Whether an element is, or is about to be, on the screen: what is not is not fetched either. */
+export class Seen {
+  #seen = new Set();
+  #observer;
+
+  constructor(onChange) {
+    this.#observer = new IntersectionObserver(
+      (entries) => {
+        for (const entry of entries) {
+          if (entry.isIntersecting) this.#seen.add(entry.target);
+          else this.#seen.delete(entry.target);
+        }
+        if (entries.some((entry) => entry.isIntersecting)) onChange();
+      },
+      { rootMargin: "200px" },
+    );
+  }
+
+  watch(node) {
+    this.#observer.observe(node);
+  }
+
+  forget(node) {
+    this.#observer.unobserve(node);
+    this.#seen.delete(node);
+  }
+
+  has(node) {
+    return this.#seen.has(node);
+  }
+}
