@@ -1,0 +1,187 @@
+"""Who is let in, and what the page does when its service is slow, gone, or not looked at."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+import torch
+from playwright.sync_api import Page, Route
+
+from dataplane import Server, connect, serve
+from tests.ui import scene
+from tests.ui.conftest import Visitor
+
+pytestmark = pytest.mark.browser
+
+TOKEN = "open-sesame-7f3a"
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+    return port
+
+
+def service_at(http_port: int, token: str | None = None) -> Server:
+    return serve({"capacity_bytes": 64 << 20, "http_port": http_port, "token": token})
+
+
+@pytest.fixture
+def guarded() -> Iterator[Server]:
+    with service_at(0, TOKEN) as server, connect(server.address, token=TOKEN, client_name="rollout-0") as client:
+        client.register_partition("secret-partition", ["score"], num_samples=1, consumer_tasks=[])
+        client.put_samples(["a"], "secret-partition", {"score": torch.ones(1)})
+        yield server
+
+
+def log_in(page: Page, token: str) -> None:
+    page.get_by_label("Token").fill(token)
+    page.get_by_role("button", name="Log in").click()
+
+
+def test_only_the_token_opens_the_page(guarded: Server, visit: Visitor) -> None:
+    seen = visit(guarded.http_address)
+    seen.expected.append("status of 401")
+    page = seen.page
+    page.goto(seen.origin)
+    assert "secret-partition" not in page.content()
+    log_in(page, "open-sesame-7f3b")
+    seen.until("[role=alert]", "That is not this service's token.")
+    seen.keep("login")
+    assert page.context.cookies() == []
+    log_in(page, TOKEN)
+    seen.until(".partition .title", "secret-partition")
+    assert page.evaluate("document.cookie") == ""
+    (cookie,) = page.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"], TOKEN in cookie["value"]) == (True, "Strict", False)
+    assert TOKEN not in " ".join(seen.requests)
+    page.reload()
+    seen.until(".partition .title", "secret-partition")
+
+
+@pytest.mark.parametrize("path", ["", "main.js", "api/stats", "api/matrix?partition=secret-partition&columns=9"])
+def test_without_the_token_nothing_is_told(guarded: Server, path: str) -> None:
+    with pytest.raises(HTTPError, match="401") as refused:
+        urlopen(f"http://{guarded.http_address}/{path}")
+    with refused.value as answer:
+        assert b"secret-partition" not in answer.read()
+
+
+def test_another_token_asks_for_it_again(visit: Visitor) -> None:
+    """The service came back with another token: the page goes, and the form is there."""
+    port = free_port()
+    with service_at(port, TOKEN) as first:
+        seen = visit(first.http_address)
+        seen.expected += ["status of 401", "net::ERR"]
+        seen.page.goto(seen.origin)
+        log_in(seen.page, TOKEN)
+        seen.until("#connection", "live")
+    with service_at(port, f"{TOKEN}-2"):
+        seen.page.get_by_label("Token").wait_for()
+        log_in(seen.page, f"{TOKEN}-2")
+        seen.until("#connection", "live")
+
+
+def test_a_lost_connection_is_said_and_found_again(visit: Visitor) -> None:
+    port = free_port()
+    seen = visit(f"127.0.0.1:{port}")
+    seen.expected.append("net::ERR")
+    with service_at(port) as first, connect(first.address) as client:
+        client.register_partition("train", ["score"], num_samples=None, consumer_tasks=[])
+        page = seen.open()
+        seen.until(".partition .title", "train")
+        assert page.locator("#lost").is_hidden()
+        epoch = page.inner_text("#epoch")
+    seen.until("#connection", "connection lost")
+    seen.until("#lost-why", "Connection lost: nobody answers at this address. What is below is from ")
+    seen.until("#lost-next", "next try in")
+    assert page.locator(".partition .title").inner_text() == "train"  # what was known stays
+    seen.keep("lost")
+    with service_at(port):
+        page.get_by_role("button", name="Try now").click()
+        seen.until("#connection", "live")
+        page.locator("#lost").wait_for(state="hidden")
+        page.locator("#no-partitions").wait_for()
+        assert page.inner_text("#epoch") != epoch
+
+
+def test_a_slow_service_is_not_asked_twice_at_once(service: Server, visit: Visitor) -> None:
+    seen = visit(service.http_address)
+    seen.page.clock.install()
+    page = seen.open()
+    held: list[Route] = []
+    page.route("**/api/stats", lambda route: held.append(route))
+    with page.expect_request("**/api/stats"):
+        pass
+    for _ in range(5):
+        page.evaluate("window.dispatchEvent(new Event('online'))")
+    page.clock.run_for(5000)  # longer than from one round to the next
+    assert len(held) == 1
+    with page.expect_request("**/api/stats"):
+        held[0].continue_()
+    page.unroute("**/api/stats")
+    for route in held[1:]:
+        route.continue_()
+    seen.until("#connection", "live")
+
+
+def test_an_answer_that_never_comes_is_given_up(service: Server, visit: Visitor) -> None:
+    seen = visit(service.http_address)
+    page = seen.open()
+    page.route("**/api/waits", lambda route: None)
+    seen.until("#lost-why", "no answer within 8 s")
+    page.unroute("**/api/waits")
+    page.get_by_role("button", name="Try now").click()
+    seen.until("#connection", "live")
+    page.locator("#lost").wait_for(state="hidden")
+
+
+def test_who_does_not_look_does_not_ask(service: Server, visit: Visitor) -> None:
+    seen = visit(service.http_address)
+    seen.page.add_init_script(
+        "Object.defineProperty(document, 'hidden', {get: () => Boolean(window.away)});"
+        "window.show = (shown) => { window.away = !shown; document.dispatchEvent(new Event('visibilitychange')); };"
+    )
+    seen.page.clock.install()
+    page = seen.open()
+
+    def rounds(seconds: int) -> int:
+        """So many more, in so many seconds of the page's time."""
+        before = seen.asked("api/stats")
+        for _ in range(seconds):
+            page.clock.run_for(1000)
+            page.evaluate("() => fetch('healthz').then((answer) => answer.text())")  # what was asked is answered
+        return seen.asked("api/stats") - before
+
+    assert 3 <= rounds(6) <= 7
+    page.evaluate("window.show(false)")
+    rounds(2)  # one that was planned
+    assert rounds(10) <= 1
+    before = seen.asked("api/stats")
+    with page.expect_request("**/api/stats"):
+        page.evaluate("window.show(true)")
+    assert seen.asked("api/stats") == before + 1
+
+
+def test_a_paused_page_stays_as_it_is(service: Server, visit: Visitor) -> None:
+    seen = visit(service.http_address)
+    with connect(service.address) as client:
+        scene.produce(client)
+        page = seen.open()
+        seen.until("#tile-live", "24")
+        pause = page.get_by_role("button", name="Pause")
+        pause.click()
+        seen.until("#connection", "paused")
+        page.wait_for_load_state("networkidle")
+        before = seen.asked("api/")
+        client.clear_samples(["sample-0"], "train")
+        page.evaluate("window.dispatchEvent(new Event('online'))")
+        page.evaluate("() => fetch('healthz').then((answer) => answer.text())")
+        assert (seen.asked("api/"), page.inner_text("#tile-live")) == (before, "24")
+        page.get_by_role("button", name="Go on").click()
+        seen.until("#tile-live", "23")
