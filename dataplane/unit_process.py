@@ -166,11 +166,14 @@ class UnitProcesses:
             self._close(process)
 
 
-def run_unit(unit: StorageUnit, stop: Stop) -> bool:
-    """Start the unit, say so on standard output, and serve until `stop`; whether its controller was gone first."""
+def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
+    """Start the unit, say so on standard output, as text or JSON, and serve until `stop`; whether its controller was
+    gone first."""
     with unit as running:
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
-        print(f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
+        text = f"storage unit {running.name} ready{metrics}"
+        facts = {"unit": running.name, "http": running.http_url or None}
+        print(msgspec.json.encode(facts).decode() if json else text, flush=True)  # noqa: T201
         lost = running.lost
         stop.when(lost)
         stop.wait()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
+from dataplane import connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
 from dataplane.cli.flags import Memory
-from dataplane.config import DURABILITIES
+from dataplane.config import DURABILITIES, MIB
+from tests.secure import tls
 
 VERBS = [
     *("serve", "unit"),
@@ -87,6 +93,53 @@ def test_wrong_arguments_get_one_line_and_exit_code_2(
 def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["status", "ls", "show a", "why train policy", "top --once --interval 0.1", "shrink"])
+def test_tokens_and_certificates_are_shown(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, secured: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    files = [f"--tls-{name}={tls()[f'tls_{name}_file']}" for name in ("cert", "key", "ca")]
+    arguments = [*verb.split(), "--address", secured]
+    assert main([*arguments, *files, "--token-file", str(token)]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TQ_TOKEN", "guess")
+    assert main([*arguments, *files]) == 1
+    assert "token" in capsys.readouterr().err
+    monkeypatch.setenv("TQ_TOKEN", "secret")
+    assert main(arguments) == 1
+    assert "TLS" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def secured() -> Iterator[str]:
+    """The address of a service with a token and TLS, and a sample `a` in partition `train`."""
+    settings = {"token": "secret", **tls()}
+    with serve({"capacity_bytes": 8 * MIB, **settings}) as server, connect(server.address, **settings) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        client.put_samples(["a"], "train", {"x": torch.zeros(1)})
+        yield server.address
+
+
+def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dataplane.control.channel.Channel.open", interrupt)
+    assert main(["ls", "--address", "127.0.0.1:1"]) == 130
+
+
+def test_a_reader_that_has_enough_gets_no_traceback(secured: str) -> None:
+    files = [f"--tls-{name}={tls()[f'tls_{name}_file']}" for name in ("cert", "key", "ca")]
+    command = [sys.executable, "-m", "dataplane", "ls", "--address", secured, *files]
+    ours, theirs = os.pipe()
+    os.close(ours)  # nobody reads
+    environment = {**os.environ, "TQ_TOKEN": "secret"}
+    with os.fdopen(theirs) as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_durabilities_are_those_of_the_settings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -20,6 +21,17 @@ def test_a_unit_says_when_its_controller_is_gone() -> None:
     _, errors = unit.communicate(timeout=60)
     assert unit.returncode == 1
     assert f"storage unit extra lost its controller at {address}" in errors
+
+
+def test_a_unit_says_that_it_is_ready_in_json() -> None:
+    with dataplane.serve({"units": 0}) as server:
+        command = [sys.executable, "-m", "dataplane", "unit", server.address, "--capacity", "8m", "--name", "extra"]
+        unit = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert unit.stdout is not None
+        assert json.loads(unit.stdout.readline()) == {"unit": "extra", "http": None}
+        unit.terminate()
+        _, errors = unit.communicate(timeout=60)
+    assert (unit.returncode, errors) == (0, "")
 
 
 def test_a_unit_listens_where_it_is_told() -> None:

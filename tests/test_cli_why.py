@@ -59,6 +59,21 @@ def test_groups(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> 
     assert "groups in part" in text
 
 
+@pytest.mark.parametrize(
+    ("condition", "fail"),
+    [("group == g1", 1), ("group!=g1", 1), ("age > 3.5", 2), ('group == "g2"', 1), ("age<=null", 2)],
+)
+def test_conditions(condition: str, fail: int, filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(["train", "policy", "--where", condition, "--json"], capsys))["blocked"]
+    assert list(told["filtered"].values()) == [fail]
+    assert told["matching"] == 2 - fail
+
+
+def test_what_is_no_condition(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "train", "policy", "--where", "group"]) == 2
+    assert "'group' is not TAG OPERATOR VALUE" in capsys.readouterr().err
+
+
 def test_nothing_is_left(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     filled.seal("train")
     filled.claim_meta("train", "policy", ["ids"], 2)

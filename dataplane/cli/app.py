@@ -27,7 +27,7 @@ from dataplane.cli.why import why
 from dataplane.errors import DataPlaneError
 
 NAME = "tq"
-DONE, REFUSED, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
+DONE, REFUSED, WRONG_ARGUMENTS = 0, 1, 2
 
 app = typer.Typer(
     name=NAME,
@@ -58,7 +58,8 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _top(
     shown: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.TyperException as error:
         return _wrong(error)
-    except (typer.Abort, KeyboardInterrupt):
+    except typer.Abort:
         _complain("given up; nothing was done")
         return REFUSED
     except BrokenPipeError:  # whoever read it has enough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import typing
@@ -212,4 +213,9 @@ def verb(run: Callable[..., int]) -> Callable[..., int]:
 
 
 def _keyword(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """Flags that take no value show none in help."""
+    if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
+        option = copy.copy(typing.get_args(kind)[1])
+        option.metavar = ""
+        kind = Annotated[bool, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

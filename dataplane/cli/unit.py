@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.flags import Memory, Security
+from dataplane.cli.flags import Json, Memory, Security
 from dataplane.config import DataPlaneConfig
 
 
@@ -30,18 +30,20 @@ def unit(
     ] = DataPlaneConfig.reconnect_s,
     memory: Memory,
     security: Security,
+    json: Json = False,
 ) -> int:
     """Run one more storage unit for a running controller, until SIGTERM or SIGINT.
 
-    Exit code 1 if the controller goes first, and does not come back in time.
+    The first line of output says that it is ready, and its name. Exit code 1 if the controller goes first, and does not
+    come back in time.
     """
     config = DataPlaneConfig(
         port=port, http_port=http_port, reconnect_s=reconnect, **memory.settings(), **security.settings()
     ).with_environment()
-    return _run(config, address, name)
+    return _run(config, address, name, json)
 
 
-def _run(config: DataPlaneConfig, address: str, name: str | None) -> int:
+def _run(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:
     from dataplane.descriptors import allow_more
     from dataplane.unit import StorageUnit
     from dataplane.unit_process import Stop, run_unit
@@ -49,7 +51,7 @@ def _run(config: DataPlaneConfig, address: str, name: str | None) -> int:
     stop = Stop()
     allow_more()
     started = StorageUnit(config, address, name=name)
-    if run_unit(started, stop):
+    if run_unit(started, stop, json=json):
         print(f"tq: storage unit {started.name} lost its controller at {address}", file=sys.stderr)
         return 1
     return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from dataplane.cli.asking import ask, partition_stats, session
@@ -11,6 +13,9 @@ from dataplane.cli.completing import fields_of, partitions, tasks_of
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
 from dataplane.cli.text import ago, counted, shown
+from dataplane.types import Scalar
+
+_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.+?)\s*")
 
 if TYPE_CHECKING:
     from dataplane.control.channel import Channel
@@ -29,6 +34,13 @@ def why(
             autocompletion=fields_of,
         ),
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="The claim takes samples whose tag fulfils this, as 'reward > 0.5'; may be given again.",
+        ),
+    ] = None,
     group_size: Annotated[
         int | None, typer.Option(min=1, help="The claim takes whole groups of so many samples.")
     ] = None,
@@ -45,12 +57,14 @@ def why(
     """
     from dataplane.ledger import commands as c
 
+    conditions = tuple(map(_condition, where or ()))
     with session(target.config("why")) as channel:
         wanted = tuple(fields or _latest(channel, partition, task))
         command = c.WhyBlocked(
             partition=partition,
             task=task,
             fields=wanted,
+            where=conditions,
             group_by=group_by,
             group_size=group_size,
             max_lag=max_lag,
@@ -67,6 +81,20 @@ def why(
         _print_writers(found)
         _print_waits(mine, waits.now)
     return 0
+
+
+def _condition(text: str) -> c.Predicate:
+    """A tag, an operator and a value, which is JSON or else text."""
+    from dataplane.ledger import commands as c
+
+    matched = _CONDITION.fullmatch(text)
+    if matched is None:
+        raise typer.BadParameter(f"{text!r} is not TAG OPERATOR VALUE, as 'reward > 0.5'", param_hint="--where")
+    tag, operator, value = matched.groups()
+    try:
+        return c.Predicate(tag=tag, op=operator, value=msgspec.json.decode(value, type=Scalar))
+    except msgspec.MsgspecError:
+        return c.Predicate(tag=tag, op=operator, value=value)
 
 
 def _latest(channel: Channel, partition: str, task: str) -> tuple[str, ...]:

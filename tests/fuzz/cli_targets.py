@@ -17,9 +17,10 @@ from dataplane.host import require_guard_beyond_loopback, split_address
 from tests.fuzz.target import Feed, FindingError, Target
 
 WORDS = (
-    *("serve", "unit", "status", "checkpoint", "restore"),
+    *("serve", "unit", "status", "checkpoint", "restore", "top", "ls", "show", "why", "clear", "drop", "shrink"),
     *("--token-file", "--host", "--capacity", "--arena-dir", "--state-dir", "--port", "--units", "--name"),
-    *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help", "--address"),
+    *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help"),
+    *("--address", "--where", "--once"),
     *("127.0.0.1:1", "::1", "0.0.0.0", "host:99999", "actor:x@y", "[::1", ""),
     *("4g", "1e400", "nan", "inf", "-1", "0", "99999999999999999999", "0x10", "1_0", "4GiB", "token", "."),
 )
