@@ -114,6 +114,10 @@ class AsyncDataPlaneClient:
         """See `DataPlaneClient.get_data`."""
         return await self._run(reading.get, meta, meta.partition_id, reading.chosen_fields(meta, select_fields), True)
 
+    async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
+        """See `DataPlaneClient.locate`."""
+        return await self._run(reading.locate, meta, reading.chosen_fields(meta, select_fields))
+
     async def get_batch(
         self,
         meta: KVBatchMeta,

@@ -203,15 +203,23 @@ class Connection:
 
     def _perform(self, step: Step, copying: Copying) -> Any:
         match step:
-            case Send(command):
-                number, result = self._channel.call(command)
-                return Sent(number, result)
+            case Send():
+                return self._send(step, copying)
             case Post(command):
                 self._channel.post(command)
             case Work(work):
                 copying.begin()
                 return work()
         return None
+
+    def _send(self, step: Send, copying: Copying) -> Sent:
+        meanwhile = step.meanwhile
+        if meanwhile is None:
+            return Sent(*self._channel.call(step.command))
+        copying.begin()
+        done: list[Any] = []
+        number, result = self._channel.call(step.command, meanwhile=lambda: done.append(meanwhile()))
+        return Sent(number, result, *done)
 
     def _post_leftovers(self) -> None:
         for command in self.desk.leftovers():

@@ -12,11 +12,54 @@ import numpy.typing as npt
 
 from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
 from dataplane.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
-from dataplane.types import Scalar
+from dataplane.types import FieldSpec, Scalar
 
 Int64s = npt.NDArray[np.int64]
 _Value = TypeVar("_Value")
 Indices = Sequence[int] | range | npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CellPlaces:
+    """Where the cells of one field were when somebody looked: a hint, which a reader has confirmed before it counts.
+    All arrays are aligned with the samples. epochs: of the storage units, by number."""
+
+    spec: FieldSpec
+    epochs: dict[int, int]
+    units: npt.NDArray[np.int32]
+    offsets: Int64s
+    lengths: Int64s
+    serials: Int64s
+    checksums: npt.NDArray[np.uint32] | None
+
+    def take(self, where: npt.NDArray[Any]) -> CellPlaces:
+        """Those of some samples."""
+        return dataclasses.replace(
+            self,
+            units=self.units[where],
+            offsets=self.offsets[where],
+            lengths=self.lengths[where],
+            serials=self.serials[where],
+            checksums=None if self.checksums is None else self.checksums[where],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
+        """One after another; None unless they agree."""
+        first, known = parts[0], [part.checksums for part in parts if part.checksums is not None]
+        epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
+        agreed = all(part.spec == first.spec and part.epochs.items() <= epochs.items() for part in parts)
+        if not agreed or len(known) not in (0, len(parts)):
+            return None
+        return cls(
+            spec=first.spec,
+            epochs=epochs,
+            units=np.concatenate([part.units for part in parts]),
+            offsets=np.concatenate([part.offsets for part in parts]),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            serials=np.concatenate([part.serials for part in parts]),
+            checksums=np.concatenate(known) if known else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -46,6 +89,7 @@ class KVBatchMeta:
     tags: list[dict[str, Scalar]] | None = None
     _rows: Int64s | None = None
     _births: Int64s | None = None
+    _places: dict[str, CellPlaces] | None = None
 
     def __post_init__(self) -> None:
         ids = _names("sample_ids", self.sample_ids)
@@ -82,11 +126,18 @@ class KVBatchMeta:
         """(rows, births), each `[N]`, of a meta minted by the service."""
         return None if self._rows is None or self._births is None else (self._rows, self._births)
 
+    @property
+    def places(self) -> Mapping[str, CellPlaces]:
+        """Where the cells of some fields were, of a meta that carries that (see `DataPlaneClient.locate`)."""
+        return self._places or {}
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVBatchMeta):
             return NotImplemented
         return all(
-            _same(getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(KVBatchMeta)
+            _same(getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(KVBatchMeta)
+            if field.name != "_places"
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -151,6 +202,7 @@ class KVBatchMeta:
             tags=_joined_tags(parts),
             _rows=_joined_arrays([meta._rows for meta in parts]),
             _births=_joined_arrays([meta._births for meta in parts]),
+            _places=_joined_places([meta.places for meta in parts]),
         )
 
     # --- the same samples ---
@@ -161,7 +213,11 @@ class KVBatchMeta:
 
     def with_handles(self, rows: Int64s, births: Int64s) -> KVBatchMeta:
         """Carrying these row handles, `[N]` each. For the client, which gets them from the service."""
-        return self._changed(_rows=_handles(rows, self.size), _births=_handles(births, self.size))
+        return self._changed(_rows=_handles(rows, self.size), _births=_handles(births, self.size), _places=None)
+
+    def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
+        """Carrying where these fields' cells are. For the client, which gets that from the service."""
+        return self._changed(_places={**self.places, **places})
 
     def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
         """With these tags merged in: a mapping per sample, or name -> `[N]` values. The service is not told."""
@@ -188,6 +244,7 @@ class KVBatchMeta:
             tags=None if tags is None else _picked(tags, places),
             _rows=None if self._rows is None else self._rows[where],
             _births=None if self._births is None else self._births[where],
+            _places={name: cells.take(where) for name, cells in self.places.items()} or None,
         )
 
 
@@ -277,6 +334,12 @@ def _joined(lists: Sequence[list[int] | None]) -> list[int] | None:
 def _joined_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known) if len(known) == len(arrays) else None
+
+
+def _joined_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
+    shared = [name for name in places[0] if all(name in other for other in places[1:])]
+    joined = {name: CellPlaces.joined([each[name] for each in places]) for name in shared}
+    return {name: cells for name, cells in joined.items() if cells is not None} or None
 
 
 def _joined_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:

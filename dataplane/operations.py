@@ -6,7 +6,7 @@ Each takes the `Desk` of the client's session. The docstrings of `DataPlaneClien
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -318,10 +318,10 @@ def give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[N
             yield Post(c.Abort(reservation=reservation))
 
 
-def naming(ids: Sequence[str], command: c.Command) -> Operation[Any]:
+def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
     """Send; an error about row handles is raised with the ids the caller knows them by."""
     try:
-        return (yield Send(command))
+        return (yield Send(command, meanwhile))
     except StaleSampleError as error:
         raise error.with_ids(ids) from None
 

@@ -6,9 +6,12 @@ there until they were copied.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDict
 
 from dataplane import failpoints
@@ -17,13 +20,16 @@ from dataplane.columns import RowSource, assemble, checked, decode_batch
 from dataplane.desk import Desk
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
-from dataplane.meta import KVBatchMeta
+from dataplane.meta import CellPlaces, KVBatchMeta
 from dataplane.operations import naming
 from dataplane.patience import know, patient
 from dataplane.roads import units_of
 from dataplane.samples import Names, ids_of, samples_of
 from dataplane.schema import Layout
 from dataplane.steps import Operation, Post, Send, Work
+from dataplane.types import FieldKind
+
+log = logging.getLogger(__name__)
 
 
 @patient
@@ -74,11 +80,85 @@ def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Seq
     return chosen
 
 
-def _locate(desk: Desk, names: Names, ids: list[str], partition: str, select_fields: Sequence[str]) -> Operation[Any]:
+def locate(desk: Desk, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[KVBatchMeta]:
+    """The meta, carrying where its samples' fields are now."""
+    ids = ids_of(meta)
+    located = yield from _locate(desk, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True)
+    found: c.Located = located.result
+    yield from know(desk, units_of(found.fields))
+    epochs = desk.roads.epochs(units_of(found.fields))
+    places = {
+        field.name: CellPlaces(
+            spec=field.spec,
+            epochs=epochs,
+            units=field.units,
+            offsets=field.offsets,
+            lengths=field.lengths,
+            serials=np.zeros(0, np.int64) if field.serials is None else field.serials,
+            checksums=field.checksums,
+        )
+        for field in found.fields
+    }
+    return meta.with_handles(found.rows, found.births).with_places({**meta.places, **places})
+
+
+def _locate(
+    desk: Desk,
+    names: Names,
+    ids: list[str],
+    partition: str,
+    select_fields: Sequence[str],
+    meanwhile: Callable[[], Any] | None = None,
+    **more: bool,
+) -> Operation[Any]:
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: name at least one field, in a list")
-    locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields))
-    return (yield from naming(ids, locate))
+    locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
+    return (yield from naming(ids, locate, meanwhile))
+
+
+def _remembered(desk: Desk, names: Names, select_fields: Sequence[str]) -> tuple[c.FieldLocations, ...] | None:
+    """Where the meta says the fields are, if they may be copied from there before that is confirmed: from units that
+    this client is connected to, in the lives that the meta knows. Objects may not: what reads them does not expect
+    bytes that change."""
+    if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:
+        return None
+    known = names.places
+    if not select_fields or not all(name in known for name in select_fields):
+        return None
+    places = {name: known[name] for name in select_fields}
+    if any(cells.spec.kind is FieldKind.OBJECT or not desk.roads.lives(cells.epochs) for cells in places.values()):
+        return None
+    return tuple(
+        c.FieldLocations(
+            name=name,
+            spec=cells.spec,
+            units=cells.units,
+            offsets=cells.offsets,
+            lengths=cells.lengths,
+            checksums=cells.checksums,
+            serials=cells.serials,
+        )
+        for name, cells in places.items()
+    )
+
+
+def _still(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
+    """Whether what was remembered is so now, and therefore was all the time, with checksums where they are wanted."""
+    return all(map(_same, remembered, found))
+
+
+def _same(before: c.FieldLocations, now: c.FieldLocations) -> bool:
+    pairs: list[tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None]] = [
+        (before.serials, now.serials),
+        (before.offsets, now.offsets),
+        (before.units, now.units),
+        (before.lengths, now.lengths),
+    ]
+    if now.checksums is not None:
+        pairs.append((before.checksums, now.checksums))
+    alike = all(one is not None and other is not None and np.array_equal(one, other) for one, other in pairs)
+    return alike and before.spec == now.spec
 
 
 def _read(
@@ -88,23 +168,43 @@ def _read(
     select_fields: Sequence[str],
     build: Callable[[Mapping[str, RowSource]], Any],
 ) -> Operation[Any]:
+    """Look up and pin, copy, release. Where the meta carries places, the copy from there is made while the look-up is
+    under way, and counts only if that finds the same: then each cell was there from before the copy until it was
+    pinned. Else what was copied is thrown away, and what was found is copied."""
     ids = ids_of(names)
-    located = yield from _locate(desk, names, ids, partition, select_fields)
+
+    def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
+        failpoints.hit("get.mid_copy")
+        return build(checked(desk.roads.gather(fields, units), fields, partition, ids))
+
+    remembered = _remembered(desk, names, select_fields)
+    if remembered is None:
+        located = yield from _locate(desk, names, ids, partition, select_fields)
+    else:
+        guess = partial(_guess, work, remembered)
+        located = yield from _locate(desk, names, ids, partition, select_fields, guess, serials=True)
     try:
         fields: tuple[c.FieldLocations, ...] = located.result.fields
-        units = units_of(fields)
-        yield from know(desk, units)
-
-        def work() -> Any:
-            failpoints.hit("get.mid_copy")
-            return build(checked(desk.roads.gather(fields, units), fields, partition, ids))
-
-        built = yield Work(work)
+        if remembered is not None and located.meanwhile is not None and _still(remembered, fields):
+            built = located.meanwhile
+        else:
+            units = units_of(fields)
+            yield from know(desk, units)
+            built = yield Work(partial(work, fields, units))
         yield from _pinned_until_now(desk)
         return built
     finally:
         failpoints.hit("get.before_release")
         yield Post(c.Release(located=located.number))
+
+
+def _guess(work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
+    """What is where the samples were; None if that cannot be read."""
+    try:
+        return work(remembered, units_of(remembered))
+    except Exception as error:
+        log.debug("what a meta remembers cannot be read there: %s", error)
+        return None
 
 
 def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequence[str]) -> Operation[TensorDict]:

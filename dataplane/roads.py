@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,17 @@ class Roads:
     def unknown(self, units: Iterable[int]) -> bool:
         """Whether one of `units` has not been learned yet, or failed since: it may have another life by now."""
         return any(unit not in self._infos or unit in self._doubted for unit in units)
+
+    def epochs(self, units: Iterable[int]) -> dict[int, int]:
+        """The lives of these units, as they were learned last."""
+        return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
+
+    def lives(self, epochs: Mapping[int, int]) -> bool:
+        """Whether each of these units is in that life, connected, and has not failed since."""
+        return all(
+            unit in self._connections and unit not in self._doubted and self._infos[unit].epoch == epoch
+            for unit, epoch in epochs.items()
+        )
 
     def connection(self, unit: int) -> UnitConnection:
         """The connection to `unit`; the first call shakes hands. Blocks up to the connect timeout."""

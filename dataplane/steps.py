@@ -18,17 +18,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command and wait for its answer, up to the channel's deadline for it. Outcome: `Sent`."""
+    """Send a command and wait for its answer, up to the channel's deadline for it. Outcome: `Sent`. `meanwhile` may be
+    run while the answer is on its way, in the same thread, and raises nothing; it copies as `Work` does."""
 
     command: Command
+    meanwhile: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The number a command went under, and its result."""
+    """The number a command went under, and its result; what `meanwhile` returned, None if it was not run."""
 
     number: int
     result: Any
+    meanwhile: Any = None
 
 
 @dataclass(frozen=True, slots=True)

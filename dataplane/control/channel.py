@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -61,8 +61,10 @@ class Channel(OpenChannel):
 
     # --- calls
 
-    def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
-        """Send a command and wait for its answer: its number and result.
+    def call(
+        self, command: c.Command, *, timeout_s: float | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[int, c.Result]:
+        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent.
 
         Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim, Shrink) plus
         `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
@@ -75,7 +77,7 @@ class Channel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
-            reply = self._exchange(outgoing)
+            reply = self._exchange(outgoing, meanwhile)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
         except BaseException:
@@ -91,11 +93,15 @@ class Channel(OpenChannel):
         self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
 
-    def _exchange(self, outgoing: Outgoing) -> wire.Reply:
+    def _exchange(self, outgoing: Outgoing, meanwhile: Callable[[], None]) -> wire.Reply:
+        sent = False
         while True:
             door, dealer = self._take()
             try:
                 send(dealer, outgoing.frames)
+                if not sent:
+                    sent = True
+                    meanwhile()
                 while not door.shut:
                     reply = self._await(door, dealer, outgoing)
                     if reply is not None:

@@ -68,7 +68,11 @@ class Several:
 class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
+    `serials` tell extents of one number apart, one after another (`made` counts them).
     `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back."""
+
+    made = 0
+    serials: Int64s | None = None
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
@@ -87,6 +91,7 @@ class Extents:
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
+        self.serials = np.zeros(64, np.int64)
 
     def open_account(self) -> Account:
         self.opened += 1
@@ -108,6 +113,8 @@ class Extents:
             self.high += 1
             if number == len(self.units):
                 self._grow()
+        self.made += 1
+        self._serials()[number] = self.made
         self.units[number] = unit
         self.starts[number] = start
         self.sizes[number] = size
@@ -236,6 +243,17 @@ class Extents:
         self._credit(numbers)
         self._forget(numbers)
 
+    def serials_of(self, numbers: Int32s) -> Int64s:
+        """What no other extent ever has."""
+        serials: Int64s = self._serials()[numbers]
+        return serials
+
+    def _serials(self) -> Int64s:
+        """Those of a ledger that knew none are 0, which no later one has."""
+        if self.serials is None:
+            self.serials = np.zeros(len(self.units), np.int64)
+        return self.serials
+
     def bytes_of(self, numbers: Int32s) -> int:
         return int(self.sizes[numbers].sum())
 
@@ -301,8 +319,9 @@ class Extents:
         self.freed = True
 
     def _grow(self) -> None:
+        self._serials()
         size = room_for(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials"):
             setattr(self, name, grown(getattr(self, name), size))
 
 

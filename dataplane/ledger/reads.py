@@ -34,8 +34,8 @@ class Reads:
         for name in command.fields:
             partition.field(name)
         rows = partition.resolve(command.samples)
-        located = [self._locations(session, partition, command.samples, name, rows) for name in command.fields]
-        if len(rows) and located:
+        located = [self._locations(session, partition, command, name, rows) for name in command.fields]
+        if len(rows) and located and not command.unpinned:
             cells = np.concatenate([extents for _, extents in located])
             pinned = np.unique(cells) if len(cells) > 1 else cells
             self.state.extents.pin(pinned)
@@ -69,7 +69,7 @@ class Reads:
         return c.Located(fields=tuple(found), rows=rows, births=births)
 
     def _locations(
-        self, session: Session, partition: Partition, samples: c.Samples, name: str, rows: c.Int64s
+        self, session: Session, partition: Partition, command: c.Locate, name: str, rows: c.Int64s
     ) -> tuple[c.FieldLocations, c.Int32s]:
         field = partition.fields[name]
         extents = field.extents[rows]
@@ -89,6 +89,7 @@ class Reads:
             offsets=field.offsets[rows],
             lengths=field.lengths_of(rows),
             checksums=None if sums is None else to_compare(self.state, session, sums, units),
+            serials=self.state.extents.serials_of(extents) if command.serials else None,
         )
         return locations, extents
 

@@ -140,6 +140,8 @@ class Recorder:
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
     def _located(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
+        if command.unpinned:
+            return
         samples = len(result.rows)
         nbytes = 0
         for found in result.fields:

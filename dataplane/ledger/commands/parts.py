@@ -126,7 +126,8 @@ class CommitColumn(Value, frozen=True, kw_only=True):
 class FieldLocations(Value, frozen=True, kw_only=True):
     """Where one field of the named samples is; all arrays are aligned with the samples. Where a missing cell was
     allowed, its length is -1 (unit and offset mean nothing). `checksums` are those that the reader is to compare with
-    (0: none; None: none of them)."""
+    (0: none; None: none of them). `serials`, if asked for: a cell that has the same one and offset again later has been
+    there all the time."""
 
     name: str
     spec: FieldSpec
@@ -134,6 +135,7 @@ class FieldLocations(Value, frozen=True, kw_only=True):
     offsets: Int64s
     lengths: Int64s
     checksums: UInt32s | None = None
+    serials: Int64s | None = None
 
 
 class SavedField(Value, frozen=True, kw_only=True):

@@ -135,13 +135,16 @@ class Locate(Command, frozen=True, kw_only=True):
     """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
 
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, birth 0) are no
-    errors.
+    errors. With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there
+    may be gone when the answer comes.
     """
 
     partition: str
     samples: Samples
     fields: tuple[str, ...]
     missing_ok: bool = False
+    serials: bool = False
+    unpinned: bool = False
 
 
 class Release(Command, frozen=True, kw_only=True):
