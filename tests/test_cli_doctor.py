@@ -170,6 +170,26 @@ def test_a_zmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pyzmq" in found.mend
 
 
+@pytest.mark.parametrize(
+    ("usable", "devices", "found", "ok"),
+    [
+        (2, 2, "2 for torch: Card", True),
+        (0, 2, "2 in /dev, but torch cannot use any", False),
+        (0, 0, "none; tensors on CPUs only", True),
+    ],
+)
+def test_gpus(usable: int, devices: int, found: str, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(devices):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(packages, "_DEVICES", tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: usable > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: "Card")
+    gpu = only(packages.packages(), "GPU")
+    assert (gpu.found, gpu.ok) == (found, ok)
+
+
 def test_what_a_check_raises_is_a_finding() -> None:
     def check() -> Iterator[Finding]:
         yield Finding(what="first", found="well")

@@ -14,7 +14,7 @@ PACKAGE = "rl-dataplane"
 _INSTALL = f"pip install -U {PACKAGE}"
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*])?\s*([^;]*)")
 _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
-_GPU_DEVICES = "nvidia[0-9]*"
+_DEVICES = Path("/dev")
 
 
 def packages() -> Iterator[Finding]:
@@ -120,7 +120,7 @@ def _torch() -> Iterator[Finding]:
     import torch
 
     yield Finding(what="torch", found=str(torch.__version__))
-    devices = list(Path("/dev").glob(_GPU_DEVICES))
+    devices = list(_DEVICES.glob("nvidia[0-9]*"))
     if torch.cuda.is_available():
         names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}))
         yield Finding(what="GPU", found=f"{torch.cuda.device_count()} for torch: {names}")
