@@ -35,7 +35,7 @@ def enabled(cfg: Any, name: str) -> Any:
     return settings if setting(settings, "enabled") else None
 
 
-def packing_arguments(cfg: Any, stage: Stage) -> dict[str, dict[str, Any]]:
+def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     """What `shard_meta_for_dp` and `shard_by_batch_size` take for a stage: "sequence_packing_args" where sequence
     packing is enabled, "dynamic_batching_args" where dynamic batching is, nothing where neither is.
 

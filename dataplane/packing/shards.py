@@ -12,7 +12,8 @@ import numpy as np
 from dataplane.errors import InvalidRequestError
 from dataplane.meta import KVBatchMeta
 from dataplane.packing.balance import balanced
-from dataplane.packing.bins import Int64s
+from dataplane.packing.bins import Bins, Int64s
+from dataplane.packing.locality import Exchange, Locality, exchange_bins
 from dataplane.packing.packers import SequencePacker, get_packer
 from dataplane.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 
@@ -38,6 +39,8 @@ def shard_meta_for_dp(
     batch_size: int | None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
     dynamic_batching_args: Mapping[str, Any] | None = None,
+    row_hosts: Sequence[str | None] | None = None,
+    rank_hosts: Sequence[str | None] | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
     """One meta per data-parallel rank, and what puts their rows back in order.
 
@@ -47,12 +50,19 @@ def shard_meta_for_dp(
     "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb". Tags, lengths, row handles and other
     `extra_info` ride along. Row for row this is what `BatchedDataDict.shard_by_batch_size` does with the data.
 
+    row_hosts, rank_hosts: the host that each sample's bytes are on, `[N]`, and that each rank fetches on, None where it
+    is not known; given both, samples change ranks so that more tokens are where they are used, as far as that costs
+    nothing (see `plan_shards`).
+
     The second value is None if the ranks' rows, one rank after another, are in the meta's own order; else the inverse
     permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
 
     ValueError, naming both numbers, where the split is not even; ValueError for a sample over the budget, by id, and
     for a meta without lengths where they are needed.
     """
+    locality = None
+    if row_hosts is not None and rank_hosts is not None:
+        locality = Locality(rows=row_hosts, shards=rank_hosts, lengths=meta.sequence_lengths)
     plan = plan_shards(
         meta.size,
         lambda _: _lengths_of(meta),
@@ -60,6 +70,7 @@ def shard_meta_for_dp(
         batch_size=batch_size,
         sequence_packing_args=sequence_packing_args,
         dynamic_batching_args=dynamic_batching_args,
+        locality=locality,
         name=lambda row: f"sample {meta.sample_ids[row]!r}",
     )
     metas = []
@@ -85,6 +96,7 @@ def plan_shards(
     allow_uneven_shards: bool = False,
     sequence_packing_args: Mapping[str, Any] | None = None,
     dynamic_batching_args: Mapping[str, Any] | None = None,
+    locality: Locality | None = None,
     name: Callable[[int], str] = "row {}".format,
 ) -> list[Shard]:
     """Which of `size` rows each of `shards` gets, `batch_size` (default: all) of them at a time.
@@ -103,6 +115,11 @@ def plan_shards(
     are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded length of the
     longest of any rank, which is its length. All ranks have the same.
 
+    locality: rows change shards, and places in their micro-batches, so that more tokens are in shards on their own
+    host, but never so that it costs anything: micro-batches are as many and within the budget (with dynamic batching of
+    the same lengths), shards have as many rows (packed ones about as many), and in no global batch has the heaviest one
+    more tokens. Where nothing can be gained, the result is the same as without.
+
     ValueError for numbers that do not divide, both kinds of arguments at once, arguments that are missing or out of
     range, and rows over the budget.
     """
@@ -120,13 +137,16 @@ def plan_shards(
             raise InvalidRequestError(f"microbatch_order is one of {', '.join(ORDERS)}, got {order!r}")
         packer = get_packer(given.get("algorithm"), budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
-        return _packed(tokens, packer, shards, per_batch, largest_first=order == "largest_first")
+        near = None if locality is None else locality.numbered(size, shards)
+        return _packed(tokens, packer, shards, per_batch, near, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         given = _Arguments("dynamic_batching_args", dynamic_batching_args)
         budget, multiple = given.count(MAX_TOKENS), given.count("sequence_length_round", 1)
         lengths, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
-        return _dynamic(lengths, tokens, budget, shards, per_batch)
-    return _plain(size, shards, per_batch)
+        near = None if locality is None else locality.numbered(size, shards)
+        return _dynamic(lengths, tokens, budget, shards, per_batch, near)
+    plan = _plain(size, shards, per_batch)
+    return plan if locality is None else _plain_nearer(plan, size, per_batch, locality)
 
 
 def inverse_permutation(order: Int64s) -> list[int] | None:
@@ -222,10 +242,67 @@ def _plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     return [Shard((firsts + part).reshape(-1)) for part in parts]
 
 
-def _packed(tokens: Int64s, packer: SequencePacker, shards: int, per_batch: int, *, largest_first: bool) -> list[Shard]:
+def _plain_nearer(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
+    """The same with rows exchanged for others of their global batch."""
+    homes, hosts = locality.numbered(size, len(plan))
+    sizes = locality.sizes(size).tolist()
+    parts: list[Bins] = [[] for _ in plan]
+    for first in range(0, size, per_batch or 1):
+        bins = [shard.rows[(first <= shard.rows) & (shard.rows < first + per_batch)].tolist() for shard in plan]
+        Exchange(
+            bins=bins,
+            shards=range(len(plan)),
+            kinds=[0] * len(plan),
+            sizes=sizes,
+            homes=homes.tolist(),
+            hosts=hosts.tolist(),
+        ).run()
+        for part, rows in zip(parts, bins, strict=True):
+            part.append(sorted(rows))
+    return [Shard(np.array(list(chain.from_iterable(part)), dtype=np.int64)) for part in parts]
+
+
+def _packed_nearer(
+    bins: Bins,
+    loads: Int64s,
+    dealt: list[list[int]],
+    tokens: Int64s,
+    packer: SequencePacker,
+    homes: Int64s,
+    hosts: Int64s,
+) -> Int64s:
+    """Let bins change shards, then rows bins, in place; the tokens of each bin."""
+    exchange_bins(bins, loads, dealt, tokens, homes, hosts)
+    if packer.keeps_order:
+        return loads
+    shard_of = {number: shard for shard, numbers in enumerate(dealt) for number in numbers}
+    exchange = Exchange(
+        bins=bins,
+        shards=[shard_of[number] for number in range(len(bins))],
+        kinds=[0] * len(bins),
+        sizes=tokens.tolist(),
+        homes=homes.tolist(),
+        hosts=hosts.tolist(),
+        capacity=packer.bin_capacity,
+    )
+    return exchange.loads() if exchange.run() else loads
+
+
+def _packed(
+    tokens: Int64s,
+    packer: SequencePacker,
+    shards: int,
+    per_batch: int,
+    near: tuple[Int64s, Int64s] | None,
+    *,
+    largest_first: bool,
+) -> list[Shard]:
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
-        bins, loads, dealt = balanced(packer, tokens[first : first + per_batch], shards)
+        here = slice(first, first + per_batch)
+        bins, loads, dealt = balanced(packer, tokens[here], shards)
+        if near is not None:
+            loads = _packed_nearer(bins, loads, dealt, tokens[here], packer, near[0][here], near[1])
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
         batch = []
@@ -241,14 +318,37 @@ def _packed(tokens: Int64s, packer: SequencePacker, shards: int, per_batch: int,
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
-def _dynamic(lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int) -> list[Shard]:
+def _dynamic(
+    lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, near: tuple[Int64s, Int64s] | None
+) -> list[Shard]:
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
         grid = rising.reshape(-1, shards)  # [rows of a shard, shards]
         ends, widths = _growing(tokens[grid[:, -1]].tolist(), budget)
+        if near is not None:
+            grid = _dynamic_nearer(grid, ends, lengths, near)
         batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
+
+
+def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, near: tuple[Int64s, Int64s]) -> Int64s:
+    """The same with rows exchanged for others of their micro-batch."""
+    shards = grid.shape[1]
+    rising = {row: place for place, row in enumerate(grid.reshape(-1).tolist())}
+    parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
+    bins = [rows for part in parts for rows in part]
+    Exchange(
+        bins=bins,
+        shards=[shard for _ in parts for shard in range(shards)],
+        kinds=[number for number in range(len(parts)) for _ in range(shards)],
+        sizes=lengths.tolist(),
+        homes=near[0].tolist(),
+        hosts=near[1].tolist(),
+    ).run()
+    columns = [sorted(rows, key=rising.__getitem__) for rows in bins]
+    of_shards = [list(chain.from_iterable(columns[shard::shards])) for shard in range(shards)]
+    return np.array(of_shards, dtype=np.int64).T
 
 
 def _growing(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
