@@ -128,6 +128,10 @@ class UnitRecord:
             hint="Stop that one first, or give this one another name",
         )
 
+    def remove(self) -> None:
+        """There is no next life."""
+        self.path.unlink(missing_ok=True)
+
     def write(self, arena: Arena, unit: int) -> None:
         """From now on the next life goes on with this arena. Written whole or not at all."""
         kept = Kept(arena=str(arena.path), unit=unit, place=self._place, cookie=arena.cookie.hex(), forced=arena.forced)

@@ -208,13 +208,21 @@ class StorageUnit:
         return "" if self._http is None else self._http.url
 
     @property
+    def number(self) -> int:
+        """What the controller calls it. It has another one if it had to begin anew."""
+        with self._guard:
+            assert self._bulk is not None, "not started"
+            return self._bulk.unit
+
+    @property
     def lost(self) -> threading.Event:
         """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
         assert self._link is not None, "not started"
         return self._link.lost
 
-    def stop(self) -> None:
-        """Leave the controller, end the door, unlink the arena unless a state directory keeps it. Idempotent."""
+    def stop(self, *, for_good: bool = False) -> None:
+        """Leave the controller, end the door, unlink the arena unless a state directory keeps it for the unit's next
+        life; there is none after one that ends `for_good`. Idempotent."""
         with self._guard:
             self._stopped = True
         if self._http is not None:
@@ -226,7 +234,9 @@ class StorageUnit:
             if self._bulk is not None:
                 self._bulk.stop()
             if self._arena is not None:
-                self._arena.close(unlink=self._record is None)
+                self._arena.close(unlink=self._record is None or for_good)
+            if self._record is not None and for_good:
+                self._record.remove()
             self._link = self._bulk = self._arena = None
         for shared in (self._config.arena_dir, DEFAULT_LOCK_DIRECTORY):
             leave(shared)

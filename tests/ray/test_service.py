@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import ray
 import torch
 
 import dataplane
-from dataplane.errors import AuthenticationError, ServiceUnavailableError, TlsError
+from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
 from dataplane.folder import own_path
 from tests.secure import tls
 from workers import LaunchedService, ServiceStartError, launch_service
@@ -99,6 +100,90 @@ def test_one_worker_closing_its_client_affects_nobody_else(service: LaunchedServ
         client.clear_samples(None, "users")
         for user in (first, second):
             ray.kill(user)
+
+
+def test_what_there_is_of_a_service(service: LaunchedService) -> None:
+    (node,) = service.nodes()
+    (unit,) = service.units()
+    assert (node.ident, node.state, node.units) == (ray.nodes()[0]["NodeID"], "serving", (unit.name,))
+    assert (unit.node, unit.host, unit.state) == (node.ident, node.host, "serving")
+    assert unit.name == f"unit-{node.host}-0"
+
+
+def test_settings_are_keywords_too() -> None:
+    with launch_service(
+        {"heartbeat_s": 1.0}, name="several", storage=3, capacity_bytes=8 << 20, reserve_fraction=0.5
+    ) as several:
+        assert len(several.units()) == 3
+        with dataplane.build_data_plane_client(several.config, bootstrap=False) as client:
+            units = client.stats().units
+            assert sorted(unit.name for unit in units) == [unit.name for unit in several.units()]
+            assert [(unit.capacity_bytes, unit.limit_bytes) for unit in units] == [(8 << 20, 4 << 20)] * 3
+
+
+def test_the_units_of_a_node_share_its_capacity() -> None:
+    with (
+        launch_service(name="shared", storage="driver_node", units=2, capacity_per_node=16 << 20) as shared,
+        dataplane.build_data_plane_client(shared.config, bootstrap=False) as client,
+    ):
+        assert [unit.capacity_bytes for unit in client.stats().units] == [8 << 20] * 2
+
+
+def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
+    with (
+        launch_service(SMALL, name="mended") as mended,
+        dataplane.build_data_plane_client(mended.config, bootstrap=False) as client,
+    ):
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["lost"], "p", {"x": torch.ones(1, 2)})
+        (before,) = client.stats().units
+        ray.kill(ray.get_actor(f"mended.{before.name}"))
+        end = time.monotonic() + 60
+        while [unit.unit for unit in client.stats().units] != [before.unit + 1]:
+            assert time.monotonic() < end, client.stats().units
+            time.sleep(0.1)
+        client.put_samples(["kept"], "p", {"x": torch.ones(1, 2)})
+        assert client.list_samples("p").sample_ids == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"capacity": 1 << 30}, TypeError, "launch_service.. knows no capacity; settings of the service are address, "),
+        ({"storage": "everywhere"}, TypeError, 'expected "per_node", "driver_node" or a number'),
+        ({"storage": 2, "units": 2}, ValueError, "storage=2 is how many units there are"),
+        ({"capacity_per_node": 1 << 20, "units": 2}, ValueError, "capacity_per_node=1048576: an arena has at least"),
+        ({"capacity_per_node": 1 << 20, "capacity_bytes": 1 << 20}, ValueError, "say one"),
+        ({"nodes": "head"}, TypeError, "nodes='head': expected ids of nodes"),
+    ],
+)
+def test_what_cannot_be_launched(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        launch_service(name="wrong", **arguments)
+    with pytest.raises(ServiceUnavailableError):
+        resolve_actor("wrong@tests")
+
+
+def test_nodes_that_cannot_be_added_drained_or_dropped(service: LaunchedService) -> None:
+    with pytest.raises(ValueError, match="no node 'nowhere' is in the Ray cluster"):
+        service.add_node("nowhere")
+    with pytest.raises(ValueError, match="node 'nowhere' has no storage unit of this service"):
+        service.drain_node("nowhere")
+    with pytest.raises(ValueError, match="lives: drain_node moves its rows elsewhere"):
+        service.drop_unit(service.units()[0].name)
+
+
+def test_rows_that_have_nowhere_to_go_stay(service: LaunchedService) -> None:
+    (node,) = service.nodes()
+    with dataplane.build_data_plane_client(service.config, bootstrap=False) as client:
+        client.register_partition("stuck", ["x"], None, ["t"])
+        meta = client.put_samples(["a"], "stuck", {"x": torch.ones(1, 2)})
+        with pytest.raises(DrainError, match="storage unit"):
+            service.drain_node(node.ident, timeout_s=1.0)
+        assert [each.state for each in service.nodes()] == ["serving"]
+        client.put_samples(["b"], "stuck", {"x": torch.ones(1, 2)})
+        assert client.get_batch(meta, ["x"])["x"].equal(torch.ones(1, 2))
+        client.clear_samples(None, "stuck")
 
 
 def test_attaching_where_no_controller_runs_is_an_error(service: LaunchedService) -> None:

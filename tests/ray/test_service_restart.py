@@ -1,4 +1,4 @@
-"""Actors of a service with a state directory are started again by Ray, and go on with what they held."""
+"""Actors of a service with a state directory are started again, and go on with what they held."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_what_was_put_outlives_controller_and_units(state: str) -> None:
         assert client.list_samples("p").sample_ids == ["a", "b"]
         more = client.put_samples(["c"], "p", {"x": [torch.arange(2)]})
         assert client.claim_meta("p", "t", ["x"], 3).sample_ids == ["a", "b", "c"]
-        ray.kill(service._units[0], no_restart=False)
+        (unit,) = service.units()
+        ray.kill(ray.get_actor(f"lasting.{unit.name}"))
         rows = client.get_samples([*meta.sample_ids, *more.sample_ids], "p", ["x"])["x"].unbind()
         assert [row.tolist() for row in rows] == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1]]
         client.put_samples(["d"], "p", {"x": [torch.arange(4)]})

@@ -1,0 +1,141 @@
+"""A service of Ray actors, as who launched or found it holds it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from dataplane.config import DataPlaneConfig
+from dataplane.errors import ServiceUnavailableError
+from workers.resolver import actor_address
+from workers.service.views import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name, unit_actor_name
+
+ANSWER_S = 30.0
+
+
+class ServiceConfig(DataPlaneConfig):
+    """A `DataPlaneConfig` whose address is an actor's. A process that unpickles it imports `workers`, and so can find
+    the actor, without its code having to import it."""
+
+
+class LaunchedService:
+    """A running service of Ray actors. Shut it down, or use it as a context manager; it ends with its driver, too,
+    unless it was launched with `detached=True`.
+
+    address: "actor:NAME@NAMESPACE", for any process of the Ray cluster that has imported `workers`. token: its secret.
+    config: address and token in what `build_data_plane_client(config, bootstrap=False)`, `setup_data_plane` and
+    `TQPolicy(dp_cfg=...)` take.
+    """
+
+    def __init__(
+        self, config: DataPlaneConfig, name: str, namespace: str, supervisor: ActorHandle, controller: ActorHandle
+    ) -> None:
+        """Use `launch_service` or `find`."""
+        assert config.address is not None
+        assert config.token is not None
+        self.config = config
+        self.address = config.address
+        self.token = config.token
+        self.name = name
+        self.namespace = namespace
+        self._supervisor = supervisor
+        self._controller = controller
+        self._over = False
+
+    @classmethod
+    def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
+        """The service that some driver of this Ray cluster launched under that name, in that namespace (None: this
+        driver's). `ServiceUnavailableError` where there is none, or it does not answer."""
+        namespace = namespace or ray.get_runtime_context().namespace
+        try:
+            supervisor = ray.get_actor(supervisor_name(name), namespace=namespace)
+            config = ray.get(supervisor.config.remote(), timeout=ANSWER_S)
+            return cls(config, name, namespace, supervisor, ray.get_actor(name, namespace=namespace))
+        except ValueError as error:
+            why = "no service was launched under that name"
+            raise ServiceUnavailableError(address=actor_address(name, namespace), why=why) from error
+        except RayError as error:
+            why = f"its supervisor does not answer ({error})"
+            raise ServiceUnavailableError(address=actor_address(name, namespace), why=why) from error
+
+    @property
+    def http_url(self) -> str:
+        """Where the controller answers browsers and Prometheus; "" without `http_port` in its config."""
+        return str(ray.get(self._controller.http_url.remote()))
+
+    def units(self) -> list[ServiceUnit]:
+        """The storage units there are, by name."""
+        found: list[ServiceUnit] = self._ask("units")
+        return found
+
+    def nodes(self) -> list[ServiceNode]:
+        """The nodes that have storage units, or had and were drained, by address."""
+        found: list[ServiceNode] = self._ask("nodes")
+        return found
+
+    def add_node(self, node: str, *, timeout_s: float = 60.0) -> list[str]:
+        """Give the node with this id its storage units, whatever `storage` and `nodes` say; the units' names, once they
+        serve. ValueError for a node that is not there, `ServiceStartError` where a unit does not start in time."""
+        names: list[str] = self._ask("add_node", node, timeout_s, within_s=timeout_s)
+        return names
+
+    def drain_node(self, node: str, *, timeout_s: float = 300.0) -> None:
+        """Move every row from the storage units of this node to others, then end them; the node gets none again until
+        `add_node`. Clients notice nothing but that their bytes are elsewhere.
+
+        Blocks up to about `timeout_s`. Where rows cannot be moved in time, because others have no room or somebody
+        holds on to them, all is as before and the error says why. ValueError for a node without storage units.
+        """
+        self._ask("drain_node", node, timeout_s, within_s=timeout_s)
+
+    def drop_unit(self, unit: str) -> None:
+        """Give up a storage unit whose node is gone for good: its rows are lost. Only a service with a state directory
+        waits for such units by itself. ValueError for a unit that lives."""
+        self._ask("drop_unit", unit)
+
+    def shutdown(self) -> None:
+        """End the units, which gives their memory back, then the controller. Idempotent; takes seconds at most."""
+        if self._over or not ray.is_initialized():
+            return
+        self._over = True
+        end_service(self.name, self.namespace, self._supervisor, self._controller)
+
+    def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:
+        """What the supervisor answers. Raises what it raises."""
+        try:
+            return ray.get(getattr(self._supervisor, method).remote(*arguments), timeout=within_s + ANSWER_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, Exception) and not isinstance(error.cause, RayError):
+                raise error.cause from error
+            raise
+
+    def __enter__(self) -> LaunchedService:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle) -> None:
+    """Stop supervisor, units and controller, giving each a moment, then kill them, whatever they did."""
+    if supervisor is not None:
+        with suppress(RayError):
+            ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)
+        with suppress(Exception):
+            ray.kill(supervisor)
+    prefix = unit_actor_name(name, "unit-")
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
+            with suppress(Exception):
+                ray.kill(ray.get_actor(actor["name"], namespace=namespace))
+    with suppress(RayError):
+        ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
+    with suppress(Exception):
+        ray.kill(controller)
