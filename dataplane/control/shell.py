@@ -46,7 +46,7 @@ class LedgerLike(Protocol):
 
 
 class Watch(Protocol):
-    """Who is told of what the shell does, in the ledger's thread."""
+    """Who is told of what the shell does, in the ledger's thread. Nothing of it raises."""
 
     clock: Callable[[], float]
     busy_s: float
@@ -294,13 +294,7 @@ class LedgerShell:
         for reply in asked.replies.values():
             _hand_over(reply, output)
         if self._watch is not None:
-            self._note(self._watch, asked, output)
-
-    def _note(self, watch: Watch, asked: _Asked, output: c.Output) -> None:
-        try:
-            watch.answered(asked.item, output, asked.began)
-        except Exception:
-            log.exception("could not count the answer to %s", _name(asked.item))
+            self._watch.answered(asked.item, output, asked.began)
 
     def _detach(self, unit: int, orders: Orders) -> None:
         if self._units.get(unit) == orders:

@@ -70,6 +70,7 @@ UNITS = _families(
     "unit name",
     unit_connected="1 while the storage unit has its connection to the controller.",
     unit_pressed="1 from when it has reached the high watermark until it is down to the low one.",
+    unit_draining="1 while it gets nothing new, because it is to go.",
     unit_growth_failed="1 when its arena could not grow when it was asked last.",
     unit_capacity_bytes="Size of its arena.",
     unit_limit_bytes="What new rows may take of it.",

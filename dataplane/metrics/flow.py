@@ -44,8 +44,8 @@ class Flow:
 
     def at(self, now: float) -> Second:
         """The second of `now`, to add to."""
-        end = int(now) + 1
-        if end > self._latest.end:
+        if now >= self._latest.end:
+            end = int(now) + 1
             self._latest = Second(end, self._latest.live_bytes)
             self._seconds.append(self._latest)
         return self._latest

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import total
-from dataplane.metrics.counts import Histogram, Op, Waited
+from dataplane.metrics.counts import BOUNDS_S, Histogram, Op, Waited
 from dataplane.metrics.flow import Flow, FlowReport
 from dataplane.metrics.timeline import Timeline, TimelineReport, bounded
+
+log = logging.getLogger(__name__)
+
+TOGETHER = 64
+"""So many answers are counted at once, which takes less time than one by one."""
+HEAVY = 4_096
+"""Those of so many samples, together, are not kept for that."""
+_OF_SAMPLES = (c.Committed, c.Located, c.Claimed)
 
 Follow = Callable[[c.Call, Any, Any, float, float], None]
 """(call, its command, its result, when it came, when it was answered): what more is kept of a call that went well."""
@@ -35,9 +47,14 @@ class Moved:
         self.put_samples = self.new_samples = self.put_bytes = self.overwritten_bytes = 0
         self.got_samples = self.got_bytes = self.claimed_samples = self.cleared_samples = 0
 
+    def add(self, other: Moved) -> None:
+        for name in Moved.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class Recorder:
-    """The ledger's thread adds, one call for each answer; everybody else reads. Memory is bounded.
+    """The ledger's thread tells it of each answer; it is counted soon, and at the latest before somebody reads. Memory
+    is bounded.
 
     `clock` must be the one that the times of `answered` are of.
     """
@@ -46,11 +63,14 @@ class Recorder:
         self.clock = clock
         self._unix_s = time.time() - clock()
         self.ops: dict[type[c.Value], Op] = {}
-        self.moved = Moved()
+        self._gone = Moved()
         self.by_partition: dict[str, Moved] = {}
         self.by_task: dict[tuple[str, str], Waited] = {}
         self.syncs = Histogram()
         self.busy_s = 0.0
+        self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
+        self._samples = 0
+        self._counting = threading.Lock()
         self._flow = Flow()
         self._timeline = Timeline()
         self._reserved: dict[tuple[int, int], float] = {}
@@ -70,7 +90,27 @@ class Recorder:
 
     def answered(self, item: c.Input, output: c.Output, began: float) -> None:
         """`output` is the answer to `item`, which came at `began`."""
-        now = self.clock()
+        pending = self._pending
+        pending.append((item, output, began, self.clock()))
+        if type(output) is c.Answer:
+            result = output.result
+            if isinstance(result, _OF_SAMPLES):
+                self._samples += len(result.rows)
+        if len(pending) >= TOGETHER or self._samples >= HEAVY:
+            self.count()
+
+    def count(self) -> None:
+        """Count what is not counted yet. Any thread."""
+        with self._counting:
+            self._samples = 0
+            while self._pending:
+                item, output, began, now = self._pending.popleft()
+                try:
+                    self._count(item, output, began, now)
+                except Exception:
+                    log.exception("could not count the answer to %r", item)
+
+    def _count(self, item: c.Input, output: c.Output, began: float, now: float) -> None:
         if type(item) is c.Call:
             assert type(output) is c.Answer
             command, result = item.command, output.result
@@ -78,7 +118,9 @@ class Recorder:
             op = self.ops.get(kind)
             if op is None:
                 op = self.ops[kind] = Op()
-            op.took.add(now - began)
+            took = op.took
+            took.sum_s += now - began
+            took.buckets[bisect_left(BOUNDS_S, now - began)] += 1
             if isinstance(result, DataPlaneError):
                 op.failed(result)
                 return
@@ -95,6 +137,7 @@ class Recorder:
 
     def lives(self, nbytes: int) -> None:
         """So many bytes are live now."""
+        self.count()
         self._flow.at(self.clock() + self._unix_s).live_bytes = nbytes
 
     def _reported(self, item: c.Input, output: c.Output, took_s: float) -> None:
@@ -108,11 +151,11 @@ class Recorder:
         if isinstance(item, c.OpenSession) and isinstance(output, c.Opened):
             self._timeline.opened(output.session, item.name)
 
-    def _of(self, partition: str) -> Moved:
-        moved = self.by_partition.get(partition)
-        if moved is None:
-            moved = Moved()
-            bounded(self.by_partition, partition, moved)
+    def _begin(self, partition: str) -> Moved:
+        moved = Moved()
+        given_up = bounded(self.by_partition, partition, moved)
+        if given_up is not None:
+            self._gone.add(given_up)
         return moved
 
     def _allocated(self, call: c.Call, command: c.Allocate, result: c.Allocated, began: float, now: float) -> None:
@@ -122,16 +165,16 @@ class Recorder:
         self._reserved.pop((call.session, command.reservation), None)
 
     def _committed(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
-        samples = len(result.rows)
-        nbytes, names = 0, []
+        samples, nbytes, names = len(result.rows), 0, []
         for column in command.columns:
-            nbytes += total(column.lengths) * column.spec.unit_bytes
+            lengths = column.lengths
+            nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
             names.append(column.name)
-        for moved in (self.moved, self._of(command.partition)):
-            moved.put_samples += samples
-            moved.put_bytes += nbytes
-            moved.new_samples += result.born
-            moved.overwritten_bytes += result.overwritten_bytes
+        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved.put_samples += samples
+        moved.put_bytes += nbytes
+        moved.new_samples += result.born
+        moved.overwritten_bytes += result.overwritten_bytes
         second = self._flow.at(now + self._unix_s)
         second.puts += samples
         second.put_bytes += nbytes
@@ -142,15 +185,14 @@ class Recorder:
     def _located(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
         if command.unpinned:
             return
-        samples = len(result.rows)
-        nbytes = 0
+        samples, nbytes = len(result.rows), 0
         for found in result.fields:
             lengths = found.lengths.clip(0) if command.missing_ok else found.lengths
             if found.spec.settled:
-                nbytes += total(lengths) * found.spec.unit_bytes
-        for moved in (self.moved, self._of(command.partition)):
-            moved.got_samples += samples
-            moved.got_bytes += nbytes
+                nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * found.spec.unit_bytes
+        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved.got_samples += samples
+        moved.got_bytes += nbytes
         second = self._flow.at(now + self._unix_s)
         second.gets += samples
         second.get_bytes += nbytes
@@ -165,8 +207,8 @@ class Recorder:
 
     def _claimed(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
         samples = len(result.rows)
-        self.moved.claimed_samples += samples
-        self._of(command.partition).claimed_samples += samples
+        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved.claimed_samples += samples
         key = command.partition, command.task
         waited = self.by_task.get(key)
         if waited is None:
@@ -177,11 +219,10 @@ class Recorder:
         self._timeline.add((call.session, "claim", command.partition, (command.task,), samples, 0, began, now))
 
     def _cleared(self, call: c.Call, command: c.Clear, result: c.Cleared, began: float, now: float) -> None:
-        self.moved.cleared_samples += result.count
+        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved.cleared_samples += result.count
         if command.samples is None:
             self.forget([command.partition])
-        else:
-            self._of(command.partition).cleared_samples += result.count
         self._flow.at(now + self._unix_s).clears += result.count
         self._timeline.add((call.session, "clear", command.partition, (), result.count, 0, began, now))
 
@@ -191,16 +232,28 @@ class Recorder:
 
     # --- any thread
 
+    @property
+    def moved(self) -> Moved:
+        """Of all partitions together."""
+        everything = Moved()
+        for moved in (self._gone, *list(self.by_partition.values())):
+            everything.add(moved)
+        return everything
+
     def forget(self, partitions: Iterable[str]) -> None:
         """These are gone."""
         gone = set(partitions)
         for name in gone:
-            self.by_partition.pop(name, None)
+            moved = self.by_partition.pop(name, None)
+            if moved is not None:
+                self._gone.add(moved)
         for key in [key for key in list(self.by_task) if key[0] in gone]:
             self.by_task.pop(key, None)
 
     def flow(self) -> FlowReport:
+        self.count()
         return self._flow.report(self.clock() + self._unix_s)
 
     def timeline(self) -> TimelineReport:
+        self.count()
         return self._timeline.report(self._unix_s)

@@ -50,6 +50,7 @@ class ServiceMetrics(Collector):
         stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
+        self._recorder.count()
         living = {part.partition for part in stats.partitions}
         self._recorder.forget(set(self._recorder.by_partition) - living)
         sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
@@ -138,6 +139,7 @@ def _unit(sheet: Sheet, unit: c.UnitStats) -> None:
     values = {
         "connected": unit.connected,
         "pressed": unit.pressed,
+        "draining": unit.draining,
         "growth_failed": bool(unit.problem),
         "capacity_bytes": unit.capacity_bytes,
         "limit_bytes": unit.limit_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -47,9 +47,7 @@ class Timeline:
     def __init__(self) -> None:
         self._done: deque[Done] = deque(maxlen=KEPT)
         self.clients: dict[int, str] = {}
-
-    def add(self, done: Done) -> None:
-        self._done.append(done)
+        self.add: Callable[[Done], None] = self._done.append
 
     def opened(self, session: int, name: str) -> None:
         """The session is that client's."""
