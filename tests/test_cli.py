@@ -22,7 +22,7 @@ from tests.secure import tls
 VERBS = [
     *("serve", "unit"),
     *("status", "top", "ls", "show", "why"),
-    *("clear", "checkpoint", "restore", "shrink", "drop"),
+    *("clear", "checkpoint", "restore", "shrink", "drain", "drop"),
     *("doctor", "bench"),
 ]
 

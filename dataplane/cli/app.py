@@ -13,6 +13,7 @@ import typer
 from dataplane.cli.bench import bench
 from dataplane.cli.clear import clear
 from dataplane.cli.doctor import doctor
+from dataplane.cli.drain import drain
 from dataplane.cli.drop import drop
 from dataplane.cli.flags import verb
 from dataplane.cli.ls import ls
@@ -41,7 +42,7 @@ app = typer.Typer(
 _PANELS: dict[str, list[Callable[..., int]]] = {
     "Run a service": [serve, unit],
     "Look inside": [status, top, ls, show, why],
-    "Change and save": [clear, checkpoint, restore, shrink, drop],
+    "Change and save": [clear, checkpoint, restore, shrink, drain, drop],
     "Check and measure": [doctor, bench],
 }
 for _panel, _verbs in _PANELS.items():

@@ -17,7 +17,8 @@ from dataplane.host import require_guard_beyond_loopback, split_address
 from tests.fuzz.target import Feed, FindingError, Target
 
 WORDS = (
-    *("serve", "unit", "status", "checkpoint", "restore", "top", "ls", "show", "why", "clear", "drop", "shrink"),
+    *("serve", "unit", "status", "checkpoint", "restore", "top", "ls", "show", "why", "clear", "drop", "drain"),
+    "shrink",
     *("--token-file", "--host", "--capacity", "--arena-dir", "--state-dir", "--port", "--units", "--name"),
     *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help"),
     *("--address", "--where", "--once"),
