@@ -45,6 +45,15 @@ def test_help_is_no_failure(arguments: list[str], capsys: pytest.CaptureFixture[
     assert told.err == ""
 
 
+def test_paragraphs_of_help_are_broken_where_the_terminal_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
+    assert main(["drain", "--help"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "The rows travel" in line]
+    assert line.strip().endswith("or --undo.")
+
+
 def test_help_has_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "Exit codes: 0 done, 1 refused" in capsys.readouterr().out

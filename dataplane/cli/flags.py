@@ -188,7 +188,8 @@ class Http:
 
 
 def verb(run: Callable[..., int]) -> Callable[..., int]:
-    """`run` as typer takes it: instead of each parameter whose type is a group of flags, the flags of that group."""
+    """`run` as typer takes it: instead of each parameter whose type is a group of flags, the flags of that group. Its
+    docstring is the help, a line to a paragraph: terminals break lines where they end."""
     hints = typing.get_type_hints(run, include_extras=True)
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -207,6 +208,7 @@ def verb(run: Callable[..., int]) -> Callable[..., int]:
             given[name] = kind(**{flag.name: given.pop(flag.name) for flag in fields(kind)})
         return run(**given)
 
+    expanded.__doc__ = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(run) or "").split("\n\n"))
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
