@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -12,12 +13,18 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dataplane.config import DataPlaneConfig
+from dataplane.control.tls import server_context
 from dataplane.host import split_address
 from dataplane.web import server as server_module
 from dataplane.web.messages import HttpError, Parameters, Request, Response, as_json, plain
 from dataplane.web.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer
-from tests.web_client import WAIT_S, ask, raw
+from tests.lives import wait_until
+from tests.secure import tls
+from tests.web_client import WAIT_S, ask, context, raw
 
 
 def echo(request: Request) -> Response:
@@ -161,6 +168,32 @@ def test_more_at_once_than_are_taken_are_hung_up_on(
         assert got == [200, 200]
         assert ask(server.address, "/").status == 200
     assert "more than" in caplog.text
+
+
+def test_who_draws_a_handshake_out_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "AT_ONCE", 1)
+    monkeypatch.setattr(server_module, "OVERDUE_S", 0.0)
+    secured = server_context(DataPlaneConfig(**tls()).tls)
+    with (
+        HttpServer(echo, "127.0.0.1", 0, context=secured) as server,
+        socket.create_connection(split_address(server.address), timeout=WAIT_S) as slow,
+    ):
+        slow.sendall(b"\x16\x03\x01")
+        wait_until(lambda: server._open, "the slow one's turn")
+        assert raw(server.address, b"x") == b""
+        assert slow.recv(1) == b""
+        wait_until(lambda: not server._open)
+        assert ask(server.address, "/", context=context()).status == 200
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sent=st.binary(max_size=300) | st.builds(lambda a, b: b"GET /" + a + b" HTTP/1.1\r\n" + b, st.binary(), st.binary())
+)
+def test_any_bytes_are_answered_or_hung_up_on(address: str, sent: bytes) -> None:
+    got = raw(address, sent + b"\r\n\r\n")
+    assert got == b"" or re.match(rb"HTTP/1.1 [2345]\d\d ", got)
+    assert b"500" not in got[:12], "a defect"
 
 
 def test_stopping_hangs_up_on_whoever_is_there() -> None:

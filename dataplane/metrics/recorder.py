@@ -235,6 +235,7 @@ class Recorder:
     @property
     def moved(self) -> Moved:
         """Of all partitions together."""
+        self.count()
         everything = Moved()
         for moved in (self._gone, *list(self.by_partition.values())):
             everything.add(moved)

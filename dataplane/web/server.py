@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import selectors
 import socket
@@ -33,6 +34,8 @@ MAX_BODY_BYTES = 4 << 10
 MAX_PARAMETERS = 16
 READ_S = 10.0
 """How long a client may take to say what it wants, and to take the answer."""
+OVERDUE_S = 30.0
+"""Who has been there for longer is hung up on when others find no place: a handshake of TLS can be drawn out."""
 PART_BYTES = 256 << 10
 STOP_S = 5.0
 
@@ -65,7 +68,7 @@ class HttpServer:
         self._wake = -1
         self._slots = threading.Semaphore(AT_ONCE)
         self._guard = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
+        self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
         self._thread: threading.Thread | None = None
         self.address = ""
 
@@ -98,12 +101,10 @@ class HttpServer:
         self._listener.close()
         os.close(self._wake)
         with self._guard:
-            still = dict(self._open)
-            for peer in still:
-                with contextlib.suppress(OSError):
-                    peer.shutdown(socket.SHUT_RDWR)
+            handlers = [handler for handler, _ in self._open.values()]
+        self._hang_up(since=math.inf)
         end = time.monotonic() + STOP_S
-        for handler in still.values():
+        for handler in handlers:
             handler.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Self:
@@ -137,15 +138,24 @@ class HttpServer:
         if not self._slots.acquire(blocking=False):
             log.warning("more than %d HTTP requests at once: one was not taken", AT_ONCE)
             peer.close()
+            self._hang_up(since=time.monotonic() - OVERDUE_S)
             return
         thread = threading.Thread(target=self._serve, args=(peer,), name="tq-http-request", daemon=True)
         with self._guard:
-            self._open[peer] = thread
+            self._open[peer] = thread, time.monotonic()
         try:
             thread.start()
         except RuntimeError:  # no more threads
             log.exception("an HTTP request was not taken")
             self._end(peer)
+
+    def _hang_up(self, *, since: float) -> None:
+        """On whoever came before `since`."""
+        with self._guard:
+            for peer, (_, came) in self._open.items():
+                if came < since:
+                    with contextlib.suppress(OSError):
+                        peer.shutdown(socket.SHUT_RDWR)
 
     # --- a thread for each request
 

@@ -9,6 +9,7 @@ from tests.fuzz import (
     control_targets,
     data_targets,
     state_targets,
+    web_targets,
     worker_targets,
 )
 from tests.fuzz.target import Target
@@ -21,6 +22,7 @@ _MODULES = (
     checkpoint_targets,
     cli_targets,
     worker_targets,
+    web_targets,
 )
 
 TARGETS: dict[str, Target] = {target.name: target for module in _MODULES for target in module.TARGETS}

@@ -16,7 +16,9 @@ import torch
 import dataplane
 from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
 from dataplane.folder import own_path
+from tests.metrics_read import scrape
 from tests.secure import tls
+from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service
 from workers.resolver import resolve_actor
 
@@ -56,6 +58,15 @@ def test_settings_of_tls_reach_every_part_and_the_clients_config(ray_cluster: No
             client.register_partition("a", ["x"], 2, ["t"])
             meta = client.put_samples(["s", "t"], "a", {"x": torch.ones(2, 3)})
             assert client.get_batch(meta, ["x"])["x"].equal(torch.ones(2, 3))
+
+
+def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None:
+    with launch_service({**SMALL, "http_port": 0}, name="watched") as watched:
+        address = watched.http_url.removeprefix("http://")
+        assert ask(address, "/healthz").text == "ok\n"
+        assert ask(address, "/metrics").status == 401
+        metrics = scrape(address, Authorization=f"Bearer {watched.token}")
+        assert len(metrics.labels("tq_unit_connected", "unit")) == len(ray.nodes())
 
 
 def test_the_service_takes_no_cpu(service: LaunchedService) -> None:

@@ -1,0 +1,80 @@
+"""Requests over HTTP, to a server with the site of a guarded service."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+from dataplane.errors import DataPlaneError, PartitionNotFoundError
+from dataplane.host import split_address
+from dataplane.ledger import commands as c
+from dataplane.metrics.recorder import Recorder
+from dataplane.web.api import api, health
+from dataplane.web.auth import Guard
+from dataplane.web.server import HttpServer
+from dataplane.web.site import Guarded, page
+from tests.fuzz.target import FindingError, Standing, Target
+
+WAIT_S = 20.0
+TOKEN = "fuzzed-9c2e"
+_KNOWN = (c.Stats, c.Units)
+
+
+def _answer(command: c.Command, timeout_s: float = 0.0) -> c.Result:
+    if isinstance(command, _KNOWN):
+        return c.StatsReport(epoch=1, now=0.0, units=(), partitions=(), sessions=(), waiting_allocations=0)
+    raise PartitionNotFoundError(partition=str(getattr(command, "partition", "")))
+
+
+def _begin(ends: ExitStack) -> HttpServer:
+    site = Guarded(
+        Guard(TOKEN, secure=False, local=True), {**page(), **api(_answer, Recorder())}, {"/healthz": health(_answer)}
+    )
+    return ends.enter_context(HttpServer(site, "127.0.0.1", 0))
+
+
+_server = Standing(_begin)
+
+
+def _exchange(server: HttpServer, data: bytes) -> bytes:
+    with socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer:
+        got = bytearray()
+        try:
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            while part := peer.recv(1 << 16):
+                got += part
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return bytes(got)
+
+
+def http_requests(data: bytes) -> None:
+    """Any bytes, and then a request that is answered."""
+    server = _server()
+    got = _exchange(server, data).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    if got and not got.startswith((b"HTTP/1.1 2", b"HTTP/1.1 3", b"HTTP/1.1 4")):
+        raise FindingError(f"answered {got[:60]!r}")
+    if not _exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200"):
+        raise FindingError("the server does not answer")
+
+
+def http_seeds() -> list[bytes]:
+    bearer = f"Authorization: Bearer {TOKEN}\r\n".encode()
+    asked = [
+        b"/",
+        b"/api/stats",
+        b"/api/matrix?partition=train&columns=8",
+        b"/api/memory?unit=1&cells=16",
+        b"/api/why?partition=train&task=policy",
+        b"/api/sample?partition=train&id=%C3%A4",
+        b"/api/flow",
+    ]
+    gets = [b"GET " + path + b" HTTP/1.1\r\nHost: 127.0.0.1:1\r\n" + bearer + b"\r\n" for path in asked]
+    body = f"token={TOKEN}".encode()
+    login = b"POST /login HTTP/1.1\r\nHost: [::1]:7\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    cookie = b'GET / HTTP/1.0\r\nCookie: tq-1=abc; x="a b"; tq=\r\nAccept: */*\r\n\r\n'
+    return [*gets, login, cookie, b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\nx"]
+
+
+TARGETS = [Target(name="http_requests", run=http_requests, seeds=http_seeds, allowed=(DataPlaneError,))]

@@ -1,0 +1,245 @@
+"""What is counted of each answer, and that it stays bounded."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import ClaimTimeoutError, DataPlaneError, SampleNotFoundError
+from dataplane.ledger import commands as c
+from dataplane.metrics import flow as flow_module
+from dataplane.metrics import recorder as recorder_module
+from dataplane.metrics import timeline as timeline_module
+from dataplane.metrics.counts import BOUNDS_S, Histogram
+from dataplane.metrics.flow import KEPT_S, Flow
+from dataplane.metrics.recorder import Recorder
+from dataplane.metrics.timeline import Timeline
+from dataplane.types import FieldKind, FieldSpec
+
+INT64 = FieldSpec(kind=FieldKind.JAGGED, dtype="int64", inner=())
+
+
+class Told:
+    """A recorder, a clock that a test sets, and answers to calls."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.recorder = Recorder(lambda: self.now)
+        self.unix_s = self.recorder._unix_s
+        self.number = 0
+
+    def call(
+        self, command: c.Command, result: c.Result | DataPlaneError, *, took: float = 0.5, session: int = 7
+    ) -> int:
+        """The call comes now, and is answered `took` seconds later."""
+        self.number += 1
+        began = self.now
+        self.now += took
+        call = c.Call(session=session, number=self.number, watermark=self.number, command=command)
+        self.recorder.answered(call, c.Answer(session=session, number=self.number, result=result), began)
+        return self.number
+
+    def put(self, count: int, *, allocated: bool = True, **more: Any) -> None:
+        rows = np.arange(count)
+        room = self.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=())) if allocated else 99
+        commit = c.Commit(
+            partition="p",
+            samples=c.Samples(ids=tuple(map(str, rows))),
+            mode=c.Mode.UPSERT,
+            reservation=room,
+            offset=None if allocated else 0,
+            columns=(c.CommitColumn(name="x", spec=INT64, lengths=np.full(count, 3)),),
+        )
+        self.call(commit, c.Committed(rows=rows, births=rows, **more))
+
+    def spans(self) -> list[tuple[str, str, int, int, float, float]]:
+        """What, name, samples, bytes, start and end by this clock."""
+        return [
+            (s.what, s.name, s.samples, s.bytes, round(s.start - self.unix_s, 6), round(s.end - self.unix_s, 6))
+            for s in self.recorder.timeline().spans
+        ]
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def located(count: int) -> c.Located:
+    rows, places = np.arange(count), np.zeros(count, np.int64)
+    found = c.FieldLocations(name="x", spec=INT64, units=places.astype(np.int32), offsets=places, lengths=places + 3)
+    return c.Located(fields=(found,), rows=rows, births=rows)
+
+
+def test_a_put_begins_with_asking_for_room(told: Told) -> None:
+    told.put(2, born=2)
+    told.put(2, allocated=False)
+    assert told.spans() == [("put", "x", 2, 48, 100.0, 101.0), ("put", "x", 2, 48, 101.0, 101.5)]
+    moved = told.recorder.moved
+    assert (moved.put_samples, moved.new_samples, moved.put_bytes) == (4, 2, 96)
+
+
+def test_a_read_ends_with_its_release(told: Told) -> None:
+    read = c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",))
+    number = told.call(read, located(1))
+    assert told.spans() == []
+    told.now = 110.0
+    told.call(c.Release(located=number), c.Done(), took=0.0)
+    assert told.spans() == [("get", "x", 1, 24, 100.0, 110.0)]
+    assert told.recorder.moved.got_bytes == 24
+
+
+def test_a_look_that_pins_nothing_is_no_read(told: Told) -> None:
+    told.call(c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",), unpinned=True), located(1))
+    assert told.recorder.moved.got_samples == 0
+
+
+def test_what_is_missing_has_no_bytes(told: Told) -> None:
+    read = c.Locate(partition="p", samples=c.Samples(ids=("a", "b")), fields=("x",), missing_ok=True)
+    found = located(2)
+    found.fields[0].lengths[1] = -1
+    told.call(read, found)
+    assert told.recorder.moved.got_bytes == 24
+
+
+def test_a_call_that_failed_moved_nothing(told: Told) -> None:
+    read = c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",))
+    told.call(read, SampleNotFoundError(partition="p", samples=["a"], total=1))
+    told.recorder.count()
+    assert told.recorder.ops[c.Locate].outcomes() == {"ok": 0, "SampleNotFoundError": 1}
+    assert told.recorder.moved.got_samples == 0
+    assert told.recorder.by_partition == {}
+
+
+def test_waiting_is_summed_for_each_task(told: Told) -> None:
+    claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=1)
+    nothing = np.zeros(0, np.int64)
+    told.call(claim, c.Claimed(ids=(), rows=nothing, births=nothing, fields=(), tags=()), took=2.0)
+    error = ClaimTimeoutError(partition="p", task="t", wanted=1, ready=0, waited_s=5.0, why="nothing came")
+    told.call(claim, error, took=5.0)
+    told.recorder.count()
+    waited = told.recorder.by_task["p", "t"]
+    assert (waited.count, waited.sum_s) == (1, 2.0)
+    assert told.recorder.ops[c.Claim].took.sum_s == 7.0
+
+
+def test_what_is_told_is_counted_together_and_before_anybody_reads(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "TOGETHER", 3)
+    for _ in range(2):
+        told.call(c.Stats(), c.Done())
+    assert c.Stats not in told.recorder.ops
+    told.call(c.Stats(), c.Done())
+    assert told.recorder.ops[c.Stats].ok == 3
+    told.call(c.Stats(), c.Done())
+    told.recorder.flow()
+    assert told.recorder.ops[c.Stats].ok == 4
+
+
+def test_answers_of_many_samples_are_not_kept(told: Told) -> None:
+    told.put(recorder_module.HEAVY)
+    assert not told.recorder._pending
+
+
+def test_one_that_cannot_be_counted_is_logged_and_the_rest_is(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    broken: Any = c.Committed(rows=None, births=None)  # type: ignore[arg-type]
+    commit = c.Commit(partition="p", samples=c.Samples(ids=("a",)), mode=c.Mode.UPSERT)
+    told.recorder._pending.append(
+        (c.Call(session=1, number=1, watermark=1, command=commit), c.Answer(session=1, number=1, result=broken), 0, 0)
+    )
+    told.put(1)
+    with caplog.at_level(logging.ERROR):
+        told.recorder.count()
+    assert caplog.text.count("could not count the answer to") == 1
+    assert told.recorder.moved.put_samples == 1
+
+
+def test_partitions_that_are_gone_stay_in_the_sum(told: Told) -> None:
+    told.put(2)
+    told.call(c.Clear(partition="p", samples=None), c.Cleared(count=2))
+    told.recorder.count()
+    assert told.recorder.by_partition == {}
+    assert (told.recorder.moved.put_samples, told.recorder.moved.cleared_samples) == (2, 2)
+
+
+def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "OPEN", 10)
+    for number in range(50):
+        told.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=()))
+        told.call(c.Locate(partition=f"p{number}", samples=c.Samples(ids=("a",)), fields=("x",)), located(1))
+        opened = c.OpenSession(nonce=str(number), host="h", name=f"n{number}", protocol_version=1)
+        told.recorder.answered(opened, c.Opened(nonce=str(number), session=number), told.now)
+    told.recorder.count()
+    sizes = [told.recorder._reserved, told.recorder._reading, told.recorder.by_partition]
+    assert [len(kept) for kept in sizes] == [10, 10, 10]
+    assert len(told.recorder._timeline.clients) == 10
+    assert told.recorder.moved.got_samples == 50
+
+
+def test_the_timeline_has_the_last_ones(told: Told) -> None:
+    for number in range(timeline_module.KEPT + 5):
+        told.call(c.SetVersion(partition="p", version=number), c.Done(), took=0.001)
+    spans = told.spans()
+    assert len(spans) == timeline_module.KEPT
+    assert spans[0][:2] == ("version", "version 5")
+
+
+def test_a_span_names_its_client_and_a_few_fields() -> None:
+    timeline = Timeline()
+    timeline.opened(1, "rollout-0")
+    timeline.add((1, "put", "p", [f"f{n}" for n in range(9)], 1, 8, 1.0, 2.0))
+    timeline.add((2, "put", "p", ["a"], 1, 8, 1.0, 2.0))
+    named, unknown = timeline.report(1000.0).spans
+    assert (named.client, named.name, named.start) == ("rollout-0", "f0, f1, f2, f3, f4, f5 and 3 more", 1001.0)
+    assert unknown.client == "session 2"
+
+
+def test_the_flow_has_every_second_also_those_in_which_nothing_happened() -> None:
+    flow = Flow()
+    flow.at(1000.2).puts += 3
+    flow.at(1000.9).puts += 1
+    flow.at(1000.95).live_bytes = 64
+    flow.at(1003.0).gets += 2
+    report = flow.report(1005.5)
+    assert (len(report.times), report.times[-1], report.step_s) == (KEPT_S, 1005, 1)
+    assert dict(zip(report.times[-5:], report.puts[-5:], strict=True)) == {1001: 4, 1002: 0, 1003: 0, 1004: 0, 1005: 0}
+    assert report.gets[-5:] == [0, 0, 0, 2, 0]
+    assert report.live_bytes[-6:] == [0, 64, 64, 64, 64, 64]
+
+
+def test_the_second_under_way_is_not_in_it() -> None:
+    flow = Flow()
+    flow.at(1000.2).puts += 3
+    assert sum(flow.report(1000.9).puts) == 0
+    assert sum(flow.report(1001.0).puts) == 3
+
+
+def test_a_clock_that_is_set_back_adds_to_the_latest_second() -> None:
+    flow = Flow()
+    flow.at(1000.2).puts += 1
+    flow.at(900.0).puts += 1
+    assert flow.report(1001.0).puts[-1] == 2
+
+
+def test_old_seconds_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = Flow()
+    flow.at(5.0).live_bytes = 32
+    for second in range(10, 10 + 3 * KEPT_S):
+        flow.at(float(second)).puts += 1
+    assert len(flow._seconds) == KEPT_S
+    report = flow.report(10.0 + 3 * KEPT_S)
+    assert report.puts == [1] * KEPT_S
+    assert report.live_bytes == [32] * KEPT_S
+    assert flow_module.KEPT_S == 900
+
+
+@pytest.mark.parametrize(("took", "bucket"), [(0.0, 0), (0.0001, 0), (0.00011, 1), (60.0, 15), (61.0, 16)])
+def test_a_bucket_has_what_is_not_above_its_end(took: float, bucket: int) -> None:
+    histogram = Histogram()
+    histogram.add(took)
+    assert histogram.buckets.index(1) == bucket
+    cumulated = dict(histogram.cumulated())
+    assert cumulated["+Inf"] == 1
+    assert [cumulated[str(bound)] for bound in BOUNDS_S] == [float(took <= bound) for bound in BOUNDS_S]
