@@ -9,6 +9,7 @@ from dataplane.errors import (
     ClaimTimeoutError,
     FieldNotFoundError,
     InvalidRequestError,
+    LimitError,
     PartitionDroppedError,
     PartitionNotFoundError,
     StaleSampleError,
@@ -16,6 +17,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
+from dataplane.types import FieldSpec
 from tests.ledger_driver import Client, Driver, by_ids, handles
 
 
@@ -431,3 +433,66 @@ def test_why_blocked_counts(client: Client) -> None:
     assert (report.unclaimed, report.ready, report.claimed, report.leased) == (1, 0, 1, 1)
     assert report.lacking == {"x": 0, "y": 1, "z": 1}
     assert "'z'" in report.why
+
+
+def test_named_samples_are_claimed_all_or_none_in_the_order_named(client: Client) -> None:
+    client.put(["a", "b", "c"], {"x": [1, 1, 1]})
+    client.put(["d"])
+
+    def named(*ids: str) -> tuple[str, ...]:
+        return client.claimed(1, ["x"], samples=by_ids(*ids), blocking=False)
+
+    assert named("c", "a") == ("c", "a")
+    assert named("a", "b") == ()
+    assert named("b", "d") == ()
+    assert named("b", "gone") == ()
+    assert client.claimed(9, ["x"], blocking=False) == ("b",)
+
+
+def test_a_claim_of_named_samples_neither_chooses_nor_waits(client: Client) -> None:
+    client.put(["a"])
+    with pytest.raises(InvalidRequestError, match="does not wait"):
+        client.call(c.Claimed, client.claim(1, samples=by_ids("a")))
+    with pytest.raises(InvalidRequestError, match="no conditions"):
+        client.call(c.Claimed, client.claim(1, samples=by_ids("a"), blocking=False, group_size=1))
+
+
+def test_who_only_looks_claims_nothing(driver: Driver, client: Client) -> None:
+    waiting = client.waits(client.claim(2, ["x"], peek=True))
+    client.put(["a", "b"], {"x": [1, 1]})
+    assert client.claimed_by(waiting) == ("a", "b")
+    assert client.claimed(2, ["x"], peek=True) == ("a", "b")
+    assert client.claimed(2, ["x"]) == ("a", "b")
+    assert client.claimed(2, ["x"], peek=True, blocking=False) == ()
+    with pytest.raises(InvalidRequestError, match="only looks"):
+        client.call(c.Claimed, client.claim(2, ["x"], peek=True, lease_s=1.0))
+
+
+def test_extending_a_partition_keeps_what_it_has(client: Client) -> None:
+    client.put(["a", "b"], {"x": [1, 1]})
+    assert client.claimed(1, ["x"]) == ("a",)
+    client.call(c.Done, c.Seal(partition="p"))
+    more = c.Register(partition="p", fields={"y": FieldSpec()}, num_samples=None, tasks=("late", "train"), extend=True)
+    client.call(c.Done, more)
+    described = client.call(c.Described, c.Describe(partition="p"))
+    assert set(described.tasks) == {"train", "score", "late"}
+    assert described.sealed
+    assert {"x", "y"} <= described.fields.keys()
+    assert client.claimed(1, ["x"]) == ("b",)
+    assert client.claimed(2, ["x"], task="late") == ("a", "b")
+
+
+def test_extending_no_partition_registers_it(driver: Driver) -> None:
+    client = driver.client()
+    client.call(c.Done, c.Register(partition="new", fields={}, num_samples=None, tasks=("train",), extend=True))
+    assert client.call(c.Described, c.Describe(partition="new")).tasks == ("train",)
+
+
+def test_extending_beyond_the_limits_changes_nothing() -> None:
+    client = Driver(limits=Limits(columns=3)).client()
+    client.register(tasks=("train",))
+    with pytest.raises(LimitError, match="tasks"):
+        client.call(
+            c.Done, c.Register(partition="p", fields={}, num_samples=None, tasks=("a", "b", "c"), extend=True)
+        )
+    assert client.call(c.Described, c.Describe(partition="p")).tasks == ("train",)

@@ -38,6 +38,8 @@ class Partitions:
         state = self.state
         self.check(command)
         partition = state.partitions.get(command.partition)
+        if partition is not None and command.extend:
+            return self._extend(partition, command)
         if partition is None:
             count = len(state.partitions) + 1
             check_limit("partitions", count, state.limits.partitions, "Clear those that are not needed any more.")
@@ -54,6 +56,15 @@ class Partitions:
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.task_gone(parked))
         state.touch(partition)
+        return c.Done()
+
+    def _extend(self, partition: Partition, command: c.Register) -> c.Done:
+        """All or nothing is added. Nobody can wait for what was not there."""
+        most, of = self.state.limits.columns, f"of partition {partition.name!r}"
+        fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
+        check_limit(f"fields {of}", len(fields), most, "Use several partitions.")
+        check_limit(f"tasks {of}", len(tasks), most, "Use several partitions.")
+        partition.extend(command)
         return c.Done()
 
     def check(self, command: c.Register) -> None:

@@ -42,12 +42,23 @@ class Claims:
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         self._check(partition, command)
+        if command.samples is not None:
+            return self._named(ParkedClaim(session, number, self.state.now, command, partition), task, command.samples)
         parked = ParkedClaim(session, number, self.state.now, command, partition)
         parked.interest = partition.interest(task, command.fields, self.state.limits.interests)
         result = self._attempt(parked, parked.interest)
         if result is None:
             self.state.park(parked)
         return result
+
+    def _named(self, asked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
+        """All of the samples that the claim names, or none."""
+        partition, command = asked.partition, asked.command
+        self.state.check_samples(samples)
+        rows = partition.resolve_living(samples)
+        if len(rows) < len(samples) or not partition.ready(task, command.fields, rows).all():
+            rows = rows[:0]
+        return self._take(asked, task, rows)
 
     def judge(self) -> None:
         """Serve parked claims of partitions that changed: those whose client was heard within a heartbeat first, and
@@ -131,6 +142,8 @@ class Claims:
             tags=partition.tags.of(rows),
             dropped=tuple(task.dropped),
         )
+        if command.peek:
+            return result
         task.dropped = []
         if len(rows):
             stamp = state.serial()
@@ -167,6 +180,7 @@ class Claims:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)
         _check_shares(command)
+        _check_plain(command)
         limits = self.state.limits
         check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
         check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
@@ -296,6 +310,16 @@ class Claims:
 def _check_lease(lease_s: float | None) -> None:
     if lease_s is not None and not lease_s > 0:
         raise InvalidRequestError(f"lease_s={lease_s}: must be positive")
+
+
+def _check_plain(command: c.Claim) -> None:
+    """A claim of named samples chooses nothing and waits for nothing; one that only looks holds nothing."""
+    if command.samples is not None and (
+        command.blocking or command.where or command.group_size or command.step is not None or command.max_lag
+    ):
+        raise InvalidRequestError("a claim of named samples has no conditions, groups or step, and does not wait")
+    if command.peek and (command.step is not None or command.lease_s or command.partial is not c.Partial.RELEASE):
+        raise InvalidRequestError("a claim that only looks has no lease or step, and drops nothing")
 
 
 def _check_shares(command: c.Claim) -> None:

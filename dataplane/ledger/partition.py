@@ -85,6 +85,16 @@ class Partition:
         self.sealed = False
         self.born = self.rows.live
 
+    def extend(self, command: Register) -> None:
+        """Take over the fields and tasks that are not there yet."""
+        for name, spec in command.fields.items():
+            if name not in self.fields:
+                field = self.fields[name] = Field(spec, self.rows.capacity)
+                field.declared = spec
+        for name in command.tasks:
+            if name not in self.tasks:
+                self.tasks[name] = Task(name, self.rows.capacity)
+
     def task(self, name: str) -> Task:
         found = self.tasks.get(name)
         if found is None:

@@ -635,7 +635,7 @@ class UnitList(_message.Message):
     def __init__(self, units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict", "budget_bytes", "when_full")
+    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict", "budget_bytes", "when_full", "extend")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
@@ -646,6 +646,7 @@ class RegisterRequest(_message.Message):
     STRICT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
@@ -656,7 +657,8 @@ class RegisterRequest(_message.Message):
     strict: bool
     budget_bytes: int
     when_full: WhenFull
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ...) -> None: ...
+    extend: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., extend: bool = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("header", "partition")
@@ -825,7 +827,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., located: _Optional[int] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s", "dp_rank", "dp_world", "step", "sampler", "max_lag", "version_tag", "partial_after_s", "partial")
+    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s", "dp_rank", "dp_world", "step", "sampler", "max_lag", "version_tag", "partial_after_s", "partial", "samples", "peek")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -847,6 +849,8 @@ class ClaimRequest(_message.Message):
     VERSION_TAG_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
@@ -868,7 +872,9 @@ class ClaimRequest(_message.Message):
     version_tag: str
     partial_after_s: float
     partial: Partial
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ..., dp_rank: _Optional[int] = ..., dp_world: _Optional[int] = ..., step: _Optional[int] = ..., sampler: _Optional[str] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ..., partial_after_s: _Optional[float] = ..., partial: _Optional[_Union[Partial, str]] = ...) -> None: ...
+    samples: Samples
+    peek: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ..., dp_rank: _Optional[int] = ..., dp_world: _Optional[int] = ..., step: _Optional[int] = ..., sampler: _Optional[str] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ..., partial_after_s: _Optional[float] = ..., partial: _Optional[_Union[Partial, str]] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., peek: bool = ...) -> None: ...
 
 class Claimed(_message.Message):
     __slots__ = ("ids", "rows", "births", "fields", "tags", "dropped")

@@ -43,6 +43,8 @@ class Register(Command, frozen=True, kw_only=True):
     shared values once; room ahead from the commit that takes it. New rows get it less the reserve, updates all of it. A
     budget below what is there is no error: puts wait until there is less. `when_full` holds for the budget, and when
     the units are full. Puts that wait are judged by what was registered last.
+
+    With `extend`, a partition that lives only gets the fields and tasks that it has not; the rest is not looked at.
     """
 
     partition: str
@@ -54,6 +56,7 @@ class Register(Command, frozen=True, kw_only=True):
     strict: bool = False
     budget_bytes: int | None = None
     when_full: WhenFull = WhenFull.WAIT
+    extend: bool = False
 
 
 class Seal(Command, frozen=True, kw_only=True):
@@ -171,6 +174,9 @@ class Claim(Command, frozen=True, kw_only=True):
     fixes; each rank is answered its share of it, once. Shares that nobody asked for are held for `lease_s`
     (`shares.HOLD_S`). `InvalidRequestError` for other terms than the step was fixed on and for a share had before,
     `ShareTakenError` for one that went back and is another's now.
+
+    With `samples` (and `blocking=False`): exactly those, in that order, if all of them live, are unclaimed and have the
+    fields, else none; sizes are not looked at. With `peek`, what it would get, and nothing is claimed.
     """
 
     partition: str
@@ -193,6 +199,8 @@ class Claim(Command, frozen=True, kw_only=True):
     version_tag: str = "weight_version"
     partial_after_s: float | None = None
     partial: Partial = Partial.RELEASE
+    samples: Samples | None = None
+    peek: bool = False
 
 
 class Unclaim(Command, frozen=True, kw_only=True):
