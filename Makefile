@@ -21,6 +21,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt torch==2.13.0
 	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-deps TransferQueue
 	@touch $@
 
 demo: setup ## GRPO of a small transformer, every tensor through the data plane

@@ -492,7 +492,5 @@ def test_extending_beyond_the_limits_changes_nothing() -> None:
     client = Driver(limits=Limits(columns=3)).client()
     client.register(tasks=("train",))
     with pytest.raises(LimitError, match="tasks"):
-        client.call(
-            c.Done, c.Register(partition="p", fields={}, num_samples=None, tasks=("a", "b", "c"), extend=True)
-        )
+        client.call(c.Done, c.Register(partition="p", fields={}, num_samples=None, tasks=("a", "b", "c"), extend=True))
     assert client.call(c.Described, c.Describe(partition="p")).tasks == ("train",)

@@ -1,6 +1,7 @@
 """The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
 
-Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, and changes nothing else. Names are loaded
+Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, and the services that processes of a Ray
+cluster start for each other to `dataplane.compat`; it changes nothing else. Names are loaded
 when first used, so that the controller's actor never imports torch.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dataplane.compat.rendezvous import register_rendezvous
 from dataplane.control.resolve import register_resolver
 from workers.resolver import SCHEME, resolve_actor
 
@@ -76,6 +78,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 register_resolver(SCHEME, resolve_actor)
+register_rendezvous("ray", lambda: importlib.import_module("workers.rendezvous").RayRendezvous())
 
 
 def __getattr__(name: str) -> Any:

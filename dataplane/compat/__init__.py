@@ -1,0 +1,5 @@
+"""Other packages' interfaces over this service, for frameworks that were written for those.
+
+`transfer_queue`: the module of that name. `nemo_rl`: NeMo-RL's data plane client. `rendezvous`: how their processes
+find the service.
+"""

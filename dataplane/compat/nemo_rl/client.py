@@ -1,0 +1,196 @@
+"""NeMo-RL's `DataPlaneClient` over this service."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from dataplane import reading
+from dataplane.compat.nemo_rl.meta import KVBatchMeta
+from dataplane.compat.transfer_queue import columns, fetching
+from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
+from dataplane.compat.transfer_queue.session import Session
+from dataplane.desk import Desk
+from dataplane.ledger import commands as c
+from dataplane.samples import tags_of
+from dataplane.schema import INPUT_LENGTHS
+from dataplane.steps import Operation
+
+
+class DataPlaneClient:
+    """The methods of NeMo-RL's class of that name, as its TransferQueue adapter does them. Made by
+    `build_data_plane_client`. Thread-safe.
+
+    Samples are named by ids. Partitions and tasks need not be registered: the first put makes a partition, the first
+    claim a task. What is not there is a `StorageKeyNotFoundError` (a KeyError and a ValueError); other errors are those
+    of `dataplane.errors`.
+    """
+
+    meta_type: type[Any] = KVBatchMeta
+    """What metas are made of, with the arguments of `KVBatchMeta`; any object with its attributes is taken."""
+
+    def __init__(self, session: Session) -> None:
+        """Use `build_data_plane_client`."""
+        self._session = session
+        self._performer = session.client._performer
+
+    # --- by task
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """Make the partition, or add fields and tasks to it; nothing that it has is lost. num_samples, grpo_group_size
+        and enums are taken and not used: batches are always whole, whatever was expected."""
+        del num_samples, grpo_group_size, enums
+        self._performer.do(_register, partition_id, list(fields), list(consumer_tasks))
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> Any:
+        """Claim the oldest `batch_size` samples that have the fields and that the task has not claimed; each goes to
+        one claim of a task only. Lengths are those of the tag `input_lengths`.
+
+        Waits on the service until there are so many; TimeoutError after `timeout_s`, having claimed nothing.
+        `blocking=False` answers at once, with an empty meta if there are fewer. dp_rank is taken and not used.
+        """
+        asked = fetching.Asked(
+            partition=partition_id,
+            task=task_name,
+            fields=tuple(required_fields),
+            batch_size=int(batch_size),
+            config={},
+        )
+        ids, tags = self._performer.do(_claim, asked, blocking, max(timeout_s, 0.0))
+        known = any(INPUT_LENGTHS in tag for tag in tags)
+        return self.meta_type(
+            partition_id=partition_id,
+            task_name=task_name,
+            sample_ids=ids,
+            fields=list(required_fields),
+            sequence_lengths=[int(tag.get(INPUT_LENGTHS, 0)) for tag in tags] if known else None,
+            tags=tags or None,
+        )
+
+    def get_data(self, meta: Any, select_fields: list[str] | None = None) -> TensorDict:
+        """`get_samples` of the meta's samples. ValueError where neither `select_fields` nor the meta names fields."""
+        fields = meta.fields if select_fields is None else select_fields
+        if fields is None:
+            raise ValueError("get_data: name the fields, in select_fields or in the meta")
+        return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """Whether there are samples, and each task has claimed all of them."""
+        return all(self._session.client.check_consumption_status(task, partition_id) for task in task_names)
+
+    # --- by id
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Store fields and tags of N samples, visible all at once or not at all; having a field is what claims wait
+        for. Returns their meta, with these fields and tags."""
+        ids = list(sample_ids)
+        if not ids:
+            return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
+        told = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
+        self._performer.do(mine.put, ids, partition_id, fields, told)
+        names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
+        return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=told)
+
+    def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        """These fields of exactly these samples, in this order: dense `[N, ...]` where all rows have one shape, else
+        nested; objects in a NonTensorStack. No task's claims change."""
+        if not len(sample_ids):
+            return TensorDict({}, batch_size=(0,))
+        return self._performer.do(_get, list(sample_ids), partition_id, list(select_fields))
+
+    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+        """Drop those of these samples that are there; None: all, with a RuntimeWarning where there are none. What the
+        partition has registered stays."""
+        names = list(sample_ids) if sample_ids is not None else [*self._keys(partition_id)]
+        if names:
+            self._performer.do(mine.clear_keys, names, partition_id)
+        elif sample_ids is None:
+            why = f"clear_samples(None, {partition_id!r}) found nothing: the partition is empty or unknown"
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
+
+    def _keys(self, partition: str) -> Sequence[str]:
+        return list(self._session.client.kv_list(partition).get(partition, {}))
+
+    # --- lifecycle
+
+    def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
+        """Save all partitions as they are together at one instant, and what the caller adds."""
+        save_from(self._session.client, checkpoint_dir, metadata)
+
+    def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Bring back what was saved, in place of what is there; returns the `metadata` that was saved with it.
+        FileNotFoundError where there is no checkpoint, `CheckpointError` (a ValueError) for a damaged one; then nothing
+        has changed."""
+        load_into(self._session.client, checkpoint_dir)
+        said = json.loads((Path(checkpoint_dir) / METADATA).read_text(encoding="utf-8"))
+        return dict(said["user_metadata"])
+
+    def close(self) -> None:
+        """Leave the service, which ends if it was started here. Idempotent."""
+        self._session.close()
+
+
+# --- operations
+
+
+def _register(desk: Desk, partition: str, fields: Sequence[str], tasks: Sequence[str]) -> Operation[None]:
+    yield mine.extend(desk, partition, tasks=tasks)
+
+
+def _claim(
+    desk: Desk, asked: fetching.Asked, blocking: bool, timeout_s: float
+) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
+    found: c.Claimed | None = yield from fetching.claim_in_order(desk, asked, polling=not blocking, wait_s=timeout_s)
+    if found is None:
+        return [], []
+    return list(found.ids), [dict(tag) for tag in tags_of(found.tags, len(found.ids))]
+
+
+def _get(desk: Desk, ids: Sequence[str], partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
+    data: TensorDict = yield from reading.get(desk, list(ids), partition, list(fields), True)
+    values = {name: dense_if_even(value) for name, value in columns.from_columns(data).items()}
+    made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
+    return made
+
+
+def dense_if_even(value: Any) -> Any:
+    """A nested tensor whose rows have one shape as a dense one; anything else as it is."""
+    if not isinstance(value, Tensor) or not value.is_nested:
+        return value
+    rows = value.unbind()
+    if len({row.shape for row in rows}) != 1:
+        return value
+    if value.layout is torch.jagged and value.values().shape[0] == len(rows) * len(rows[0]):
+        return value.values().reshape(len(rows), *rows[0].shape)
+    return torch.stack(rows)

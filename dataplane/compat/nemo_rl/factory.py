@@ -1,0 +1,49 @@
+"""The client that a NeMo-RL configuration describes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dataplane.compat.nemo_rl.client import DataPlaneClient
+from dataplane.compat.transfer_queue.session import open_session
+from dataplane.compat.transfer_queue.settings import Settings
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("transfer_queue", "rl_dataplane")
+BACKENDS = ("simple", "mooncake_cpu")
+
+
+def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = True) -> DataPlaneClient:
+    """The client of the service that `cfg` describes.
+
+    bootstrap: the driver's way, which starts a service unless one is found; False is a worker's, which attaches, and is
+    a `NotInitializedError` (a RuntimeError) where there is none. Where the service is looked for and started is as
+    `dataplane.compat.transfer_queue.init` says.
+
+    cfg: `enabled` has to be true; `impl` one of "transfer_queue" (so that a configuration can stay) and "rl_dataplane";
+    `controller_address` the service's address; `ack_timeout_ms` how long a command may take; `dataplane` further
+    settings of `DataPlaneConfig`. `backend` and its block, `claim_meta_poll_interval_s` and `observability` are not
+    used. ValueError for a configuration that is off, or an `impl` or `backend` that NeMo-RL has not.
+    """
+    if cfg is None or not cfg.get("enabled"):
+        raise ValueError("build_data_plane_client: the data plane is off in this configuration (enabled)")
+    _check(cfg, "impl", IMPLEMENTATIONS)
+    if cfg.get("backend") is not None:
+        _check(cfg, "backend", BACKENDS)
+    if (cfg.get("observability") or {}).get("enabled"):
+        log.warning("observability.enabled is not used: NeMo-RL's own MetricsDataPlaneClient can wrap this client")
+    told = {**(cfg.get("dataplane") or {})}
+    if cfg.get("controller_address"):
+        told["address"] = cfg["controller_address"]
+    if cfg.get("ack_timeout_ms"):
+        told["call_timeout_s"] = cfg["ack_timeout_ms"] / 1000
+    settings = Settings.of({"controller": {"polling_mode": True}, "dataplane": told})
+    return DataPlaneClient(open_session(settings, given=bootstrap, start=bootstrap))
+
+
+def _check(cfg: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
+    if cfg.get(name) not in known:
+        raise ValueError(f"build_data_plane_client: {name}={cfg.get(name)!r}, expected one of {', '.join(known)}")

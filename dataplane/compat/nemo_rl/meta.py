@@ -1,0 +1,88 @@
+"""NeMo-RL's `KVBatchMeta`: plain and mutable, samples named by id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass
+class KVBatchMeta:
+    """N samples and what is known of them without their data.
+
+    partition_id: where they live. task_name: who claimed them, if anybody. sample_ids `[N]`. fields: columns that it
+    speaks of. sequence_lengths `[N]`: tokens of each. extra_info: of the batch. tags `[N]`: small scalars of each.
+    ValueError for tags that do not align.
+
+    The methods that make other metas leave this one alone; `stamp_tags` changes it.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tags is not None and len(self.tags) != len(self.sample_ids):
+            raise ValueError(f"KVBatchMeta: {len(self.tags)} tags for {len(self.sample_ids)} samples")
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.sample_ids)
+
+    def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
+        """Set tags here, one value per sample of each name. ValueError for other numbers of values."""
+        wrong = [name for name, values in scalars.items() if len(values) != self.size]
+        if wrong:
+            raise ValueError(f"stamp_tags: {wrong[0]!r} has {len(scalars[wrong[0]])} values for {self.size} samples")
+        self.tags = [{} for _ in self.sample_ids] if self.tags is None else self.tags
+        for name, values in scalars.items():
+            for tag, value in zip(self.tags, values, strict=True):
+                tag[name] = value
+
+    def subset(self, indices: Sequence[int]) -> KVBatchMeta:
+        """The samples at these places, in that order."""
+        return self._with(
+            [self.sample_ids[place] for place in indices],
+            None if self.sequence_lengths is None else [self.sequence_lengths[place] for place in indices],
+            None if self.tags is None else [self.tags[place] for place in indices],
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Samples [start, stop)."""
+        return self.subset(range(self.size)[start:stop])
+
+    def drop(self, indices: Sequence[int]) -> KVBatchMeta | None:
+        """All samples but those at these places; None if there are no others."""
+        kept = [place for place in range(self.size) if place not in set(indices)]
+        return self.subset(kept) if kept else None
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """These samples and those of the others; lengths and tags where all metas have them. ValueError for another
+        partition."""
+        if any(other.partition_id != self.partition_id for other in others):
+            raise ValueError(f"KVBatchMeta.concat: all metas must be of partition {self.partition_id!r}")
+        metas = (self, *others)
+        lengths = [meta.sequence_lengths for meta in metas if meta.sequence_lengths is not None]
+        tags = [meta.tags for meta in metas if meta.tags is not None]
+        return self._with(
+            [name for meta in metas for name in meta.sample_ids],
+            [length for part in lengths for length in part] if len(lengths) == len(metas) else None,
+            [tag for part in tags for tag in part] if len(tags) == len(metas) else None,
+        )
+
+    def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:
+        """Speaking of these fields, too."""
+        copied = self.subset(range(self.size))
+        copied.fields = list(dict.fromkeys([*(self.fields or ()), *field_names]))
+        copied.tags = None if self.tags is None else [dict(tag) for tag in self.tags]
+        return copied
+
+    def _with(self, sample_ids: list[str], lengths: list[int] | None, tags: list[dict[str, Any]] | None) -> KVBatchMeta:
+        info = dict(self.extra_info or {})
+        return replace(self, sample_ids=sample_ids, sequence_lengths=lengths, tags=tags, extra_info=info)

@@ -1,0 +1,354 @@
+"""The client of the low-level interface: batches of samples by meta."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from dataplane import operations as ops
+from dataplane import reading
+from dataplane.compat.transfer_queue import columns, fetching
+from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue.columns import Parser
+from dataplane.compat.transfer_queue.metadata import BatchMeta
+from dataplane.compat.transfer_queue.performing import Performer
+from dataplane.compat.transfer_queue.samplers import BaseSampler
+from dataplane.compat.transfer_queue.settings import attach_config, sampling_of
+from dataplane.desk import Desk
+from dataplane.errors import NotThereError, SampleExistsError
+from dataplane.steps import Operation
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONFIG = "config"
+"""Id and field of the settings that the service keeps."""
+
+
+class AsyncTransferQueueClient:
+    """A client of one service, to be awaited from any event loop. Thread-safe.
+
+    controller_info: the service's address, or what `init()` returned as `controller.zmq_info`. zmq_io_threads and
+    zmq_max_sockets are taken and not used.
+
+    What is not there is a `StorageKeyNotFoundError`; other errors are those of `dataplane.errors`.
+    """
+
+    def __init__(
+        self,
+        client_id: str,
+        controller_info: Any,
+        zmq_io_threads: int | None = None,
+        zmq_max_sockets: int | None = None,
+    ) -> None:
+        self.client_id = client_id
+        self.config = attach_config(controller_info)
+        self._performer = Performer(self.config)
+        self._own_sampler: BaseSampler | None = None
+        self._kept: dict[str, Any] | None = None
+
+    def initialize_storage_manager(self, manager_type: str, config: Any) -> None:
+        """There is none to be initialised: storage units are found through the service."""
+        log.debug("initialize_storage_manager(%r) does nothing", manager_type)
+
+    def close(self) -> None:
+        """Wait for copies in flight and say good-bye. Idempotent."""
+        self._performer.close()
+
+    # --- awaited
+
+    async def async_get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+    ) -> BatchMeta:
+        """See `TransferQueueClient.get_meta`."""
+        asked = data_fields, batch_size, partition_id, mode, task_name, sampling_config
+        return await self._performer.later(self._get_meta, *asked)
+
+    async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
+        """See `TransferQueueClient.set_custom_meta`."""
+        await self._performer.later(mine.set_tags, metadata)
+
+    async def async_put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Parser | None = None,
+    ) -> BatchMeta:
+        """See `TransferQueueClient.put`."""
+        return await self._performer.later(self._put, data, metadata, partition_id, data_parser)
+
+    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+        """See `TransferQueueClient.get_data`."""
+        return await self._performer.later(self._get_data, metadata)
+
+    async def async_clear_partition(self, partition_id: str) -> None:
+        """See `TransferQueueClient.clear_partition`."""
+        await self._performer.later(self._clear_partition, partition_id)
+
+    async def async_clear_samples(self, metadata: BatchMeta) -> None:
+        """See `TransferQueueClient.clear_samples`."""
+        await self._performer.later(mine.clear_batch, metadata)
+
+    async def async_get_consumption_status(
+        self, task_name: str, partition_id: str
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See `TransferQueueClient.get_consumption_status`."""
+        return await self._performer.later(self._consumption, task_name, partition_id)
+
+    async def async_get_production_status(
+        self, data_fields: list[str], partition_id: str
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See `TransferQueueClient.get_production_status`."""
+        return await self._performer.later(mine.production, data_fields, partition_id)
+
+    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """See `TransferQueueClient.check_consumption_status`."""
+        return _all_one((await self.async_get_consumption_status(task_name, partition_id))[1], empty=False)
+
+    async def async_check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        """See `TransferQueueClient.check_production_status`."""
+        return _all_one((await self.async_get_production_status(data_fields, partition_id))[1], empty=True)
+
+    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """See `TransferQueueClient.reset_consumption`."""
+        return await self._performer.later(mine.reset, partition_id, task_name)
+
+    async def async_get_partition_list(self) -> list[str]:
+        """See `TransferQueueClient.get_partition_list`."""
+        return await self._performer.later(mine.partitions)
+
+    async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """See `TransferQueueClient.kv_retrieve_meta`."""
+        return await self._performer.later(mine.of_keys, _key_list(keys), partition_id, create)
+
+    async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        """See `TransferQueueClient.kv_retrieve_keys`."""
+        return await self._performer.later(mine.keys_of, _index_list(global_indexes), partition_id)
+
+    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        """See `TransferQueueClient.kv_list`."""
+        return await self._performer.later(mine.list_keys, partition_id)
+
+    # --- what both do
+
+    def _get_meta(
+        self,
+        desk: Desk,
+        data_fields: Sequence[str],
+        batch_size: int,
+        partition: str,
+        mode: str,
+        task: str | None,
+        config: Mapping[str, Any] | None,
+    ) -> Operation[BatchMeta]:
+        if mode == "insert":
+            return (yield from mine.insert(desk, batch_size, partition))
+        if mode == "force_fetch":
+            return (yield from mine.whole_partition(desk, partition, list(data_fields)))
+        if mode != "fetch":
+            raise ValueError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
+        if not task:
+            raise ValueError("get_meta: name the task that claims the samples (task_name)")
+        if batch_size is None or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: ask for at least one sample")
+        kept = yield from self.settled(desk, None)
+        asked = fetching.Asked(
+            partition=partition,
+            task=task,
+            fields=tuple(data_fields),
+            batch_size=batch_size,
+            config={"task_name": task, "partition_id": partition, **(config or {})},
+        )
+        return (yield from fetching.fetch(desk, asked, self._sampling(kept)))
+
+    def _sampling(self, kept: Mapping[str, Any] | None) -> fetching.Sampling:
+        return sampling_of(kept, self._own_sampler)
+
+    def settled(self, desk: Desk, wished: Mapping[str, Any] | None) -> Operation[dict[str, Any] | None]:
+        """The settings that the service keeps; `wished` are kept if it has none yet."""
+        if self._kept is None and wished is not None:
+            try:
+                yield from mine.put(desk, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, None, "create")
+            except SampleExistsError:
+                log.info("the service has settings already; those passed to init() are not looked at")
+        if self._kept is None:
+            try:
+                found = yield from reading.get(desk, [CONFIG], mine.ADAPTER, [CONFIG], True)
+                self._kept = found[CONFIG].tolist()[0]
+            except NotThereError:
+                return None
+        return self._kept
+
+    def _put(
+        self,
+        desk: Desk,
+        data: TensorDict,
+        metadata: BatchMeta | None,
+        partition: str | None,
+        parse: Parser | None,
+    ) -> Operation[BatchMeta]:
+        if metadata is None:
+            if partition is None:
+                raise ValueError("put: name the partition_id of new samples, or pass the metadata of old ones")
+            metadata = yield from mine.insert(desk, int(data.batch_size[0]), partition, _parsed(data, parse))
+        elif not metadata:
+            raise ValueError("put: the metadata names no samples")
+        else:
+            yield from mine.put_batch(desk, metadata, _parsed(data, parse))
+        return metadata.add_fields(data)
+
+    def _get_data(self, desk: Desk, metadata: BatchMeta) -> Operation[TensorDict]:
+        if not metadata or not metadata.field_names:
+            log.warning("get_data: the meta has no samples or no fields; there is nothing to read")
+            return TensorDict({}, batch_size=0)
+        return (yield from mine.get_batch(desk, metadata))
+
+    def _clear_partition(self, desk: Desk, partition: str) -> Operation[None]:
+        yield from ops.clear(desk, None, partition)
+        yield from fetching.forget_draws(desk, partition)
+        if self._own_sampler is not None:
+            self._own_sampler.clear_cache(partition)
+
+    def _consumption(self, desk: Desk, task: str, partition: str) -> Operation[tuple[Tensor | None, Tensor | None]]:
+        kept = yield from self.settled(desk, None)
+        return (yield from mine.consumption(desk, task, partition, 1 if kept is None else int(kept["expected"])))
+
+
+class TransferQueueClient(AsyncTransferQueueClient):
+    """The same, with every method also for callers that block."""
+
+    def get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+    ) -> BatchMeta:
+        """The meta of `batch_size` samples that have all `data_fields`, claimed for the task, as the sampler says.
+
+        Where there are too few: with `polling_mode` an empty meta at once; else waits on the service, and is a
+        `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
+        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. Partitions that do not exist are waited
+        for.
+
+        mode: "fetch"; "force_fetch": all samples, ready or not, and nothing is claimed; "insert": new samples without
+        keys and data.
+        """
+        return self._performer.do(
+            self._get_meta, data_fields, batch_size, partition_id, mode, task_name, sampling_config
+        )
+
+    def set_custom_meta(self, metadata: BatchMeta) -> None:
+        """Merge the meta's `custom_meta` into the tags of its samples."""
+        self._performer.do(mine.set_tags, metadata)
+
+    def put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Parser | None = None,
+    ) -> BatchMeta:
+        """Store fields of the meta's samples, with its tags, or without a meta of new samples in `partition_id`;
+        visible whole or not at all. `data_parser` gets a dict of the fields first, in this process, and returns it with
+        other values.
+
+        Returns the meta, which knows the new fields. Samples that were cleared meanwhile are a
+        `StorageKeyNotFoundError`. A partition is made by the first put into it.
+        """
+        return self._performer.do(self._put, data, metadata, partition_id, data_parser)
+
+    def get_data(self, metadata: BatchMeta) -> TensorDict:
+        """The meta's fields of its samples: rows of tensors nested, scalars `[N]`, objects in a NonTensorStack.
+        `StorageKeyNotFoundError` where one is missing."""
+        return self._performer.do(self._get_data, metadata)
+
+    def clear_partition(self, partition_id: str) -> None:
+        """Drop it with all samples; whoever waits on it gets a `PartitionDroppedError`."""
+        self._performer.do(self._clear_partition, partition_id)
+
+    def clear_samples(self, metadata: BatchMeta) -> None:
+        """Drop those samples of the meta that still are there."""
+        self._performer.do(mine.clear_batch, metadata)
+
+    def get_consumption_status(self, task_name: str, partition_id: str) -> tuple[Tensor | None, Tensor | None]:
+        """Indexes of the samples and 1 for those that the task has claimed; (None, None) for an unknown partition."""
+        return self._performer.do(self._consumption, task_name, partition_id)
+
+    def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
+        """Indexes of the samples and `[N, F]` ones where they have the field; (None, None) for an unknown partition or
+        field."""
+        return self._performer.do(mine.production, data_fields, partition_id)
+
+    def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """Whether there are samples, as many as expected, and the task has claimed all."""
+        return _all_one(self.get_consumption_status(task_name, partition_id)[1], empty=False)
+
+    def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        """Whether all samples have all these fields."""
+        return _all_one(self.get_production_status(data_fields, partition_id)[1], empty=True)
+
+    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """Let the task (None: every task) claim all samples again."""
+        return self._performer.do(mine.reset, partition_id, task_name)
+
+    def get_partition_list(self) -> list[str]:
+        """All partitions."""
+        return self._performer.do(mine.partitions)
+
+    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """The samples of these keys with the fields that all have. Unknown keys are left out, or with `create` made."""
+        return self._performer.do(mine.of_keys, _key_list(keys), partition_id, create)
+
+    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        """The key of each sample, None for one without."""
+        return self._performer.do(mine.keys_of, _index_list(global_indexes), partition_id)
+
+    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        """The tags of every key, by partition."""
+        return self._performer.do(mine.list_keys, partition_id)
+
+
+def _parsed(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> Any:
+    return data if parse is None else columns.parsed(data, parse)
+
+
+def _all_one(status: Tensor | None, *, empty: bool) -> bool:
+    if status is None or (not status.numel() and not empty):
+        return False
+    return bool(torch.all(status == 1).item())
+
+
+def _key_list(keys: Any) -> list[str]:
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise TypeError("keys: expected a string or a list of strings")
+    if not keys:
+        raise ValueError("keys: the list is empty")
+    return keys
+
+
+def _index_list(indexes: Any) -> list[int]:
+    if isinstance(indexes, int):
+        return [indexes]
+    if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
+        raise TypeError("global_indexes: expected an integer or a list of integers")
+    if not indexes:
+        raise ValueError("global_indexes: the list is empty")
+    return indexes

@@ -1,0 +1,184 @@
+"""Fields as the original package has them, to and from columns of this service.
+
+There every row is a tensor of its own. Here a field has a kind: `[N]` is dense; rows of one or two dimensions are
+jagged, also when all of them are equally long, so that the next put may have other lengths; rows of more dimensions are
+ragged; anything else is objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from dataplane.jagged import TORCH_DTYPES, jagged_from_values
+from dataplane.ledger import commands as c
+from dataplane.types import FieldKind, FieldSpec
+
+log = logging.getLogger(__name__)
+
+FieldSchema = dict[str, Any]
+Parser = Callable[[dict[str, Any]], Any]
+
+JAGGED_DIMENSIONS = (2, 3)
+"""A tensor `[N, ...]` of so many dimensions is N jagged rows."""
+
+
+def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
+    """What `BatchMeta.field_schema` says of these values; nothing for no rows. ValueError where a field has other than
+    `batch_size` rows."""
+    rows = int(data.batch_size[0])
+    return {str(name): _schema_of(str(name), value, rows) for name, value in data.items()} if rows else {}
+
+
+def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
+    if isinstance(value, Tensor) and value.is_nested:
+        shapes = [tuple(row.shape) for row in value.unbind()]
+        count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
+    elif isinstance(value, Tensor):
+        shapes, count = [], len(value)
+        shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])
+    else:
+        shapes, count, shape = [], len(value), None
+    if count != rows:
+        raise ValueError(f"field {name!r} has {count} rows, in a TensorDict of {rows}")
+    tensor = isinstance(value, Tensor)
+    known: FieldSchema = {
+        "dtype": value.dtype if tensor else None,
+        "shape": shape,
+        "is_nested": bool(shapes),
+        "is_non_tensor": not tensor,
+    }
+    return {**known, "per_sample_shapes": shapes} if shapes else known
+
+
+# --- to the service
+
+
+def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
+    """What to put for these fields. Nothing is copied."""
+    return {str(name): _column(value) for name, value in fields.items()}
+
+
+def _column(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.is_nested:
+        return value
+    if value.dim() in JAGGED_DIMENSIONS and len(value):
+        return _as_jagged(value.detach())
+    return value.detach()
+
+
+def _as_jagged(dense: Tensor) -> Tensor:
+    """`[N, L, *inner]` as N rows of L."""
+    count, length = dense.shape[:2]
+    offsets = torch.arange(count + 1, dtype=torch.int64, device=dense.device) * length
+    return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))
+
+
+def ragged_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
+    """Fields whose rows may have any shape from now on, to be declared before their first put."""
+    return {
+        name: FieldSpec(FieldKind.RAGGED)
+        for name, value in columns.items()
+        if isinstance(value, Tensor) and not value.is_nested and value.dim() > max(JAGGED_DIMENSIONS)
+    }
+
+
+def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
+    """The fields that `parse` returns, given a dict of tensors, and of lists where rows are nested tensors or objects.
+    TypeError where it returns no dict, ValueError where it adds, removes or resizes fields."""
+    given: dict[str, Any] = {str(name): _as_parser_wants(value) for name, value in fields.items()}
+    counts = {name: len(value) for name, value in given.items()}
+    made = parse(given)
+    if not isinstance(made, dict):
+        raise TypeError(f"data_parser must return the dict of fields, got {type(made).__name__}")
+    after = {name: len(value) for name, value in made.items()}
+    if after != counts:
+        raise ValueError(f"data_parser may neither add nor remove fields or values: {counts} became {after}")
+    return {name: value if isinstance(value, Tensor) else _stacked(value) for name, value in made.items()}
+
+
+def _as_parser_wants(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.unbind()) if value.is_nested else value
+    return list(value.tolist()) if hasattr(value, "tolist") else list(value)
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    return packed_rows(values) if values and all(isinstance(value, Tensor) for value in values) else list(values)
+
+
+# --- from the service
+
+
+def from_columns(data: TensorDict) -> TensorDict:
+    """What was read, as the original returns it: rows of tensors nested, also when they are equally long, scalars
+    `[N]`, objects in a NonTensorStack."""
+    made: TensorDict = TensorDict._new_unsafe(
+        {name: _returned(value) for name, value in data.items()}, batch_size=data.batch_size
+    )
+    return made
+
+
+def _returned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _as_jagged(value) if not value.is_nested and value.dim() > 1 and len(value) else value
+    rows = value.tolist() if hasattr(value, "tolist") else list(value)
+    return packed_rows(rows) if rows and all(isinstance(row, Tensor) for row in rows) else value
+
+
+def packed_rows(rows: Sequence[Any]) -> Any:
+    """Row tensors as one value: stacked scalars, a jagged tensor, else one of strided layout, else a stack of them."""
+    if all(isinstance(row, Tensor) for row in rows):
+        if all(row.dim() == 0 for row in rows):
+            return torch.stack(list(rows))
+        for layout in (torch.jagged, torch.strided):
+            try:
+                return torch.nested.as_nested_tensor(list(rows), layout=layout)
+            except (RuntimeError, TypeError) as error:
+                log.debug("rows are not nested with layout %s: %s", layout, error)
+    return NonTensorStack(*rows)
+
+
+def rows_of(value: Any) -> list[Any]:
+    """The rows of a field that was read."""
+    if isinstance(value, Tensor):
+        return list(value.unbind())
+    return list(value.tolist()) if hasattr(value, "tolist") else list(value)
+
+
+def located_schema(located: Sequence[c.FieldLocations]) -> dict[str, FieldSchema]:
+    """What `BatchMeta.field_schema` says of the fields that at least one of the samples has."""
+    return {found.name: _schema_from(found) for found in located if (found.lengths >= 0).any()}
+
+
+def _schema_from(found: c.FieldLocations) -> FieldSchema:
+    spec, tensor = found.spec, found.spec.kind is not FieldKind.OBJECT
+    known: FieldSchema = {
+        "dtype": TORCH_DTYPES[spec.dtype or ""] if tensor else None,
+        "shape": None,
+        "is_nested": spec.kind is FieldKind.RAGGED,
+        "is_non_tensor": not tensor,
+    }
+    if spec.kind is FieldKind.DENSE:
+        return {**known, "shape": torch.Size(spec.inner or (1,))}
+    if spec.kind is not FieldKind.JAGGED:
+        return known
+    inner = spec.inner or ()
+    lengths = found.lengths.tolist()
+    if len(set(lengths)) == 1:
+        return {**known, "shape": torch.Size((lengths[0], *inner))}
+    return {**known, "is_nested": True, "per_sample_shapes": [(n, *inner) if n >= 0 else None for n in lengths]}
+
+
+def produced(located: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Which samples have which fields: `[N, F]` of 0 and 1."""
+    lengths = {found.name: found.lengths for found in located}
+    missing = np.full(count, -1)
+    columns = [(lengths.get(name, missing) >= 0).astype(np.int8) for name in fields]
+    return np.stack(columns, axis=1) if columns else np.ones((count, 0), np.int8)

@@ -1,0 +1,184 @@
+"""The high-level interface: samples by key, each function once for callers that block and once to be awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from dataplane.compat.transfer_queue import columns
+from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue.client import _key_list
+from dataplane.compat.transfer_queue.columns import Parser
+from dataplane.compat.transfer_queue.keyed import KVBatchMeta
+from dataplane.compat.transfer_queue.session import current_client
+from dataplane.desk import Desk
+from dataplane.steps import Operation
+
+Fields: TypeAlias = "TensorDict | Mapping[str, Any]"
+Tag: TypeAlias = Mapping[str, Any]
+
+
+def kv_put(
+    key: str,
+    partition_id: str,
+    fields: Fields | None = None,
+    tag: Tag | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Store fields and tags of one sample; what it had otherwise stays. The partition is made if it is not there.
+
+    fields: a TensorDict of one row, or a mapping of the sample's own values, without a batch dimension. data_parser
+    gets a dict of the fields first, in this process, and returns it with other values. Returns the sample with all its
+    tags and fields.
+    ValueError without fields and tag, and for nested tensors.
+    """
+    return current_client()._performer.do(_put, [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser)
+
+
+async def async_kv_put(
+    key: str,
+    partition_id: str,
+    fields: Fields | None = None,
+    tag: Tag | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """See `kv_put`."""
+    asked = [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser
+    return await current_client()._performer.later(_put, *asked)
+
+
+def kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: Fields | None = None,
+    tags: Sequence[Tag] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Store fields and tags of N samples, visible all at once or not at all; see `kv_put`.
+
+    fields: of N rows. tags: one mapping per key, of small scalars. Returns the samples with all their tags and the
+    fields that all of them have. ValueError without both, and for other numbers of rows or tags than keys.
+    """
+    _check_batch(keys, fields, tags)
+    return current_client()._performer.do(_put, keys, partition_id, fields, tags, data_parser)
+
+
+async def async_kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: Fields | None = None,
+    tags: Sequence[Tag] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """See `kv_batch_put`."""
+    _check_batch(keys, fields, tags)
+    return await current_client()._performer.later(_put, keys, partition_id, fields, tags, data_parser)
+
+
+def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
+    """The fields (None: those that all have) of exactly these keys, in this order: rows of tensors nested, scalars
+    `[N]`, objects in a NonTensorStack. `StorageKeyNotFoundError` (a KeyError and a ValueError) where one is missing."""
+    return current_client()._performer.do(mine.get_keys, _key_list(keys), partition_id, _field_list(select_fields))
+
+
+async def async_kv_batch_get(
+    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
+) -> TensorDict:
+    """See `kv_batch_get`."""
+    asked = _key_list(keys), partition_id, _field_list(select_fields)
+    return await current_client()._performer.later(mine.get_keys, *asked)
+
+
+def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
+    """`kv_batch_get` of the meta's keys; `select_fields` are to be among its fields (ValueError), which are the
+    default."""
+    return kv_batch_get(meta.keys, *_of_meta(meta, select_fields))
+
+
+async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
+    """See `kv_batch_get_by_meta`."""
+    return await async_kv_batch_get(meta.keys, *_of_meta(meta, select_fields))
+
+
+def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """The tags of every key, by partition (None: all). An unknown partition is not in it."""
+    return current_client().kv_list(partition_id)
+
+
+async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """See `kv_list`."""
+    return await current_client().async_kv_list(partition_id)
+
+
+def kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """Drop these keys; those that are not there are ignored."""
+    current_client()._performer.do(mine.clear_keys, _key_list(keys), partition_id)
+
+
+async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """See `kv_clear`."""
+    await current_client()._performer.later(mine.clear_keys, _key_list(keys), partition_id)
+
+
+def _put(
+    desk: Desk,
+    keys: Sequence[str],
+    partition: str,
+    fields: Fields | None,
+    tags: Sequence[Tag] | None,
+    parse: Parser | None,
+) -> Operation[KVBatchMeta]:
+    given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
+    have = yield from mine.put_keys(desk, keys, partition, given, tags)
+    return KVBatchMeta(keys=list(keys), tags=have[0], partition_id=partition, fields=have[1])
+
+
+def _one_row(fields: Fields | None, tag: Tag | None) -> TensorDict | None:
+    """The fields of one sample, as a batch of one."""
+    if fields is None and tag is None:
+        raise ValueError("kv_put: pass fields, a tag, or both")
+    if fields is None or isinstance(fields, TensorDict):
+        return fields
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"kv_put: fields is a TensorDict or a mapping, got {type(fields).__name__}")
+    if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
+        raise ValueError("kv_put: a nested tensor is a batch; use kv_batch_put")
+    rows = {
+        name: value.unsqueeze(0) if isinstance(value, Tensor) else NonTensorStack(value)
+        for name, value in fields.items()
+    }
+    return TensorDict(rows, batch_size=[1])
+
+
+def _tag_list(tag: Tag | None) -> list[Tag] | None:
+    return None if tag is None else [tag]
+
+
+def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag] | None) -> None:
+    _key_list(keys)
+    if fields is None and tags is None:
+        raise ValueError("kv_batch_put: pass fields, tags, or both")
+    if isinstance(fields, TensorDictBase) and fields.batch_size[0] != len(keys):
+        raise ValueError(f"kv_batch_put: fields of batch_size {list(fields.batch_size)} for {len(keys)} keys")
+    if tags is not None and len(tags) != len(keys):
+        raise ValueError(f"kv_batch_put: {len(tags)} tags for {len(keys)} keys; pass one mapping per key")
+
+
+def _field_list(fields: list[str] | str | None) -> list[str] | None:
+    return [fields] if isinstance(fields, str) else fields
+
+
+def _of_meta(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
+    """Partition and fields to read."""
+    if meta.partition_id is None:
+        raise ValueError("kv_batch_get_by_meta: the meta does not say of which partition it is")
+    chosen = _field_list(select_fields)
+    if chosen is None:
+        return meta.partition_id, meta.fields
+    unknown = [name for name in chosen if name not in (meta.fields or ())]
+    if unknown:
+        raise ValueError(f"kv_batch_get_by_meta: the meta has no fields {unknown}, only {meta.fields}")
+    return meta.partition_id, chosen

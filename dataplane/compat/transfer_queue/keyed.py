@@ -1,0 +1,87 @@
+"""What names samples by key, without holding their data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataplane.compat.transfer_queue.joining import joined_info, parts_of
+
+
+@dataclass
+class KVBatchMeta:
+    """N samples by key, with their tags. ValueError for lists that do not align and for names that come twice."""
+
+    keys: list[str] = field(default_factory=list)
+    tags: list[dict[str, Any]] = field(default_factory=list)
+    partition_id: str | None = None
+    fields: list[str] | None = None
+    extra_info: dict[str, Any] | None = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tags):
+            raise ValueError(f"KVBatchMeta: {len(self.keys)} keys, but {len(self.tags)} tags; give one mapping per key")
+        for what, names in (("key", self.keys), ("field", self.fields or ())):
+            if len(set(names)) != len(names):
+                raise ValueError(f"KVBatchMeta: a {what} comes twice")
+        self.tags = copy.deepcopy(self.tags)
+        self.extra_info = copy.deepcopy(self.extra_info)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
+
+    def _picked(self, places: Sequence[int]) -> KVBatchMeta:
+        keys, tags = [self.keys[place] for place in places], [self.tags[place] for place in places]
+        return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
+
+    def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
+        """These keys, in this order. ValueError for one named twice, RuntimeError for one that is not here."""
+        if len(set(keys_to_select)) != len(keys_to_select):
+            raise ValueError("select_keys: a key comes twice")
+        places = {key: place for place, key in enumerate(self.keys)}
+        unknown = [key for key in keys_to_select if key not in places]
+        if unknown:
+            raise RuntimeError(f"select_keys: {unknown[:5]} are not in this batch")
+        return self._picked([places[key] for key in keys_to_select])
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Put the samples into this order, in place. ValueError unless each place is named once."""
+        if len(indexes) != self.size or len(set(indexes)) != len(indexes):
+            raise ValueError(f"reorder: expected every place of {self.size} samples once, got {len(indexes)} places")
+        picked = self._picked(indexes)
+        self.keys, self.tags = picked.keys, picked.tags
+
+    def chunk(self, chunks: int) -> list[KVBatchMeta]:
+        """In `chunks` parts as equal as can be, the first ones longer, the last ones possibly empty."""
+        return [self._picked(part) for part in parts_of(self.size, chunks)]
+
+    @classmethod
+    def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """The samples of all, in order; those without samples are left out. ValueError where partitions, fields or
+        entries of extra_info differ."""
+        parts = [part for part in data if part]
+        if not parts:
+            return cls()
+        first = parts[0]
+        for part in parts:
+            if part.partition_id != first.partition_id:
+                raise ValueError(f"KVBatchMeta.concat: partitions {first.partition_id!r} and {part.partition_id!r}")
+            if part.fields is not None and set(part.fields) != set(first.fields or ()):
+                raise ValueError(f"KVBatchMeta.concat: fields {first.fields} and {part.fields}")
+        return cls(
+            [key for part in parts for key in part.keys],
+            [tag for part in parts for tag in part.tags],
+            first.partition_id,
+            first.fields,
+            joined_info([part.extra_info or {} for part in parts], "KVBatchMeta.concat") or None,
+        )

@@ -1,0 +1,358 @@
+"""What the adapter does with the service, each once: generators of steps, which the sync and the async client perform
+like the client's own operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from dataplane import operations as ops
+from dataplane import reading
+from dataplane.compat.transfer_queue import columns
+from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
+from dataplane.compat.transfer_queue.metadata import BatchMeta
+from dataplane.desk import Desk
+from dataplane.errors import PartitionNotFoundError, StaleSampleError, TaskNotFoundError, first_few
+from dataplane.ledger import commands as c
+from dataplane.ledger.limits import Limits
+from dataplane.meta import KVBatchMeta as Meta
+from dataplane.samples import tags_of
+from dataplane.steps import Operation, Post, Send
+
+log = logging.getLogger(__name__)
+
+UNNAMED = "_unnamed/"
+"""Ids of samples that were put without keys begin so."""
+
+ADAPTER = "dataplane.compat.transfer_queue"
+"""The partition of what the adapter itself keeps in the service."""
+
+EVERY = Limits().samples
+TRIES = 8
+
+Found = c.Claimed | c.Listed
+
+
+def extend(desk: Desk, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> Any:
+    """The step that makes the partition, or adds to it."""
+    if fields:
+        desk.schemas.pop(partition, None)
+    return Send(
+        c.Register(partition=partition, fields=dict(fields or {}), num_samples=None, tasks=tuple(tasks), extend=True)
+    )
+
+
+def is_key(name: str) -> bool:
+    """Whether a sample's id is a key that somebody gave it."""
+    return not name.startswith(UNNAMED)
+
+
+# --- metas
+
+
+def batch_of(
+    desk: Desk, partition: str, found: Found, fields: Sequence[str], status: int | None = None
+) -> Operation[BatchMeta]:
+    """The meta of samples that the service named; status: what is known already of all of them."""
+    located = yield from _located(desk, partition, found, fields)
+    count = len(found.ids)
+    ready = columns.produced(located, count, fields).all(axis=1) if fields else np.zeros(count)
+    meta = BatchMeta(
+        found.births.tolist(),
+        [partition] * count,
+        columns.located_schema(located),
+        ready if status is None else np.full(count, status),
+        custom_meta=tags_of(found.tags, count),
+    )
+    return meta._named(list(found.ids), found.rows.tolist())
+
+
+def _located(desk: Desk, partition: str, found: Found, fields: Sequence[str]) -> Operation[Sequence[c.FieldLocations]]:
+    if not len(found.rows) or not fields:
+        return ()
+    samples = c.Samples(rows=found.rows, births=found.births)
+    sent = yield Send(c.Locate(partition=partition, samples=samples, fields=tuple(fields), missing_ok=True))
+    yield Post(c.Release(located=sent.number))
+    located: Sequence[c.FieldLocations] = sent.result.fields
+    return located
+
+
+def listed(desk: Desk, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
+    """All samples, oldest first, or these."""
+    return (yield Send(c.List(partition=partition, samples=samples))).result  # type: ignore[no-any-return]
+
+
+def named(desk: Desk, meta: BatchMeta) -> Operation[list[tuple[list[int], Meta]]]:
+    """The samples of a meta as the service knows them, by partition: their places in the meta, and a meta of ours."""
+    parts: dict[str, list[int]] = {}
+    for place, partition in enumerate(meta.partition_ids):
+        parts.setdefault(partition, []).append(place)
+    found = []
+    for partition, places in parts.items():
+        births = [meta.global_indexes[place] for place in places]
+        if meta._names is not None and meta._rows is not None:
+            names, rows = [meta._names[place] for place in places], [meta._rows[place] for place in places]
+        else:
+            names, rows = yield from _by_index(desk, partition, births)
+        mine = Meta(partition_id=partition, task_name=None, sample_ids=names)
+        found.append((places, mine.with_handles(np.array(rows, np.int64), np.array(births, np.int64))))
+    return found
+
+
+def _by_index(desk: Desk, partition: str, indexes: Sequence[int]) -> Operation[tuple[list[str], list[int]]]:
+    """Ids and rows of samples of which only the global indexes are known."""
+    every = yield from listed(desk, partition)
+    places = {birth: place for place, birth in enumerate(every.births.tolist())}
+    missing = [index for index in indexes if index not in places]
+    if missing:
+        raise StorageKeyNotFoundError(f"partition {partition!r} has no samples of indexes {first_few(missing)}")
+    chosen = [places[index] for index in indexes]
+    return [every.ids[place] for place in chosen], every.rows[chosen].tolist()
+
+
+# --- by key
+
+
+def of_keys(desk: Desk, keys: Sequence[str], partition: str, create: bool) -> Operation[BatchMeta]:
+    """The samples of these keys that are there, with the fields that all of them have; `create` makes the missing
+    ones, without fields."""
+    for _ in range(TRIES):
+        try:
+            if create:
+                made = yield from put(desk, keys, partition, None, None)
+                rows, births = made.handles or (np.zeros(0, np.int64), np.zeros(0, np.int64))
+            else:
+                wanted = c.Locate(partition=partition, samples=c.Samples(ids=tuple(keys)), fields=(), missing_ok=True)
+                sent = yield Send(wanted)
+                yield Post(c.Release(located=sent.number))
+                there = sent.result.rows >= 0
+                rows, births = sent.result.rows[there], sent.result.births[there]
+                if not there.all():
+                    missing = [key for key, found in zip(keys, there.tolist(), strict=True) if not found]
+                    log.warning("partition %r has no keys %s", partition, first_few(missing))
+            found = yield from listed(desk, partition, c.Samples(rows=rows, births=births))
+            return (yield from batch_of(desk, partition, found, found.fields))
+        except PartitionNotFoundError:
+            log.warning("there is no partition %r", partition)
+            return BatchMeta.empty()
+        except StaleSampleError:
+            continue
+    raise TransferQueueError(f"partition {partition!r}: its samples change faster than they can be looked up")
+
+
+def get_keys(desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None) -> Operation[TensorDict]:
+    """The fields of exactly these keys; None: all fields that all of them have."""
+    if fields is None:
+        found = yield from listed(desk, partition, c.Samples(ids=tuple(keys)))
+        fields = found.fields
+        if not fields:
+            raise StorageKeyNotFoundError(
+                f"partition {partition!r}: the keys {first_few(keys)} have no field that all of them have"
+            )
+    data: TensorDict = yield from reading.get(desk, list(keys), partition, list(fields), True)
+    return columns.from_columns(data)
+
+
+def put_keys(
+    desk: Desk,
+    keys: Sequence[str],
+    partition: str,
+    fields: Mapping[str, Any] | TensorDictBase | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
+    """Put by key; the tags and fields that the samples have then."""
+    yield from put(desk, keys, partition, fields, tags)
+    found = yield from listed(desk, partition, c.Samples(ids=tuple(keys)))
+    return tags_of(found.tags, len(found.ids)), sorted(found.fields)
+
+
+def clear_keys(desk: Desk, keys: Sequence[str], partition: str) -> Operation[None]:
+    """Drop those of these keys that are there."""
+    try:
+        yield Send(c.Clear(partition=partition, samples=c.Samples(ids=tuple(keys))))
+    except PartitionNotFoundError:
+        log.warning("there is no partition %r to clear keys of", partition)
+
+
+def list_keys(desk: Desk, partition: str | None) -> Operation[dict[str, dict[str, Any]]]:
+    """The tags of every key, by partition; an unknown partition has none."""
+    names = (yield from partitions(desk)) if partition is None else [partition]
+    info: dict[str, dict[str, Any]] = {}
+    for name in names:
+        try:
+            found = yield from listed(desk, name)
+        except PartitionNotFoundError:
+            continue
+        tags = tags_of(found.tags, len(found.ids))
+        info[name] = {key: mine for key, mine in zip(found.ids, tags, strict=True) if is_key(key)}
+    return info
+
+
+def keys_of(desk: Desk, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
+    """The key of each sample; None for one that has none, or is not there."""
+    try:
+        found = yield from listed(desk, partition)
+    except PartitionNotFoundError:
+        return []
+    keys = dict(zip(found.births.tolist(), found.ids, strict=True))
+    return [key if (key := keys.get(index)) is not None and is_key(key) else None for index in indexes]
+
+
+# --- by meta
+
+
+def put(
+    desk: Desk,
+    names: Sequence[str] | Meta,
+    partition: str,
+    fields: Mapping[str, Any] | TensorDictBase | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+    mode: str = "upsert",
+) -> Operation[Meta]:
+    """Put into a partition that is made if it is not there."""
+    encoded = None if fields is None else columns.to_columns(fields)
+    ragged = columns.ragged_fields(encoded or {})
+    known = desk.schemas.get(partition, {})
+    undeclared = {name: spec for name, spec in ragged.items() if name not in known}
+    if undeclared:
+        yield extend(desk, partition, fields=undeclared)
+    try:
+        return (yield from ops.put(desk, names, partition, encoded, tags, mode))
+    except PartitionNotFoundError:
+        yield extend(desk, partition, fields=ragged)
+        return (yield from ops.put(desk, names, partition, encoded, tags, mode))
+
+
+def insert(desk: Desk, count: int, partition: str, fields: Mapping[str, Any] | None = None) -> Operation[BatchMeta]:
+    """New samples without keys, with these fields if any."""
+    if count < 1:
+        raise ValueError(f"{count} new samples: put at least one")
+    batch = uuid4().hex
+    made = yield from put(desk, [f"{UNNAMED}{batch}/{row}" for row in range(count)], partition, fields, None, "create")
+    assert made.handles is not None
+    rows, births = made.handles
+    meta = BatchMeta(births.tolist(), [partition] * count)
+    return meta._named(list(made.sample_ids), rows.tolist())
+
+
+def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
+    """Fields and tags of the samples of a meta."""
+    parts = yield from named(desk, meta)
+    for places, names in parts:
+        tags = [meta.custom_meta[place] for place in places]
+        mine = data if len(parts) == 1 else _rows_at(data, places)
+        yield from put(desk, names, names.partition_id, mine, tags if any(tags) else None)
+
+
+def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
+    """The fields of the samples of a meta."""
+    parts = yield from named(desk, meta)
+    fields = meta.field_names
+    if len(parts) == 1:
+        names = parts[0][1]
+        data: TensorDict = yield from reading.get(desk, names, names.partition_id, fields, True)
+        return columns.from_columns(data)
+    rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
+    for places, names in parts:
+        data = yield from reading.get(desk, names, names.partition_id, fields, True)
+        for name in fields:
+            for place, row in zip(places, columns.rows_of(data[name]), strict=True):
+                rows[name][place] = row
+    return TensorDict({name: columns.packed_rows(mine) for name, mine in rows.items()}, batch_size=[meta.size])
+
+
+def _rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Some rows of each field."""
+    picked = {str(name): columns.rows_of(value) for name, value in data.items()}
+    return {name: columns.packed_rows([rows[place] for place in places]) for name, rows in picked.items()}
+
+
+def clear_batch(desk: Desk, meta: BatchMeta) -> Operation[None]:
+    """Drop those samples of a meta that still are there."""
+    for _, names in (yield from named(desk, meta)):
+        yield from ops.clear(desk, names, names.partition_id)
+
+
+def set_tags(desk: Desk, meta: BatchMeta) -> Operation[None]:
+    """Merge the meta's tags into those of its samples."""
+    for places, names in (yield from named(desk, meta)):
+        yield from ops.set_tags(desk, names, names.partition_id, [meta.custom_meta[place] for place in places])
+
+
+def whole_partition(desk: Desk, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
+    """Every sample, ready or not, claimed or not."""
+    found = yield from listed(desk, partition)
+    return (yield from batch_of(desk, partition, found, fields))
+
+
+# --- partitions and tasks
+
+
+def partitions(desk: Desk) -> Operation[list[str]]:
+    """All but the adapter's own."""
+    report = yield from ops.stats(desk)
+    return [found.partition for found in report.partitions if found.partition != ADAPTER]
+
+
+def consumption(desk: Desk, task: str, partition: str, expected: int) -> Operation[tuple[Tensor | None, Tensor | None]]:
+    """Indexes of the samples, and 1 for those that the task has claimed. Until `expected` samples were born, an index
+    of -1 stands for each that is to come."""
+    try:
+        every = yield from listed(desk, partition)
+    except PartitionNotFoundError:
+        return None, None
+    look = c.Claim(
+        partition=partition, task=task, fields=(), batch_size=EVERY, min_batch_size=1, blocking=False, peek=True
+    )
+    try:
+        unclaimed = (yield Send(look)).result.births
+    except TaskNotFoundError:
+        unclaimed = every.births
+    coming = 0
+    if len(every.births) < expected:
+        report = yield from ops.stats(desk)
+        born = [found.born for found in report.partitions if found.partition == partition]
+        coming = max(expected - sum(born), 0)
+    status = ~np.isin(every.births, unclaimed)
+    return (
+        torch.cat([torch.from_numpy(every.births.copy()), torch.full((coming,), -1)]),
+        torch.cat([torch.from_numpy(status.astype(np.int8)), torch.zeros(coming, dtype=torch.int8)]),
+    )
+
+
+def production(desk: Desk, fields: Sequence[str], partition: str) -> Operation[tuple[Tensor | None, Tensor | None]]:
+    """Indexes of the samples, and for each field 1 where it was put, `[N, F]`; (None, None) for what is unknown."""
+    try:
+        described = (yield Send(c.Describe(partition=partition))).result
+        if not fields or any(name not in described.fields for name in fields):
+            return None, None
+        every = yield from listed(desk, partition)
+        located = yield from _located(desk, partition, every, fields)
+    except PartitionNotFoundError:
+        return None, None
+    status = columns.produced(located, len(every.ids), fields)
+    return torch.from_numpy(every.births.copy()), torch.from_numpy(status)
+
+
+def reset(desk: Desk, partition: str, task: str | None) -> Operation[bool]:
+    """Nothing counts as claimed any more, by the task or by all of them."""
+    for _ in range(TRIES):
+        try:
+            tasks = (yield Send(c.Describe(partition=partition))).result.tasks
+            every = yield from listed(desk, partition)
+            samples = c.Samples(rows=every.rows, births=every.births)
+            for name in tasks if task is None else [found for found in tasks if found == task]:
+                yield Send(c.Nack(partition=partition, task=name, samples=samples))
+        except PartitionNotFoundError:
+            log.warning("there is no partition %r to reset", partition)
+        except StaleSampleError:
+            continue
+        return True
+    return False

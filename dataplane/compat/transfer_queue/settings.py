@@ -1,0 +1,137 @@
+"""What `init` is told, and what of it every process of a service has to know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dataplane.compat.transfer_queue.fetching import Sampling
+from dataplane.compat.transfer_queue.samplers import NAMED, BaseSampler, DrawingSampler
+from dataplane.config import DataPlaneConfig, TransferQueueEnvironment
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("SimpleStorage", "MooncakeStore", "Yuanrong", "RayStore")
+
+
+class Settings(dict[str, Any]):
+    """A configuration whose entries are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this configuration has no {name!r}, only {', '.join(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    @classmethod
+    def of(cls, conf: Mapping[str, Any] | None) -> Settings:
+        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. ValueError for a storage backend that
+        the original has not."""
+        settings = cls(_merged(_defaults(), conf or {}))
+        backend = settings.backend.storage_backend
+        if backend not in BACKENDS:
+            raise ValueError(f"backend.storage_backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+        if conf and "backend" in conf:
+            log.info("backend settings are not used: samples are in this project's storage units, see `dataplane`")
+        return settings
+
+    def service(self) -> DataPlaneConfig:
+        """The service to be started."""
+        config = DataPlaneConfig.of(self.dataplane)
+        if self.metrics.get("enabled") and config.http_port is None:
+            return replace(config, http_port=int(self.metrics.get("port") or 0))
+        return config
+
+    def address(self) -> DataPlaneConfig | None:
+        """The service that is named here, if one is."""
+        named = self.controller.zmq_info
+        if named is not None:
+            return attach_config(named)
+        config = DataPlaneConfig.of(self.dataplane)
+        return config if config.address is not None else None
+
+
+def attach_config(named: Any) -> DataPlaneConfig:
+    """How to attach to a service that is named by an address, a mapping of settings or a `DataPlaneConfig`. ValueError
+    for None, TypeError for anything else."""
+    if named is None:
+        raise ValueError("controller_info is None: pass the address of a service, or what init() returned of it")
+    if isinstance(named, str):
+        return DataPlaneConfig(address=named).with_environment()
+    if isinstance(named, DataPlaneConfig | Mapping):
+        return DataPlaneConfig.of(named).with_environment()
+    raise TypeError(f"controller_info: expected an address, settings or a DataPlaneConfig, got {type(named).__name__}")
+
+
+def _defaults() -> dict[str, Any]:
+    return {
+        "metrics": {"enabled": False, "port": 0},
+        "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
+        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {}},
+        "dataplane": {},
+    }
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
+    merged = Settings({key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()})
+    for key, value in over.items():
+        mine = merged.get(key)
+        merged[key] = _merged(mine if isinstance(mine, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+# --- what every process has to know
+
+
+def sampler_of(named: Any) -> BaseSampler:
+    """The sampler that an instance, a class or a name means. ValueError for an unknown name."""
+    if isinstance(named, BaseSampler):
+        return named
+    if isinstance(named, type) and issubclass(named, BaseSampler):
+        return named()
+    if isinstance(named, str) and named in NAMED:
+        return NAMED[named]()
+    raise ValueError(f"controller.sampler={named!r}: expected a BaseSampler or one of {', '.join(NAMED)}")
+
+
+def kept_of(settings: Settings) -> dict[str, Any]:
+    """The settings that the service keeps for whoever attaches."""
+    sampler = sampler_of(settings.controller.sampler)
+    given = TransferQueueEnvironment.of_process()
+    return {
+        "sampler": _name_of(sampler),
+        "arguments": _arguments_of(sampler),
+        "polling": bool(settings.controller.polling_mode),
+        "wait_s": given.metadata_wait_s,
+        "expected": given.pre_allocated_samples,
+    }
+
+
+def sampling_of(kept: Mapping[str, Any] | None, own: BaseSampler | None) -> Sampling:
+    """How a service samples that keeps these settings (None: none yet). own: the sampler that was passed to `init` in
+    this process. ValueError where the service's is a class of the user's, and this process was given none."""
+    if kept is None:
+        return Sampling() if own is None else Sampling(sampler=own)
+    sampling = Sampling(polling=bool(kept["polling"]), wait_s=float(kept["wait_s"]))
+    name = kept["sampler"]
+    if name in NAMED:
+        return replace(sampling, sampler=NAMED[name](**kept["arguments"]))
+    if own is None or _name_of(own) != name:
+        raise ValueError(f"the service was started with the sampler {name}: pass one to init() in this process, too")
+    return replace(sampling, sampler=own)
+
+
+def _name_of(sampler: BaseSampler) -> str:
+    kind = type(sampler)
+    return kind.__name__ if kind in NAMED.values() else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _arguments_of(sampler: BaseSampler) -> dict[str, Any]:
+    if not isinstance(sampler, DrawingSampler) or type(sampler) not in NAMED.values():
+        return {}
+    return {name: value for name, value in vars(sampler).items() if not name.startswith("_")}

@@ -1,0 +1,206 @@
+"""Batches for torch's `DataLoader`: fetched by the data-parallel rank, cut into micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from dataplane.compat.transfer_queue.client import TransferQueueClient
+from dataplane.compat.transfer_queue.columns import packed_rows
+from dataplane.compat.transfer_queue.metadata import BatchMeta
+from dataplane.errors import DataPlaneError
+
+Batch = tuple[TensorDict, BatchMeta]
+
+PAUSE_S = 0.1
+"""Between two looks for samples, where the service does not wait (`polling_mode`)."""
+
+
+class StreamingDataset(IterableDataset[Batch]):
+    """Micro-batches of the rank, with their metas: batches of `batch_size` are fetched as they become ready, kept in
+    `buffer` and cut to `micro_batch_size`.
+
+    config: what `init()` returned, for its `controller.zmq_info`. Ranks with the same `dp_rank` get the same batches
+    (with a `RankAwareSampler`). Endless, or with `should_check_consumption_status` until the task has claimed all
+    samples of the partition and this rank has had its share. fetch_batch_fn and process_batch_fn take the place of
+    `default_fetch_batch_fn` and `chunk_batch_fn`. The service is to be in `polling_mode`. ValueError for sizes below 1,
+    no fields or a negative rank.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        batch_size: int,
+        micro_batch_size: int,
+        data_fields: list[str],
+        partition_id: str,
+        task_name: str,
+        dp_rank: int,
+        should_check_consumption_status: bool = False,
+        fetch_batch_fn: Callable[..., Any] | None = None,
+        process_batch_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if micro_batch_size < 1 or not data_fields or dp_rank < 0:
+            raise ValueError(
+                f"micro_batch_size={micro_batch_size}, data_fields={data_fields}, dp_rank={dp_rank}: at least 1, at "
+                "least one field, and not negative are wanted"
+            )
+        self.config = config
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.data_fields = data_fields
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.dp_rank = dp_rank
+        self.should_check_consumption_status = should_check_consumption_status
+        self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
+        self.process_batch_fn = process_batch_fn or chunk_batch_fn
+        self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
+        self.buffer: list[Batch] = []
+        self.batch_index = 0
+        self._client: TransferQueueClient | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._client is None:
+            named = self.config["controller"]["zmq_info"]
+            self._client = TransferQueueClient(f"StreamingDataset_{uuid.uuid4().hex[:8]}", named)
+            weakref.finalize(self, _close, self._client)
+        while True:
+            if self.batch_index < len(self.buffer) or self._fetched(self._client):
+                batch = self.buffer[self.batch_index]
+                self.batch_index += 1
+                yield from self.process_batch_fn(*batch, micro_batch_size=self.micro_batch_size)
+            elif self._over(self._client):
+                return
+            else:
+                time.sleep(PAUSE_S)
+
+    def _fetched(self, client: TransferQueueClient) -> bool:
+        """Whether there was one more batch."""
+        data, meta = self.fetch_batch_fn(
+            tq_client=client,
+            data_fields=self.data_fields,
+            batch_size=self.batch_size,
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            sampling_config=self.sampling_config,
+            batch_index=self.batch_index,
+        )
+        if data is None:
+            return False
+        self.buffer.append((data, meta))
+        return True
+
+    def _over(self, client: TransferQueueClient) -> bool:
+        return self.should_check_consumption_status and client.check_consumption_status(
+            self.task_name, self.partition_id
+        )
+
+    def reset(self) -> None:
+        """Begin anew with what is in the buffer."""
+        self.batch_index = 0
+
+    def step(self, partition_id: str) -> None:
+        """Go on with another partition."""
+        self.buffer, self.batch_index, self.partition_id = [], 0, partition_id
+
+
+class StreamingDataLoader(DataLoader[Batch]):
+    """A `DataLoader` of a `StreamingDataset`, which makes the batches: they come as they are, unless there is a
+    `collate_fn`."""
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        num_workers: int = 0,
+        collate_fn: Callable[..., Any] | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=collate_fn or _as_it_is,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        self.dataset: StreamingDataset
+
+    def reset(self) -> None:
+        """See `StreamingDataset.reset`."""
+        self.dataset.reset()
+
+    def step(self, partition_id: str) -> None:
+        """See `StreamingDataset.step`."""
+        self.dataset.step(partition_id)
+
+    def get_buffer(self) -> list[Batch]:
+        """The batches fetched so far."""
+        return self.dataset.buffer
+
+
+def default_fetch_batch_fn(
+    tq_client: TransferQueueClient,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: Mapping[str, Any],
+    batch_index: int,
+) -> tuple[TensorDict | None, BatchMeta]:
+    """The rank's batch of this index and its meta; None where there is none now."""
+    config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
+    meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
+    return (tq_client.get_data(meta) if meta else None), meta
+
+
+def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
+    """The batch in parts of `micro_batch_size` rows, the last one perhaps smaller, each with its meta. TypeError for
+    anything but a TensorDict, ValueError for a size that is no positive integer or more than the rows."""
+    if not isinstance(td, TensorDict):
+        raise TypeError(f"chunk_batch_fn: expected a TensorDict, got {type(td).__name__}")
+    if not isinstance(micro_batch_size, int) or micro_batch_size < 1 or not td.batch_size:
+        raise ValueError(f"micro_batch_size={micro_batch_size!r} of batch_size {list(td.batch_size)}: both at least 1")
+    rows = int(td.batch_size[0])
+    if micro_batch_size > rows:
+        raise ValueError(f"micro_batch_size={micro_batch_size}: the batch has only {rows} rows")
+    ends = [(start, min(start + micro_batch_size, rows)) for start in range(0, rows, micro_batch_size)]
+    nested = {name: value.unbind() for name, value in td.items() if isinstance(value, Tensor) and value.is_nested}
+    plain = td.exclude(*nested)
+    return [
+        (_with(plain[start:end], {name: values[start:end] for name, values in nested.items()}), batch_meta[start:end])
+        for start, end in ends
+    ]
+
+
+def _with(part: TensorDict, nested: Mapping[str, tuple[Tensor, ...]]) -> TensorDict:
+    for name, rows in nested.items():
+        part.set(name, packed_rows(rows))
+    return part
+
+
+def _close(client: TransferQueueClient) -> None:
+    with contextlib.suppress(DataPlaneError):  # the service may be gone before whoever iterates
+        client.close()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

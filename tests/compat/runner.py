@@ -1,0 +1,127 @@
+"""Runs scripts with a module: `python -m tests.compat.runner MODULE DIRECTORY SCRIPT...` leaves what each saw as
+DIRECTORY/SCRIPT.json."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+ORIGINAL = "transfer_queue"
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold of it, nothing that matters left out."""
+    if isinstance(value, Tensor):
+        layout = "dense" if not value.is_nested else str(value.layout)
+        rows = [row.tolist() for row in value.float().unbind()] if value.is_nested else value.float().tolist()
+        return {"tensor": str(value.dtype), "layout": layout, "rows": rows}
+    if isinstance(value, TensorDictBase):
+        fields = {name: plain(value.get(name)) for name in sorted(value.keys())}
+        return {"batch_size": list(value.batch_size), "fields": fields}
+    if hasattr(value, "tolist") and not isinstance(value, Tensor):
+        return {"objects": plain(list(value.tolist()))}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    assert value is None or isinstance(value, str | int | float | bool), type(value)
+    return value
+
+
+class Ours:
+    """This project's adapter: a service for each script."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def prepare(self, script: Any) -> Any:
+        """What `init` returns."""
+        sampler = script.sampler(self.module) if hasattr(script, "sampler") else "SequentialSampler"
+        wanted = {"sampler": sampler, "polling_mode": script.POLLING}
+        return self.module.init({"controller": wanted, "dataplane": {"capacity_bytes": 64 << 20}})
+
+    def after(self) -> None:
+        """Nothing of the script is left."""
+        self.module.close()
+
+    def close(self) -> None:
+        self.module.close()
+
+
+class Original:
+    """The package: its actors take long to start and end, so all scripts that poll share a service, and all others,
+    which is told each script's sampler and emptied after it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.polling: bool | None = None
+        self.conf: Any = None
+
+    def prepare(self, script: Any) -> Any:
+        """What `init` returned."""
+        import ray  # noqa: PLC0415
+        from omegaconf import OmegaConf  # noqa: PLC0415
+
+        if self.polling is not script.POLLING:
+            self.module.close()
+            backend = {"SimpleStorage": {"num_data_storage_units": 1}}
+            self.polling = script.POLLING
+            self.conf = self.module.init(
+                OmegaConf.create({"controller": {"polling_mode": self.polling}, "backend": backend})
+            )
+        sampler = script.sampler(self.module) if hasattr(script, "sampler") else self.module.SequentialSampler()
+        controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        ray.get(controller.register_sampler.remote(sampler))
+        return self.conf
+
+    def after(self) -> None:
+        client = self.module.get_client()
+        for partition in client.get_partition_list():
+            client.clear_partition(partition)
+
+    def close(self) -> None:
+        self.module.close()
+
+
+def main(name: str, directory: Path, scripts: list[str]) -> None:
+    module = importlib.import_module(name)
+    side = Original(module) if name == ORIGINAL else Ours(module)
+    for number, script in enumerate(scripts):
+        written = importlib.import_module(f"tests.compat.scripts.{script}")
+        try:
+            saw = plain(written.run(module, side.prepare(written)))
+            side.after()
+        except Exception:
+            saw = {"failed": traceback.format_exc()}
+        (directory / f"{script}.json").write_text(json.dumps(saw))
+        print(number, script, flush=True)
+    side.close()
+
+
+def with_ray(name: str, directory: Path, scripts: list[str]) -> None:
+    """The original keeps its controller and its storage in Ray actors."""
+    import ray  # noqa: PLC0415
+
+    place = tempfile.mkdtemp(prefix="tqc", dir="/tmp")
+    try:
+        ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, _temp_dir=place, log_to_driver=False)
+        main(name, directory, scripts)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _, package, where, *names = sys.argv
+    (with_ray if package == ORIGINAL else main)(package, Path(where), names)
