@@ -13,9 +13,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from dataplane import ClaimTimeoutError, DataPlaneConfig, Server, Shared, connect, serve
 from dataplane.config import MIB
+from dataplane.control.controller import Controller
+from dataplane.errors import ServiceUnavailableError
 from dataplane.metrics import service as service_module
 from dataplane.metrics.catalog import BULK, CATALOGUE, JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Family
 from dataplane.unit import StorageUnit
+from tests.control_service import ScriptedLedger
 from tests.documents import ROOT
 from tests.lives import wait_until
 from tests.metrics_read import Scrape, scrape
@@ -57,6 +60,20 @@ def test_a_service_that_keeps_its_state_tells_of_its_journal(tmp_path: Path) -> 
     assert (found.value("tq_journal_lag_records") or 0) > 2
     assert (found.value("tq_journal_bytes") or 0) > 1000
     assert found.value("tq_journal_sync_seconds_count") is None
+
+
+def test_a_journal_that_is_forced_to_the_disk_tells_how_long_that_takes(tmp_path: Path) -> None:
+    with serve({**CONFIG, "state_dir": str(tmp_path), "durability": "machine", "units": 0}) as server:
+        with connect(server.address) as client:
+            client.register_partition("train", ["x"], None, [])
+        assert (scrape(server.http_address).value("tq_journal_sync_seconds_count") or 0) > 0
+
+
+def test_a_ledger_that_is_not_there_is_a_scrape_that_failed() -> None:
+    ledger = ScriptedLedger(lambda call: ServiceUnavailableError(address="here", why="it is a test"))
+    with Controller(DataPlaneConfig(http_port=0), ledger=ledger) as controller:
+        answer = ask(controller.http_address, "/metrics")
+        assert (answer.status, answer.json["error"]) == (503, "ServiceUnavailableError")
 
 
 def test_names_are_prometheus_style() -> None:
