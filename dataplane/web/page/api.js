@@ -24,6 +24,13 @@ export function serviceTime() {
   return (Date.now() + skewMs) / 1000;
 }
 
+let quickest = Infinity;
+
+/** How long the quickest answer took: the way there and back, more or less. */
+export function quickestMs() {
+  return quickest;
+}
+
 /** The service just said that its clock is at this second: half a second has passed since, on average. */
 export function learnTime(second) {
   const seen = second * 1000 + 500 - Date.now();
@@ -34,6 +41,7 @@ export function learnTime(second) {
 export async function ask(what, parameters = {}, stop = null) {
   const query = new URLSearchParams(parameters).toString();
   const signals = [AbortSignal.timeout(DEADLINE_MS), ...(stop ? [stop] : [])];
+  const began = performance.now();
   let response;
   let body;
   try {
@@ -49,6 +57,7 @@ export async function ask(what, parameters = {}, stop = null) {
     throw new ServiceGone(late ? `no answer within ${DEADLINE_MS / 1000} s` : "nobody answers at this address");
   }
   if (response.status === 401) throw new LoginNeeded("the service wants its token");
+  quickest = Math.min(quickest, performance.now() - began);
   const answer = parse(body);
   if (response.ok && answer !== undefined) return answer;
   if (answer?.message && response.status < 500) throw new Refused(answer.error ?? "", answer.message);

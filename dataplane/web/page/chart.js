@@ -17,6 +17,7 @@ export class Chart {
   #canvas = el("canvas", { tabindex: "0", role: "img", class: "chart" });
   #legend = el("div", { class: "legend" });
   #surface;
+  #again;
   #write;
   #base;
   #title;
@@ -28,7 +29,7 @@ export class Chart {
     this.#base = base;
     this.node = el("figure", {}, el("figcaption", {}, el("span", {}, title), this.#legend), this.#canvas);
     this.#surface = new Surface(this.#canvas, (context, width, height) => this.#draw(context, width, height));
-    pointable(this.#canvas, {
+    this.#again = pointable(this.#canvas, {
       at: (x) => this.#at(x),
       describe: (place) => this.#describe(place),
       step: (place, dx) => this.#step(place, dx),
@@ -59,6 +60,7 @@ export class Chart {
     );
     const told = series.map((one) => `${one.name} ${this.#write(one.now)}`).join(", ");
     mark(this.#canvas, "aria-label", `${this.#title}: now ${told}. Arrow keys move through time.`);
+    this.#again();
     this.#surface.paint();
   }
 

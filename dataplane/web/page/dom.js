@@ -34,21 +34,21 @@ const kept = new WeakMap();
  */
 export function keyed(parent, items, key, make) {
   const before = kept.get(parent) ?? new Map();
+  const wanted = new Map(items.map((item) => [key(item), item]));
+  // Those that go do so first: what stays is then in its place already, and a node that is moved loses its focus.
+  for (const [name, view] of before) {
+    if (wanted.has(name)) continue;
+    view.close?.();
+    view.node.remove();
+  }
   const after = new Map();
   let place = parent.firstElementChild;
-  for (const item of items) {
-    const name = key(item);
-    if (after.has(name)) continue;
+  for (const [name, item] of wanted) {
     const view = before.get(name) ?? make(item);
     after.set(name, view);
     view.update(item);
     if (view.node === place) place = place.nextElementSibling;
     else parent.insertBefore(view.node, place);
-  }
-  for (const [name, view] of before) {
-    if (after.has(name)) continue;
-    view.close?.();
-    view.node.remove();
   }
   kept.set(parent, after);
 }

@@ -3,7 +3,7 @@
 
 import { el, keyed, mark, say } from "./dom.js";
 import { count, percent } from "./format.js";
-import { palette, shade } from "./palette.js";
+import { level, LEVELS, palette } from "./palette.js";
 import { hide, pointable } from "./point.js";
 import { Surface } from "./surface.js";
 
@@ -31,13 +31,14 @@ export class MatrixPicture {
   #ends = el("div", { class: "ends" }, this.#oldest, this.#newest);
   #picture;
   #surface;
+  #again;
 
   constructor() {
     const cells = el("div", {}, this.#canvas, this.#ends);
     this.#picture = el("div", { class: "matrix" }, this.#labels, cells);
     this.node = el("div", {}, this.#picture, this.#empty);
     this.#surface = new Surface(this.#canvas, (context, width) => this.#draw(context, width));
-    pointable(this.#canvas, {
+    this.#again = pointable(this.#canvas, {
       at: (x, y) => this.#at(x, y),
       describe: (cell) => this.#describe(cell),
       step: (cell, dx, dy) => this.#step(cell, dx, dy),
@@ -84,6 +85,7 @@ export class MatrixPicture {
     say(this.#newest, `newest: birth ${matrix.last_birth}`);
     mark(this.#canvas, "aria-label", this.#summary());
     if (this.#marked && this.#describable(this.#marked) === null) hide(this.#canvas);
+    this.#again();
     this.#surface.paint();
   }
 
@@ -118,33 +120,25 @@ export class MatrixPicture {
     this.#ends.style.maxWidth = `${Math.max(MOST_NARROW, this.#left(samples.length))}px`;
     const gap = this.#cell >= 6 ? 1 : 0;
     this.#rows.forEach((row, place) => {
-      const top = this.#top(place) + 1;
-      for (let column = 0; column < samples.length; column += 1) {
-        const left = this.#left(column);
-        const box = [left, top, this.#left(column + 1) - left - gap, this.#height - 2];
-        if (row.kind === "field") this.#drawField(context, row, column, box);
-        else this.#drawTask(context, row.task, column, box);
+      const looks = this.#looks(row);
+      for (const [first, end] of runs(looks, gap > 0)) {
+        const left = this.#left(first);
+        const box = [left, this.#top(place) + 1, this.#left(end) - left - gap, this.#height - 2];
+        if (row.kind === "field") drawField(context, looks[first], box);
+        else drawTask(context, looks[first], box);
       }
     });
     if (this.#marked) this.#outline(context, this.#marked, gap);
   }
 
-  #drawField(context, row, column, box) {
-    context.fillStyle = shade(row.produced[column] / this.#matrix.examined[column]);
-    context.fillRect(...box);
-  }
-
-  #drawTask(context, task, column, [left, top, width, height]) {
-    const colour = palette();
-    const all = this.#matrix.examined[column];
-    const leased = (task.leased[column] / all) * height;
-    const claimed = (task.claimed[column] / all) * height - leased;
-    context.fillStyle = colour.unclaimed;
-    context.fillRect(left, top, width, height);
-    context.fillStyle = colour.claimed;
-    context.fillRect(left, top + height - claimed, width, claimed);
-    context.fillStyle = colour.leased;
-    context.fillRect(left, top + height - claimed - leased, width, leased);
+  /** What is to be painted in each column of a row, as a number: columns that look alike are painted at once. */
+  #looks({ produced, task }) {
+    const { examined } = this.#matrix;
+    if (produced) return examined.map((all, column) => level(produced[column] / all));
+    return examined.map((all, column) => {
+      const [claimed, leased] = [level(task.claimed[column] / all), level(task.leased[column] / all)];
+      return claimed * (LEVELS + 1) + leased;
+    });
   }
 
   #outline(context, { row, column }, gap) {
@@ -198,6 +192,34 @@ export class MatrixPicture {
     if (to - from + 1 !== live) return "";
     return last - first === 1 ? `, birth ${from + first}` : `, births ${from + first} to ${from + last - 1}`;
   }
+}
+
+/** Stretches of equal numbers, [first, end); each number by itself if they are to be `apart`. */
+function runs(looks, apart) {
+  const found = [];
+  for (let column = 0; column < looks.length; column += 1) {
+    const last = found.at(-1);
+    if (!apart && last && looks[last[0]] === looks[column]) last[1] = column + 1;
+    else found.push([column, column + 1]);
+  }
+  return found;
+}
+
+function drawField(context, look, box) {
+  context.fillStyle = palette().shades[look];
+  context.fillRect(...box);
+}
+
+function drawTask(context, look, [left, top, width, height]) {
+  const colour = palette();
+  const leased = ((look % (LEVELS + 1)) / LEVELS) * height;
+  const taken = (Math.floor(look / (LEVELS + 1)) / LEVELS) * height;
+  context.fillStyle = colour.unclaimed;
+  context.fillRect(left, top, width, height);
+  context.fillStyle = colour.claimed;
+  context.fillRect(left, top + height - taken + leased, width, taken - leased);
+  context.fillStyle = colour.leased;
+  context.fillRect(left, top + height - taken, width, leased);
 }
 
 function label() {

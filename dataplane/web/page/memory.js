@@ -3,6 +3,7 @@
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
 import { bytes, host, many, percent } from "./format.js";
+import { Pace } from "./pace.js";
 import { palette } from "./palette.js";
 import { hide, pointable } from "./point.js";
 import { hatch, Surface } from "./surface.js";
@@ -53,6 +54,7 @@ export class Memory {
 
 class Arena {
   #unit;
+  #pace = new Pace();
   #map = null;
   #marked = null;
   #title = el("h3", {});
@@ -61,12 +63,13 @@ class Arena {
   #legend = el("div", { class: "legend" });
   #problem = el("p", { class: "problem", hidden: true });
   #surface;
+  #again;
 
   constructor(unit) {
     this.#unit = unit;
     this.node = el("div", { class: "arena" }, this.#title, this.#told, this.#problem, this.#canvas, this.#legend);
     this.#surface = new Surface(this.#canvas, (context, width, height) => this.#draw(context, width, height));
-    pointable(this.#canvas, {
+    this.#again = pointable(this.#canvas, {
       at: (x) => this.#inside(Math.floor((x / this.#surface.width) * (this.#map?.live.length ?? 0))),
       describe: (cell) => this.#describe(cell),
       step: (cell, dx) => (cell === null ? this.#inside(0) : this.#inside(cell + dx)),
@@ -94,14 +97,16 @@ class Arena {
   }
 
   async refresh() {
+    if (!this.#pace.due) return;
     try {
       const cells = Math.max(32, Math.min(1024, Math.floor((this.#surface.width || 600) / 3)));
-      this.#map = await ask("memory", { unit: this.#unit, cells });
+      this.#map = await this.#pace.time(() => ask("memory", { unit: this.#unit, cells }));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       return; // it left between two questions; the next stats are without it
     }
     this.#legendOf(this.#map);
+    this.#again();
     this.#surface.paint();
   }
 

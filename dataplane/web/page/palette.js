@@ -26,6 +26,8 @@ const NAMES = [
   "unbacked",
 ];
 
+export const LEVELS = 48;
+
 let colours = null;
 const listeners = new Set();
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -33,11 +35,12 @@ window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () 
   for (const listener of listeners) listener();
 });
 
-/** The colours by name, as the style sheet has them now. */
+/** The colours by name, as the style sheet has them now; `shades` by level. */
 export function palette() {
   if (!colours) {
     const style = getComputedStyle(document.documentElement);
     colours = Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    colours.shades = shadesOf(colours);
     colours.font = getComputedStyle(document.body).fontFamily;
   }
   return colours;
@@ -50,7 +53,7 @@ export function onTheme(listener) {
 }
 
 /** A colour between two that are written as #rrggbb: `share` 0 is the first, 1 the second. */
-export function between(first, second, share) {
+function between(first, second, share) {
   const [a, b] = [first, second].map((colour) => parseInt(colour.slice(1), 16));
   const mixed = [16, 8, 0].map((shift) => {
     const from = (a >> shift) & 255;
@@ -59,8 +62,14 @@ export function between(first, second, share) {
   return `rgb(${mixed.join(" ")})`;
 }
 
-/** The shade of a cell that is produced to `share`: nothing is empty, anything is clearly more than nothing. */
-export function shade(share) {
-  const colour = palette();
-  return share > 0 ? between(colour.none, colour.full, 0.25 + 0.75 * Math.min(1, share)) : colour.empty;
+/** A share as one of `LEVELS` + 1 steps: 0 is nothing only, the last is all only. */
+export function level(share) {
+  if (share <= 0) return 0;
+  return share >= 1 ? LEVELS : Math.max(1, Math.min(LEVELS - 1, Math.round(share * LEVELS)));
+}
+
+/** The shade of each level: nothing is hollow, anything is clearly more than nothing. */
+function shadesOf({ empty, none, full }) {
+  const shades = Array.from({ length: LEVELS }, (_, step) => between(none, full, 0.25 + (0.75 * (step + 1)) / LEVELS));
+  return [empty, ...shades];
 }

@@ -4,6 +4,7 @@ import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
 import { bytes, count, many, percent } from "./format.js";
 import { MatrixPicture } from "./matrix.js";
+import { Pace } from "./pace.js";
 import { TaskLines } from "./tasks.js";
 
 const OPEN_AT_FIRST = 4;
@@ -52,6 +53,7 @@ export class Partitions {
 
 class Card {
   #name;
+  #pace = new Pace();
   #title = el("span", { class: "title" });
   #told = el("span", { class: "told" });
   #budget = el("div", { class: "budget" }, el("meter", { min: "0" }), el("span", {}));
@@ -137,8 +139,11 @@ class Card {
   }
 
   async refresh() {
+    const columns = this.#picture.columns;
     try {
-      this.#picture.show(await ask("matrix", { partition: this.#name, columns: this.#picture.columns }));
+      if (this.#pace.due) {
+        this.#picture.show(await this.#pace.time(() => ask("matrix", { partition: this.#name, columns })));
+      }
       this.#problem.hidden = true;
     } catch (error) {
       if (!(error instanceof Refused)) throw error;

@@ -13,9 +13,11 @@ let owner = null;
  *   at(x, y): what is there, or null; describe(what): its lines, the first a title;
  *   step(what, dx, dy): its neighbour (what is null at first), for the arrow keys; place(what): {x, y} to show it at;
  *   mark(what): show which one is meant (null: none).
+ * Returns what is to be called when there is a new picture below the pointer.
  */
 export function pointable(canvas, picture) {
   let current = null;
+  let at = null; // where the pointer is, if that is what shows
 
   function show(what, x, y, aloud) {
     current = what;
@@ -33,8 +35,8 @@ export function pointable(canvas, picture) {
 
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    show(picture.at(x, y), x, y, false);
+    at = [event.clientX - box.left, event.clientY - box.top];
+    show(picture.at(...at), ...at, false);
   });
   canvas.addEventListener("pointerleave", () => show(null));
   canvas.addEventListener("blur", () => show(null));
@@ -46,8 +48,12 @@ export function pointable(canvas, picture) {
     const next = picture.step(current, ...moves[event.key]);
     if (next === null) return undefined;
     const { x, y } = picture.place(next);
+    at = null;
     return show(next, x, y, true);
   });
+  return () => {
+    if (owner === canvas && current !== null && at) show(picture.at(...at), ...at, false);
+  };
 }
 
 /** Takes the tooltip away if it is this canvas's. */

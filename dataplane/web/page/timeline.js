@@ -3,6 +3,7 @@
 import { ask, serviceTime } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
 import { bytes, clock, many, seconds } from "./format.js";
+import { Pace } from "./pace.js";
 import { palette } from "./palette.js";
 import { pointable } from "./point.js";
 import { BAND, BANDS, find, LANE, lanesOf, sameSpan, spanAt, ticks, underWay, versionsOf, View } from "./spans.js";
@@ -10,8 +11,6 @@ import { hatch, Surface } from "./surface.js";
 
 const AXIS = 22;
 const KEPT = 2000; // calls that the service remembers
-const MANY = 500; // more than that are not asked for each second ...
-const RARELY_MS = 1900; // ... but every other
 const SHORT_S = 30;
 const LONG_S = 60;
 const REACH = 4; // pixels that a finger or mouse may be off
@@ -27,11 +26,11 @@ export class Timeline {
   #view = new View();
   #marked = null;
   #now = 0;
-  #spans = 0;
-  #asked = 0;
+  #pace = new Pace();
   #known = -Infinity; // what ended before is forgotten
   #section = document.getElementById("timeline-section");
   #surface;
+  #again;
   #seen;
 
   constructor(onSeen) {
@@ -39,7 +38,7 @@ export class Timeline {
     this.#seen.watch(this.#section);
     this.#node.append(this.#labels, this.#canvas);
     this.#surface = new Surface(this.#canvas, (context, width, height) => this.#draw(context, width, height));
-    pointable(this.#canvas, {
+    this.#again = pointable(this.#canvas, {
       at: (x, y) => this.#at(x, y),
       describe: (span) => describe(span),
       step: (span, dx, dy) => this.#step(span, dx, dy),
@@ -53,11 +52,8 @@ export class Timeline {
   }
 
   async refresh({ waits }) {
-    const rarely = this.#spans > MANY && performance.now() - this.#asked < RARELY_MS;
-    if (!this.#seen.has(this.#section) || rarely) return;
-    this.#asked = performance.now();
-    const { spans } = await ask("timeline");
-    this.#spans = spans.length;
+    if (!this.#seen.has(this.#section) || !this.#pace.due) return;
+    const { spans } = await this.#pace.time(() => ask("timeline"));
     this.#known = spans.length < KEPT ? -Infinity : spans[0].end;
     spans.push(...underWay(waits, serviceTime()));
     this.#lanes = lanesOf(spans);
@@ -77,6 +73,7 @@ export class Timeline {
     );
     const told = `${many(spans.length, "call")} of ${many(this.#lanes.length, "client")} over time`;
     mark(this.#canvas, "aria-label", `${told}. Arrow keys go from call to call, plus and minus zoom, 0 follows.`);
+    this.#again();
     this.#paint();
   }
 
