@@ -24,9 +24,8 @@ class Visit:
     """A page in a browser of its own, which is watched: `requests` are the addresses that it asked for, `faults` what
     it should not have done."""
 
-    def __init__(self, context: BrowserContext, address: str) -> None:
-        self.address = address
-        self.origin = f"http://{address}"
+    def __init__(self, context: BrowserContext, origin: str) -> None:
+        self.origin = origin
         self.requests: list[str] = []
         self.faults: list[str] = []
         self.expected: list[str] = []
@@ -90,9 +89,9 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]
     visits: list[Visit] = []
     contexts: list[BrowserContext] = []
 
-    def start(address: str, **settings: Any) -> Visit:
+    def start(address: str, *, scheme: str = "http", **settings: Any) -> Visit:
         contexts.append(browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **settings}))
-        visits.append(Visit(contexts[-1], address))
+        visits.append(Visit(contexts[-1], f"{scheme}://{address}"))
         return visits[-1]
 
     yield start

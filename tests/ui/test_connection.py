@@ -9,9 +9,10 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from playwright.sync_api import Page, Route
+from playwright.sync_api import Error, Page, Route
 
 from dataplane import Server, connect, serve
+from tests.secure import tls
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
@@ -44,6 +45,11 @@ def log_in(page: Page, token: str) -> None:
     page.get_by_role("button", name="Log in").click()
 
 
+def try_now(page: Page) -> None:
+    """Presses the button, if it is there: the page may have tried by itself."""
+    page.evaluate("document.getElementById('try-now').click()")
+
+
 def test_only_the_token_opens_the_page(guarded: Server, visit: Visitor) -> None:
     seen = visit(guarded.http_address)
     seen.expected.append("status of 401")
@@ -70,6 +76,27 @@ def test_without_the_token_nothing_is_told(guarded: Server, path: str) -> None:
         urlopen(f"http://{guarded.http_address}/{path}")
     with refused.value as answer:
         assert b"secret-partition" not in answer.read()
+
+
+def test_a_service_with_tls_wants_a_certificate_as_well(visit: Visitor) -> None:
+    files = tls()
+    with serve({"capacity_bytes": 64 << 20, "http_port": 0, "token": TOKEN, **files}) as server:
+        own = {
+            "origin": f"https://{server.http_address}",
+            "certPath": files["tls_cert_file"],
+            "keyPath": files["tls_key_file"],
+        }
+        stranger = visit(server.http_address, scheme="https", ignore_https_errors=True)
+        stranger.expected.append("net::ERR")
+        with pytest.raises(Error, match="ERR_"):
+            stranger.page.goto(stranger.origin)
+        seen = visit(server.http_address, scheme="https", ignore_https_errors=True, client_certificates=[own])
+        seen.expected += ["status of 401", "net::ERR"]
+        seen.page.goto(seen.origin)
+        log_in(seen.page, TOKEN)
+        seen.until("#connection", "live")
+        (cookie,) = seen.page.context.cookies()
+        assert cookie["secure"]
 
 
 def test_another_token_asks_for_it_again(visit: Visitor) -> None:
@@ -103,7 +130,7 @@ def test_a_lost_connection_is_said_and_found_again(visit: Visitor) -> None:
     assert page.locator(".partition .title").inner_text() == "train"  # what was known stays
     seen.keep("lost")
     with service_at(port):
-        page.get_by_role("button", name="Try now").click()
+        try_now(page)
         seen.until("#connection", "live")
         page.locator("#lost").wait_for(state="hidden")
         page.locator("#no-partitions").wait_for()
@@ -136,7 +163,7 @@ def test_an_answer_that_never_comes_is_given_up(service: Server, visit: Visitor)
     page.route("**/api/waits", lambda route: None)
     seen.until("#lost-why", "no answer within 8 s")
     page.unroute("**/api/waits")
-    page.get_by_role("button", name="Try now").click()
+    try_now(page)
     seen.until("#connection", "live")
     page.locator("#lost").wait_for(state="hidden")
 

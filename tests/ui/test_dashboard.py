@@ -94,12 +94,14 @@ def test_what_changes_is_shown_without_touching_the_rest(
     seen.until(".row", "68%")
     assert page.evaluate("window.before.every((node) => node.isConnected)")
     assert page.evaluate("document.activeElement.textContent") == "reference"
-    client.register_partition("val", ["input_ids"], num_samples=2, consumer_tasks=[])
+    client.register_partition("val", ["input_ids"], num_samples=2, consumer_tasks=["evaluate"])
     seen.until(".partition .title", "val")
+    page.get_by_role("button", name="evaluate", exact=True).focus()
     seen.expected.append("status of 404")  # it may go between two questions
     client.clear_samples(None, "train")
     page.locator(".partition .title", has_text="train").wait_for(state="detached")
     seen.until("#tile-live", "0")
+    assert page.evaluate("document.activeElement.textContent") == "evaluate"  # what stays is not moved either
 
 
 def test_a_service_that_holds_nothing_says_so(service: Server, visit: Visitor) -> None:

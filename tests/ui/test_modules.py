@@ -135,6 +135,28 @@ def test_the_bytes_of_a_cell_are_all_accounted_for(page: Page) -> None:
     ]
 
 
+def test_what_was_slow_is_asked_for_again_later(page: Page) -> None:
+    """An answer that takes nothing may be asked for again at once; one that takes two seconds not for another ten."""
+    found = page.evaluate(
+        """async () => {
+          const { Pace } = await import("/pace.js");
+          let now = 1000;
+          performance.now = () => now;
+          const pace = new Pace();
+          const due = [pace.due];
+          for (const took of [0, 2000]) {
+            await pace.time(async () => { now += took; });
+            due.push(pace.due);
+          }
+          now += 9000;
+          due.push(pace.due);
+          now += 1001;
+          return [...due, pace.due];
+        }"""
+    )
+    assert found == [True, True, False, False, True]
+
+
 def troubles(page: Page, waits: list[Any] = (), **stats: Any) -> list[tuple[str, str]]:  # type: ignore[assignment]
     report = {"units": [UNIT], "partitions": [PARTITION], "sessions": [SESSION], **stats}
     found = call(page, "attention", "troubles", report, {"now": 100.0, "waits": list(waits)})

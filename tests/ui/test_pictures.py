@@ -8,7 +8,7 @@ import pytest
 import torch
 from playwright.sync_api import Locator
 
-from dataplane import DataPlaneClient, Server, connect
+from dataplane import DataPlaneClient, Server, connect, serve
 from tests.ui import scene
 from tests.ui.conftest import Visit, Visitor
 
@@ -65,7 +65,9 @@ def test_holes_and_claims_are_where_they_are(service: Server, client: DataPlaneC
 
     def row(number: int) -> list[str]:
         y = 20 * number + 10 + (10 if number >= len(FIELD) else 0)
-        return [painted(picture, 22 * column + 10, y) for column in range(scene.SAMPLES)]
+        points = [[22 * column + 10, y] for column in range(scene.SAMPLES)]
+        found: list[str] = picture.evaluate(f"(canvas, points) => points.map((at) => ({PIXEL})(canvas, at))", points)
+        return found
 
     missing = scene.SAMPLES - scene.REWARDED
     assert row(0) == [full] * scene.SAMPLES
@@ -154,6 +156,17 @@ def test_memory_is_shown_by_address(service: Server, client: DataPlaneClient, vi
     seen.until(".tip strong", " to ")
     seen.until(".tip", "pinned")
     assert held["image"].shape == (1, 16 << 20)
+
+
+def test_a_drained_unit_says_so(visit: Visitor) -> None:
+    with serve({"capacity_bytes": 16 << 20, "units": 2, "http_port": 0}) as server, connect(server.address) as client:
+        seen = visit(server.http_address)
+        page = seen.open()
+        seen.until(".arena .told", "new rows may take")
+        client.drain(1)
+        seen.expected.append("net::ERR")  # the service ends before the page
+        seen.until(".arena .told", "it is drained, and gets nothing new")
+        assert page.locator(".arena .told", has_text="new rows may take").count() == 1
 
 
 def test_flow_is_charted(service: Server, client: DataPlaneClient, visit: Visitor) -> None:

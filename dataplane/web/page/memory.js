@@ -90,7 +90,8 @@ class Arena {
     say(this.#title, `unit ${unit.unit}: ${unit.name} on host ${host(unit.host)}`);
     const { used_bytes: used, capacity_bytes: capacity, limit_bytes: limit } = unit;
     const share = `${bytes(used)} of ${bytes(capacity)} used (${percent(used, capacity)})`;
-    say(this.#told, `${share}, ${bytes(unit.peak_used_bytes)} at most; new rows may take ${bytes(limit)}`);
+    const rows = unit.draining ? "it is drained, and gets nothing new" : `new rows may take ${bytes(limit)}`;
+    say(this.#told, `${share}, ${bytes(unit.peak_used_bytes)} at most; ${rows}`);
     const problems = [unit.connected ? "" : "not connected", unit.pressed ? "filling up" : "", unit.problem];
     say(this.#problem, problems.filter(Boolean).join("; "));
     this.#problem.hidden = !problems.some(Boolean);
