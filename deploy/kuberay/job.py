@@ -15,6 +15,7 @@ from dataplane import DataPlaneClient, DataPlaneConfig, build_data_plane_client
 from workers import launch_service
 
 ROWS = 16
+START_S = 300.0
 PARTITION = "train"
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     ray.init()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     capacity = int(os.environ.get("TQ_CAPACITY_BYTES", 64 << 20))
-    with launch_service({"capacity_bytes": capacity}) as service, attached(service.config) as client:
+    with launch_service(capacity_bytes=capacity, timeout_s=START_S) as service, attached(service.config) as client:
         client.register_partition(PARTITION, ["input_ids"], num_samples=len(nodes) * ROWS, consumer_tasks=["policy"])
         places = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in nodes]
         put = [

@@ -218,6 +218,29 @@ def test_compose_names_files_volumes_and_secrets_that_are_there() -> None:
             )
 
 
+def test_compose_publishes_to_this_machine_only() -> None:
+    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_what_prometheus_asks_is_there_and_named_as_grafana_names_it() -> None:
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    asked = {target for job in scraped for found in job["static_configs"] for target in found["targets"]}
+    served = {
+        f"{name}:{word.partition('=')[2]}"
+        for name, service in COMPOSE["services"].items()
+        for word in service.get("command", ())
+        if word.startswith("--http-port=")
+    }
+    assert asked == served
+    assert {job["authorization"]["credentials_file"] for job in scraped} == {"/run/secrets/tq_token"}
+    provisioned = (DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text(encoding="utf-8")
+    (source,) = yaml.safe_load(provisioned)["datasources"]
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert COMPOSE["services"][host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+
+
 def test_compose_gives_units_more_shared_memory_than_capacity() -> None:
     def default(text: str) -> int:
         return size(text.partition(":-")[2].rstrip("}"))

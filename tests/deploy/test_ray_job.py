@@ -20,7 +20,7 @@ import yaml
 
 from tests.deploy.manifests import DEPLOY, ROOT, documents
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 120.0
 JOB = next(document for _, document in documents("kuberay") if document["kind"] == "RayJob")
 
@@ -57,7 +57,7 @@ def cluster() -> Iterator[dict[str, str]]:
         yield {**environment, "RAY_ADDRESS": _address(head, output)}
     finally:
         head.send_signal(signal.SIGTERM)  # with --block it ends what it started
-        head.wait(60)
+        head.wait(120)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -84,7 +84,7 @@ def test_the_job_runs(cluster: dict[str, str]) -> None:
         cwd=cluster.get("TMPDIR", "/tmp"),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "16 rows put on 1 nodes, 16 taken\n" in done.stdout
