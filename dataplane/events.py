@@ -27,8 +27,9 @@ _BY_COMMAND = frozenset({"ask", "about_claimed"})
 class OpEvent:
     """One operation of a client, when it has ended.
 
-    op: "put", "get", "claim", "clear", "ack", "set_version", ... partition, task: "" where there is none. fields: put,
-    read, or wanted by a claim. samples: put, read, claimed or cleared; of a put, `new_samples` did not live before.
+    op: "put", "get", "claim" ("peek" if it only looks), "clear", "ack", "set_version", ... partition, task: "" where
+    there is none. fields: put, read, or wanted by a claim. samples: put, read, claimed or cleared; of a put,
+    `new_samples` did not live before.
     bytes: of all values put or read, objects as they are stored, a value that samples share once in a put. Of a put,
     `new_bytes` are those of values that are some sample's first of their field, `overwritten_bytes` the rest: the sum
     of `new_bytes` counts nothing twice. started: Unix time. took_s: in all; of it `waited_s` for samples or room.
@@ -138,6 +139,8 @@ class _Notes:
         self._task = getattr(command, "task", "") or self._task
         if isinstance(command, c.Claim | c.Allocate):
             self._waited_s += took_s
+        if isinstance(command, c.Claim) and command.peek:
+            self.op = "peek"
         if isinstance(command, c.Locate if self._reads else c.Claim):
             self._fields = command.fields
         elif isinstance(command, c.Commit):

@@ -97,6 +97,15 @@ def test_a_look_that_pins_nothing_is_no_read(told: Told) -> None:
     assert told.recorder.moved.got_samples == 0
 
 
+def test_a_claim_that_only_looks_is_none(told: Told) -> None:
+    rows = np.arange(2)
+    claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=2, blocking=False, peek=True)
+    told.call(claim, c.Claimed(ids=("a", "b"), rows=rows, births=rows, fields=("x",), tags=()))
+    assert told.recorder.moved.claimed_samples == 0
+    assert told.spans() == []
+    assert told.recorder.ops[c.Claim].ok == 1
+
+
 def test_what_is_missing_has_no_bytes(told: Told) -> None:
     read = c.Locate(partition="p", samples=c.Samples(ids=("a", "b")), fields=("x",), missing_ok=True)
     found = located(2)

@@ -206,6 +206,8 @@ class Recorder:
             self._timeline.add((call.session, "get", partition, fields, samples, nbytes, began, now))
 
     def _claimed(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
+        if command.peek:
+            return
         samples = len(result.rows)
         moved = self.by_partition.get(command.partition) or self._begin(command.partition)
         moved.claimed_samples += samples
