@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,3 +194,39 @@ def test_a_damaged_row_is_named_and_not_passed_on(server: Lives) -> None:
         client.drain(1, timeout_s=30)
         client.drop_unit(1)
         assert client.get_samples(["good"], "p", ["x"])["x"][0].tolist() == list(range(100))
+
+
+def test_who_drains_may_be_killed_and_the_service_restarted(tmp_path: Path) -> None:
+    """Killed before a switch, and after it: whoever drains next finds all that is left."""
+    lives = Lives(tmp_path / "state")
+    try:
+        lives.start()
+        lives.unit()
+        with connect(lives.address, reconnect_s=60.0) as client:
+            client.register_partition("p", FIELDS, None, ["train"])
+            meta = put(client, *range(12))
+            lives.unit()
+            for point in ("move.before_switch", "call.Move.after"):
+                assert killed_at(point, lives.address) == -signal.SIGKILL
+                lives.restart()
+                check(client, meta, *range(12))
+                assert client.stats().units[0].draining
+            wait_until(lambda: all(unit.connected for unit in client.stats().units))
+            client.drain(1, timeout_s=60)
+            client.drop_unit(1)
+            check(client, meta, *range(12))
+            idle = client.stats().units[0]
+            wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "room of the killed goes back")
+            assert idle.live_bytes > 0
+    finally:
+        lives.close()
+
+
+def killed_at(point: str, address: str) -> int:
+    """The exit code of a process that drains unit 1 and dies at that failpoint."""
+    code = (
+        "import os, signal, sys; from dataplane import connect, failpoints\n"
+        "failpoints.arm(sys.argv[1], lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "connect(sys.argv[2], reconnect_s=60.0).drain(1, 60)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, point, address], check=False).returncode
