@@ -116,12 +116,14 @@ def test_others_write_and_clear_and_read_meanwhile(
             other.clear_samples(["s3"], "p")
         check(other, ["s0", "s1", "s2", "s4"], 0, 101, 102, 4)
 
+    copied: list[None] = []
+    failpoints.arm("move.mid_copy", lambda: copied.append(None))
     failpoints.arm("move.before_switch", meanwhile)
     try:
         client.drain(1, timeout_s=60)
     finally:
         failpoints.disarm()
-    assert turns >= len(FIELDS)
+    assert len(copied) == turns >= len(FIELDS)
     assert views["tokens"].unbind()[0].tolist() == []
     del views
     check(client, ["s0", "s1", "s2", "s4", "s5", "s6", "s7"], 0, 101, 102, 4, 5, 6, 7)

@@ -87,6 +87,8 @@ UNIT_POINTS_THAT_FAIL = (
 UNIT_FIRST_POINTS = ("unit.reserved", "unit.before_grown")
 """Only the first lives of a storage unit come by there: they die there when the storm begins."""
 ELSEWHERE = {
+    "move.before_switch": "tests/contract/test_drain.py",
+    "move.mid_copy": "tests/contract/test_drain.py",
     "put.before_force": "tests/faults/test_client_death.py",
     "unit.start_over": "tests/faults/test_lost_state.py",
     "fetch.between_header_and_payload": "tests/test_workers_mixin.py",
