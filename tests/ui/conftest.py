@@ -15,7 +15,7 @@ from dataplane import Server, serve
 
 PICTURES = Path(__file__).parents[2] / "out" / "ui"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WAIT_MS = 20_000.0
+WAIT_MS = 40_000.0
 WIDE = {"width": 1360, "height": 2400}
 """So high that every part of the page is in view, and asked for."""
 

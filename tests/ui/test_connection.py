@@ -185,7 +185,7 @@ def test_who_does_not_look_does_not_ask(service: Server, visit: Visitor) -> None
             page.evaluate("() => fetch('healthz').then((answer) => answer.text())")  # what was asked is answered
         return seen.asked("api/stats") - before
 
-    assert 3 <= rounds(6) <= 7
+    assert 2 <= rounds(6) <= 7
     page.evaluate("window.show(false)")
     rounds(2)  # one that was planned
     assert rounds(10) <= 1
