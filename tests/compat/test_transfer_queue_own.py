@@ -347,6 +347,24 @@ def test_a_sampler_of_the_users_own(start: Start) -> None:
         other.close()
 
 
+class Backwards(tq.SequentialSampler):
+    """The newest ones."""
+
+    def sample(
+        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], list[int]]:
+        return super().sample(ready_indexes[::-1], batch_size)
+
+
+@pytest.mark.parametrize("polling", [True, False])
+def test_a_sampler_that_inherits_from_one_that_is_there(start: Start, polling: bool) -> None:
+    start(sampler=Backwards, polling_mode=polling)
+    client = tq.get_client()
+    made = client.put(values(4), partition_id="p")
+    taken = [client.get_meta(["v"], 2, "p", task_name="t").global_indexes for _ in range(2)]
+    assert taken[0] + taken[1] == made.global_indexes[::-1]
+
+
 def test_a_partition_is_not_consumed_before_all_expected_samples_came(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.operations import ADAPTER, EVERY, batch_of, extend, listed, named, put
 from dataplane.compat.transfer_queue.samplers import (
     LENGTH_TAG,
+    NAMED,
     BaseSampler,
     Draw,
     DrawingSampler,
@@ -83,12 +84,13 @@ def fetch(desk: Desk, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
 
 def _fetch(desk: Desk, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
     sampler = sampling.sampler
+    if type(sampler) not in NAMED.values():
+        return (yield from _sampled(desk, asked, sampling))
     if isinstance(sampler, SequentialSampler):
         claimed = yield from claim_in_order(desk, asked, polling=sampling.polling, wait_s=sampling.wait_s)
         return BatchMeta.empty() if claimed is None else (yield from _meta(desk, asked, claimed))
-    if isinstance(sampler, DrawingSampler):
-        return (yield from _drawn(desk, asked, sampling, sampler))
-    return (yield from _sampled(desk, asked, sampling))
+    assert isinstance(sampler, DrawingSampler)
+    return (yield from _drawn(desk, asked, sampling, sampler))
 
 
 def claim_in_order(desk: Desk, asked: Asked, *, polling: bool, wait_s: float) -> Operation[c.Claimed | None]:
@@ -127,7 +129,7 @@ def _drawn(desk: Desk, asked: Asked, sampling: Sampling, sampler: DrawingSampler
 
 
 def _sampled(desk: Desk, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
-    """What a sampler of the user's chooses."""
+    """What a sampler of the user's chooses, be it one that inherits from those here."""
     sampler, wanted, end = sampling.sampler, asked.batch_size, time.monotonic() + sampling.wait_s
     while True:
         known = sampling.polling or sampler.has_cached_result(asked.partition, asked.task, asked.config)
