@@ -17,7 +17,7 @@ from dataplane import connect, serve
 from tests.documents import ROOT, Block, scripts, shell_blocks
 
 LIMIT_S = 150.0
-NOT_RUN = 16
+NOT_RUN = 20
 """More blocks than this that nobody runs are too many."""
 
 
