@@ -23,6 +23,7 @@ from dataplane import (
     shard_meta_for_dp,
     write_columns,
 )
+from dataplane.host import boot_id
 from dataplane.schema import (
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -127,6 +128,10 @@ class TQWorkerMixin:
         """
         if self._dp_client is None:
             self._dp_client = build_data_plane_client(cfg, bootstrap=False)
+
+    def data_plane_host(self) -> str:
+        """The host that this worker fetches on, as the service names hosts (`UnitStats.host`)."""
+        return boot_id()
 
     def close_data_plane(self) -> None:
         """Close this worker's client. Idempotent."""

@@ -35,6 +35,7 @@ from dataplane.schema import (
     round_up,
 )
 from workers.group import RayWorkerGroup
+from workers.homes import hosts_of_samples
 from workers.mixin import IS_REPLICA_LEADER
 from workers.ranks import DATA_PARALLEL_AXIS
 from workers.stages import PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK, Stage, enabled, packing_arguments, setting
@@ -72,8 +73,10 @@ class TQPolicy:
     worker_group: workers with `TQWorkerMixin`, whose `sharding_annotations` have an axis "data_parallel" (without one
     they are one data-parallel rank). dp_cfg: the data plane; with an address it is attached to, without one a service
     is started in this process, which ends with `close`. cfg: a mapping or an object with the policy's settings; read
-    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), and what cuts
-    micro-batches (see `workers.stages`). tq_partition_id: the partition of each step's samples.
+    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), what cuts
+    micro-batches (see `workers.stages`), and prefer_local_samples: whether samples go to data-parallel ranks on the
+    host that their bytes are on, where that costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition
+    of each step's samples.
 
     Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
     returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
@@ -97,6 +100,7 @@ class TQPolicy:
         self._written: dict[str, list[str]] = {}
         self._step_open = False
         self._step_failed: str | None = None
+        self._hosts: list[str | None] | None = None
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
         try:
@@ -342,12 +346,22 @@ class TQPolicy:
             self._stamp_pad_seqlen(meta)
             split = DATA_PARALLEL_AXIS in self.sharding_annotations.names
             world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if split else 1
-            arguments = packing_arguments(self.cfg, stage)
+            arguments = packing_arguments(self.cfg, stage) | self._locality(meta)
             metas, _ = shard_meta_for_dp(meta, dp_world=world, batch_size=batch_size, **arguments)
             if batch_size is not None:
                 for part in metas:
                     part.extra_info.setdefault(ELEM_COUNTS_PER_GB, [batch_size // world] * (meta.size // batch_size))
             return metas
+
+    def _locality(self, meta: KVBatchMeta) -> dict[str, Any]:
+        """What `shard_meta_for_dp` is told of hosts; nothing unless `cfg` wants it and there is a choice."""
+        if not setting(self.cfg, "prefer_local_samples") or not meta.size:
+            return {}
+        if self._hosts is None:
+            self._hosts = self._call("data_plane_host")
+        if len(set(self._hosts)) < 2:
+            return {}
+        return {"row_hosts": hosts_of_samples(self.dp_client, meta), "rank_hosts": self._hosts}
 
     def _call(
         self, method: str, timed: _Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
