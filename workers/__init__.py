@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from workers.resources import ClusterResource as ClusterResource
     from workers.results import MultiWorkerFuture as MultiWorkerFuture
     from workers.service import LaunchedService as LaunchedService
+    from workers.service import RayNode as RayNode
+    from workers.service import ServiceNode as ServiceNode
     from workers.service import ServiceStartError as ServiceStartError
+    from workers.service import ServiceUnit as ServiceUnit
     from workers.service import launch_service as launch_service
     from workers.sharding import NamedSharding as NamedSharding
     from workers.siblings import ReplicaGroupError as ReplicaGroupError
@@ -59,13 +62,16 @@ _HOME = {
     "PackedPlacementStrategy": "workers.strategies",
     "PolicyWorker": "workers.mixin",
     "REPLICATED_AXES": "workers.ranks",
+    "RayNode": "workers.service",
     "RayVirtualCluster": "workers.cluster",
     "RayWorkerBuilder": "workers.builder",
     "RayWorkerGroup": "workers.group",
     "ReplicaGroupError": "workers.siblings",
     "ReplicaLostError": "workers.siblings",
     "ResourcesNotReadyError": "workers.cluster",
+    "ServiceNode": "workers.service",
     "ServiceStartError": "workers.service",
+    "ServiceUnit": "workers.service",
     "TQPolicy": "workers.policy",
     "TQWorkerMixin": "workers.mixin",
     "Worker": "workers.worker",

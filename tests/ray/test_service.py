@@ -225,6 +225,8 @@ def test_a_token_of_the_callers(tmp_path: Path) -> None:
     secret.write_text("my own secret\n")
     with launch_service({**SMALL, "token_file": str(secret)}, name="own-token") as running:
         assert running.token == "my own secret"
+        with running.connect(client_name="mine") as client:
+            assert [session.name for session in client.stats().sessions] == ["mine"]
         with dataplane.connect(running.address, token="my own secret") as client:
             assert client.stats().units
 

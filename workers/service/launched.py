@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+import dataplane
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ServiceUnavailableError
 from workers.resolver import actor_address
 from workers.service.views import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name, unit_actor_name
+
+if TYPE_CHECKING:
+    from dataplane import DataPlaneClient
 
 ANSWER_S = 30.0
 
@@ -62,6 +67,10 @@ class LaunchedService:
         except RayError as error:
             why = f"its supervisor does not answer ({error})"
             raise ServiceUnavailableError(address=actor_address(name, namespace), why=why) from error
+
+    def connect(self, **settings: Any) -> DataPlaneClient:
+        """A client of this service, connected; settings: those of `DataPlaneConfig`. Raises as `dataplane.connect`."""
+        return dataplane.build_data_plane_client(replace(self.config, **settings), bootstrap=False)
 
     @property
     def http_url(self) -> str:

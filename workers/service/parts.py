@@ -48,6 +48,7 @@ class ControllerActor(EndsWithItsPart):
         super().__init__()
         self._config = config
         self._controller: Controller | None = None
+        self._told: tuple[list[str], list[str]] = ([], [])
         if started_again():
             self.start()
 
@@ -60,6 +61,13 @@ class ControllerActor(EndsWithItsPart):
     def address(self) -> str:
         assert self._controller is not None, "start comes first"
         return self._controller.address
+
+    def remember(self, asked: list[str], drained: list[str]) -> None:
+        """Which nodes the supervisor was told to take and to leave, for its next life."""
+        self._told = asked, drained
+
+    def remembered(self) -> tuple[list[str], list[str]]:
+        return self._told
 
     def http_url(self) -> str:
         assert self._controller is not None, "start comes first"

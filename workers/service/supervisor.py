@@ -122,6 +122,10 @@ class SupervisorActor:
             return
         self._going_on = True
         log.warning("the supervisor of service %s was started again", self._plan.name)
+        with suppress(RayError):
+            asked, drained = await self._controller().remembered.remote()
+            self._asked = set(asked)
+            self._leaving = dict.fromkeys(drained, "drained")
         names = await asyncio.to_thread(ray.util.list_named_actors)
         prefix = unit_actor_name(self._plan.name, "unit-")
         nodes = {node.ident: node for node in await asyncio.to_thread(living_nodes)}
@@ -164,6 +168,7 @@ class SupervisorActor:
         self._leaving.pop(ident, None)
         self._rests.pop(ident, None)
         self._asked.add(ident)
+        await self._remember()
         await self._look()
         units = self._on(ident)
         await asyncio.wait([unit.begun for unit in units], timeout=timeout_s)
@@ -202,6 +207,7 @@ class SupervisorActor:
             raise
         self._leaving[ident] = "drained"
         self._asked.discard(ident)
+        await self._remember()
         log.warning("node %s is drained: it has no storage unit any more", units[0].node.host)
 
     async def drop_unit(self, name: str) -> None:
@@ -244,8 +250,17 @@ class SupervisorActor:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def _controller(self) -> ActorHandle:
+        return ray.get_actor(self._plan.name, namespace=self._plan.namespace)
+
+    async def _remember(self) -> None:
+        """What this actor was told outlives its process."""
+        drained = [ident for ident, state in self._leaving.items() if state == "drained"]
+        with suppress(RayError):
+            await self._controller().remember.remote(sorted(self._asked), drained)
+
     async def _watch(self) -> None:
-        controller = ray.get_actor(self._plan.name, namespace=self._plan.namespace)
+        controller = self._controller()
         while not self._stopping:
             try:
                 await self._look()
