@@ -14,6 +14,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 DURABILITIES = ("process", "machine")
+BULK_TRANSPORTS = ("zmq", "mooncake")
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
@@ -71,6 +73,10 @@ class DataPlaneConfig:
     checksums: of a service: which rows get a checksum from their writer, for their readers to compare. "across-hosts":
         all, while clients and storage units are on several hosts, else those that travel; who maps a row's memory does
         not compare it. "always": all, and all are compared (so by default with durability "machine"). "never".
+    bulk_transport: how the bytes of rows travel between hosts: "zmq", or "mooncake", by Mooncake's transfer engine
+        where a client and a unit both say so and have it. It encrypts nothing and admits anybody: docs/transports.md.
+        mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (by commas; "": any).
+        mooncake_host: what others call this process's engine, where it is not the address that leads to them.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -102,6 +108,10 @@ class DataPlaneConfig:
     state_dir: str | None = None
     durability: str = "process"
     checksums: str = Checksums.ACROSS_HOSTS
+    bulk_transport: str = "zmq"
+    mooncake_protocol: str = "tcp"
+    mooncake_device: str = ""
+    mooncake_host: str | None = None
     force_remote: bool = False
     client_name: str = ""
 
@@ -120,6 +130,7 @@ class DataPlaneConfig:
             raise ValueError(f"durability={self.durability!r}: expected one of {', '.join(DURABILITIES)}")
         if self.durability == "machine" and self.state_dir is None:
             raise ValueError('durability="machine" needs a state_dir on a disk, from which the service goes on')
+        self._check_transport()
         if self.units < 0:
             raise ValueError(f"units={self.units}: cannot be negative")
         if not 0.0 <= self.reserve_fraction < 1.0:
@@ -136,6 +147,18 @@ class DataPlaneConfig:
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):
             raise ValueError(f"TLS takes tls_cert_file, tls_key_file and tls_ca_file together; not set: {missing}")
+
+    def _check_transport(self) -> None:
+        if self.bulk_transport not in BULK_TRANSPORTS:
+            raise ValueError(f"bulk_transport={self.bulk_transport!r}: expected one of {', '.join(BULK_TRANSPORTS)}")
+        if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
+            expected = ", ".join(MOONCAKE_PROTOCOLS)
+            raise ValueError(f"mooncake_protocol={self.mooncake_protocol!r}: expected one of {expected}")
+        if self.bulk_transport == "mooncake" and self.tls is not None:
+            raise ValueError(
+                'bulk_transport="mooncake" with TLS: the transfer engine does not encrypt, so rows would travel in the '
+                'open. Use bulk_transport="zmq", which does with TLS, or, on a network that is yours alone, no TLS'
+            )
 
     @classmethod
     def of(cls, config: DataPlaneConfig | Mapping[str, Any] | None) -> DataPlaneConfig:

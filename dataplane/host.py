@@ -79,11 +79,16 @@ def reachable_host(host: str) -> str:
     address = ipaddress.ip_address(resolve_host(host))
     if not address.is_unspecified:
         return host
-    family, somewhere = (socket.AF_INET, "192.0.2.1") if address.version == 4 else (socket.AF_INET6, "2001:db8::1")
+    return own_address("192.0.2.1" if address.version == 4 else "2001:db8::1")
+
+
+def own_address(towards: str) -> str:
+    """The address of this machine that packets to the IP address `towards` leave from; loopback where there is none."""
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; it only picks the address that packets would leave from.
-            probe.connect((somewhere, 9))
+            probe.connect((towards, 9))
         except OSError:
-            return "127.0.0.1" if address.version == 4 else "::1"
+            return "127.0.0.1" if family == socket.AF_INET else "::1"
         return str(probe.getsockname()[0])

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dataplane import failpoints
 from dataplane.arena import MappedArena
+from dataplane.bulk.by_engine import EngineTransport
 from dataplane.bulk.client import Received, UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
@@ -62,6 +63,7 @@ class Roads:
         self._lock = lock
         self._memory = memory
         self._copier = copier
+        self._transport = EngineTransport(config)
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._left: dict[int, int] = {}
@@ -128,6 +130,7 @@ class Roads:
             force_remote=self._config.force_remote,
             timeout_s=self._config.connect_timeout_s,
             memory=self._memory,
+            transport=self._transport,
         )
         with self._guard:
             wanted = not self._closed and self._infos[unit].epoch == info.epoch
@@ -373,6 +376,7 @@ class Roads:
         for connection in connections:
             connection.close()
         self._together.close()
+        self._transport.close()
 
 
 def _enter(

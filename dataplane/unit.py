@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.arena import Arena, default_capacity, sweep_kept
+from dataplane.bulk.by_engine import UnitEngine
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
 from dataplane.checksums import damaged
@@ -106,6 +107,7 @@ class StorageUnit:
             token=config.secret(),
             insecure=config.insecure,
             keys=keys,
+            engine=UnitEngine.open(config),
             tcp_host=config.host,
             tcp_port=config.port,
             advertise_host=reachable_host(config.host),

@@ -15,6 +15,7 @@ import zmq
 
 from dataplane.arena import Arena
 from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.payloads import UnitPayloads
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
 from dataplane.host import boot_id
@@ -34,12 +35,20 @@ class Unit:
     """`backed` of `capacity` bytes, numbered 7 in epoch 3, on ipc and loopback tcp."""
 
     def __init__(
-        self, capacity: int = 32 * MIB, backed: int = 16 * MIB, *, directory: str = "/dev/shm", number: int = UNIT
+        self,
+        capacity: int = 32 * MIB,
+        backed: int = 16 * MIB,
+        *,
+        directory: str = "/dev/shm",
+        number: int = UNIT,
+        engine: UnitPayloads | None = None,
     ) -> None:
         self.reports: queue.Queue[Input] = queue.Queue()
         self.arena = Arena.create(directory, capacity, epoch=EPOCH)
         self.arena.grow(backed)
-        self.server = BulkServer(self.arena, epoch=EPOCH, token=TOKEN, report=self.reports.put, tcp_host="127.0.0.1")
+        self.server = BulkServer(
+            self.arena, epoch=EPOCH, token=TOKEN, report=self.reports.put, tcp_host="127.0.0.1", engine=engine
+        )
         self.server.start()
         if number:
             self.server.unit = number

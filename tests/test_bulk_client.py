@@ -392,7 +392,10 @@ def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, mo
         monkeypatch.setattr(BulkServer, "_write", lambda *call: original(*call) if release.wait(WAIT_S) else 0)
     if ending == "interrupt":
         interruptions = iter([False, False, True])
-        monkeypatch.setattr(client_module.Wire, "receive", lambda *_: interrupt_when(next(interruptions)))
+        receive = client_module.Wire.receive
+        monkeypatch.setattr(
+            client_module.Wire, "receive", lambda *call: interrupt_when(next(interruptions)) or receive(*call)
+        )
     if ending == "closed":
         failpoints.arm("bulk.write.between_frames", lambda: threading.Thread(target=connection.close).start())
     errors = {

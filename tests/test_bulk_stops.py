@@ -63,15 +63,15 @@ def test_a_fenced_session_is_forgotten_alone():
 def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypatch, way):
     """The requests of a failed write wait at the unit; none that is looked at after the stop touches the arena."""
     began, given_up = threading.Event(), threading.Event()
-    perform = BulkServer._perform
+    carry_out = BulkServer._write
 
-    def in_turn(server, verb, request):
-        if verb == "write" and request.write.reservation == 5:
+    def in_turn(server, request, fill):
+        if request.write.reservation == 5:
             began.set()
             assert given_up.wait(WAIT_S)
-        return perform(server, verb, request)
+        return carry_out(server, request, fill)
 
-    monkeypatch.setattr(BulkServer, "_perform", in_turn)
+    monkeypatch.setattr(BulkServer, "_write", in_turn)
     if way == "interrupt":
         frames = iter(range(100))
         failpoints.arm("bulk.write.between_frames", lambda: interrupt_when(next(frames) == 3 and began.wait(WAIT_S)))

@@ -47,9 +47,9 @@ def replies(monkeypatch):
     sent, original = [], BulkServer._read
 
     def counted(server, request):
-        payload = original(server, request)
-        sent.append(len(payload))
-        return payload
+        offer = original(server, request)
+        sent.append(len(offer.data))
+        return offer
 
     monkeypatch.setattr(BulkServer, "_read", counted)
     return sent

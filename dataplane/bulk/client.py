@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
 from dataplane.arena import MappedArena
+from dataplane.bulk.by_engine import EngineTransport
 from dataplane.bulk.endpoints import candidates
 from dataplane.bulk.frames import (
     Buffer,
@@ -25,10 +27,13 @@ from dataplane.bulk.frames import (
     Int64s,
     ReadPlan,
     ReadRequest,
+    WriteChunk,
     plan_read,
     plan_write,
 )
+from dataplane.bulk.in_frames import ClientFrames
 from dataplane.bulk.lock import SessionLock
+from dataplane.bulk.payloads import Arrived, ClientPayloads, Sent
 from dataplane.bulk.wire import Wire, WireLostError, WireSilentError
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.failpoints import hit
@@ -47,6 +52,13 @@ IDLE_WIRES = 8
 """Sockets kept for the next call."""
 CLOSE_WAIT_S = 30.0
 LET_GO_S = 10.0
+
+
+class _Asked(NamedTuple):
+    """A call of a read under way. request: None for a Settle."""
+
+    call: int
+    request: ReadRequest | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,7 @@ class UnitConnection:
     lock: the session's lock, held before the session was opened; None, or force_remote, never proves to be local.
     context: a ZMQ context to use, left open by `close`; by default the connection has its own.
     memory: where reads are received; by default new memory each time.
+    transport: how payloads may travel but in frames, where the unit can do so too.
 
     The constructor takes at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
     CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
@@ -93,6 +106,7 @@ class UnitConnection:
         timeout_s: float = 10.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         memory: WarmMemory | None = None,
+        transport: EngineTransport | None = None,
     ) -> None:
         self.info = info
         self.local = False
@@ -103,6 +117,9 @@ class UnitConnection:
         self._memory = WarmMemory(0) if memory is None else memory
         self._context = zmq.Context() if context is None else context
         self._owns_context = context is None
+        self._transport = transport
+        self._frames = ClientFrames()
+        self._payloads: ClientPayloads = self._frames
         self._idle: list[Wire] = []
         self._state = threading.Condition()
         self._under_way = 0
@@ -144,6 +161,9 @@ class UnitConnection:
                 self._prove(wire, challenge, timeout_s)
             elif attach.lock_path:
                 log.info("session %d is remote to unit %d: %s", self._session, self.info.unit, challenge.why)
+        if self._transport is not None and challenge.HasField("engine") and not self.local:
+            engine, closing = challenge.engine, lambda: self._closed
+            self._payloads = self._transport.to(engine, self._endpoint, closing=closing)
 
     def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
         """Local if the arena can be mapped and the unit believes it; else remote, which is no error."""
@@ -185,23 +205,44 @@ class UnitConnection:
         carry out later what was sent: the room must not be given back before `stop_put` returned.
         """
         held: list[zmq.MessageTracker] = []
+        waiting: deque[Sent] = deque()
         try:
             with self._wire("write", timeout_s) as wire:
-                waiting: deque[int] = deque()
                 for chunk in plan_write(offsets, buffers):
                     if len(waiting) == WINDOW:
-                        wire.receive(waiting.popleft(), time.monotonic() + timeout_s)
-                    header = self._header(wire)
-                    header.write.offsets.extend(chunk.offsets)
-                    header.write.sizes.extend(chunk.sizes)
-                    header.write.frame_ranges.extend(chunk.frame_ranges)
-                    header.write.reservation = reservation
-                    wire.send(header, chunk.frames, held=held)
-                    waiting.append(header.call)
+                        self._written(wire, waiting, reservation, held, timeout_s)
+                    waiting.append(self._send(wire, chunk, reservation, held, self._payloads))
                 while waiting:
-                    wire.receive(waiting.popleft(), time.monotonic() + timeout_s)
+                    self._written(wire, waiting, reservation, held, timeout_s)
         finally:
+            while waiting:
+                waiting.popleft().done()
             _wait_until_let_go(held)
+
+    def _send(
+        self,
+        wire: Wire,
+        chunk: WriteChunk,
+        reservation: int,
+        held: list[zmq.MessageTracker],
+        payloads: ClientPayloads,
+    ) -> Sent:
+        header = self._header(wire)
+        header.write.offsets.extend(chunk.offsets)
+        header.write.sizes.extend(chunk.sizes)
+        header.write.reservation = reservation
+        return payloads.send(wire, header, chunk, held=held)
+
+    def _written(
+        self, wire: Wire, waiting: deque[Sent], reservation: int, held: list[zmq.MessageTracker], timeout_s: float
+    ) -> None:
+        """Wait for the oldest request; what the unit could not fetch is sent again, in frames."""
+        reply = wire.receive(waiting[0].call, time.monotonic() + timeout_s)
+        sent = waiting.popleft()
+        sent.done()
+        if reply.WhichOneof("outcome") == "not_fetched":
+            self._payloads.not_fetched(reply.not_fetched.why)
+            waiting.append(self._send(wire, sent.chunk, reservation, held, self._frames))
 
     def stop_put(self, reservation: int, timeout_s: float) -> None:
         """Give up a put whose `write` failed. When this returns no byte of it lands any more: the unit refuses every
@@ -236,43 +277,88 @@ class UnitConnection:
             return self._read_whole(plan, timeout_s)
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
         with self._wire("read", timeout_s) as wire:
-            waiting: deque[tuple[int, ReadRequest]] = deque()
+            asked: deque[_Asked] = deque()
             for request in plan.requests:
-                if len(waiting) == READ_WINDOW:
-                    self._take(wire, *waiting.popleft(), buffers, timeout_s)
-                waiting.append((self._ask(wire, request), request))
-            while waiting:
-                self._take(wire, *waiting.popleft(), buffers, timeout_s)
+                while len(asked) >= READ_WINDOW:
+                    self._take(wire, asked, buffers, timeout_s)
+                asked.append(self._ask(wire, request, self._payloads))
+            while asked:
+                self._take(wire, asked, buffers, timeout_s)
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=False)
 
     def _read_whole(self, plan: ReadPlan, timeout_s: float) -> Received:
-        """A read that is one request: no copy at all."""
+        """A read that is one request: no copy at all, if it comes in a frame."""
         (request,) = plan.requests
         with self._wire("read", timeout_s) as wire:
-            frame = self._payload(wire, self._ask(wire, request), request, timeout_s)
+            asked = deque([self._ask(wire, request, self._payloads)])
+            frame: Bytes | None = None
+            while asked:
+                arrived = self._arrived(wire, asked, timeout_s)
+                frame = frame if arrived is None else self._kept(arrived)
+        assert frame is not None
         edges = [0, *itertools.accumulate(plan.buffers)]
         buffers = [frame[first:last] for first, last in itertools.pairwise(edges)]
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=True)
 
-    def _ask(self, wire: Wire, request: ReadRequest) -> int:
-        """The number of the call."""
+    def _ask(self, wire: Wire, request: ReadRequest, payloads: ClientPayloads) -> _Asked:
         header = self._header(wire)
         header.read.offsets.extend(request.offsets)
         header.read.sizes.extend(request.sizes)
+        payloads.ask(header.read, request.nbytes)
         wire.send(header, held=[])
-        return header.call
+        return _Asked(header.call, request)
 
-    def _payload(self, wire: Wire, call: int, request: ReadRequest, timeout_s: float) -> Bytes:
-        wire.receive(call, time.monotonic() + timeout_s)
-        return wire.payload(request.nbytes)
+    def _arrived(self, wire: Wire, asked: deque[_Asked], timeout_s: float) -> Arrived | None:
+        """What the oldest call of `asked` brought. None if that is nothing to use: the answer to a Settle, or a payload
+        that could not be fetched, and is asked for again, in frames."""
+        call, request = asked.popleft()
+        reply = wire.receive(call, time.monotonic() + timeout_s)
+        if request is None:
+            return None
+        arrived = self._payload(wire, reply, request)
+        try:
+            if arrived.settle is not None:
+                header = self._header(wire)
+                header.settle.CopyFrom(arrived.settle)
+                wire.send(header, held=[])
+                asked.append(_Asked(header.call, None))
+            if arrived.data is None:
+                asked.append(self._ask(wire, request, self._frames))
+        except BaseException:
+            arrived.done()
+            raise
+        if arrived.data is None:
+            arrived.done()
+            return None
+        return arrived
 
-    def _take(self, wire: Wire, call: int, request: ReadRequest, buffers: list[Bytes], timeout_s: float) -> None:
-        """The one copy of a longer read: out of the frame."""
-        frame = self._payload(wire, call, request, timeout_s)
-        at = 0
-        for number, first, last in request.places:
-            buffers[number][first:last] = frame[at : at + last - first]
-            at += last - first
+    def _payload(self, wire: Wire, reply: pb.BulkReply, request: ReadRequest) -> Arrived:
+        return self._payloads.receive(wire, reply, request.nbytes)
+
+    def _take(self, wire: Wire, asked: deque[_Asked], buffers: list[Bytes], timeout_s: float) -> None:
+        """The one copy of a longer read: out of its frame or slot."""
+        request = asked[0].request
+        arrived = self._arrived(wire, asked, timeout_s)
+        if arrived is None or arrived.data is None or request is None:
+            return
+        try:
+            at = 0
+            for number, first, last in request.places:
+                buffers[number][first:last] = arrived.data[at : at + last - first]
+                at += last - first
+        finally:
+            arrived.done()
+
+    def _kept(self, arrived: Arrived) -> Bytes | None:
+        """The payload, copied if its memory does not last."""
+        if arrived.lasting or arrived.data is None:
+            return arrived.data
+        try:
+            copy = self._buffer(len(arrived.data))
+            copy[...] = arrived.data
+            return copy
+        finally:
+            arrived.done()
 
     def _buffer(self, nbytes: int) -> Bytes:
         return self._memory.take(nbytes) if nbytes >= FROM_BYTES else np.empty(nbytes, np.uint8)

@@ -1,8 +1,8 @@
 """The storage unit's bulk server: one thread that moves bytes between sockets and the arena, and refuses who must be.
 
 It decides nothing else. Every copy ends before the next message or order is looked at, so that a fenced session, or a
-stopped put, has no copy under way: reads leave the arena before they are handed to ZMQ, writes are taken from ZMQ in
-one go.
+stopped put, has no copy under way: reads leave the arena before their payload begins to travel, writes are admitted
+when all of it is there, and taken in one go.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -23,11 +24,13 @@ from google.protobuf.message import DecodeError
 from dataplane.arena import Arena
 from dataplane.bulk.endpoints import bind
 from dataplane.bulk.frames import MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
+from dataplane.bulk.growth import Growth
+from dataplane.bulk.in_frames import UnitFrames
 from dataplane.bulk.lock import lock_directories as default_lock_directories
+from dataplane.bulk.payloads import Fill, Offer, UnitPayloads
 from dataplane.bulk.sessions import Sessions
 from dataplane.curve import ServerKeys
 from dataplane.errors import (
-    ArenaSpaceError,
     AuthenticationError,
     DataPlaneError,
     InternalError,
@@ -40,19 +43,16 @@ from dataplane.failpoints import hit
 from dataplane.ledger.commands import (
     FenceSession,
     GrowArena,
-    Grown,
     Input,
     SessionAlive,
     SessionAttached,
     SessionGone,
     ShrinkArena,
-    Shrunk,
 )
 from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.rowcopy import gather
 from dataplane.types import PROTOCOL_VERSION
-from dataplane.warm import WarmMemory
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,6 @@ FEW_RANGES = 64
 """More than these are copied by one vectorised gather."""
 EARLY = 4096
 """Clients that may attach before the unit has its number, and wait for it."""
-REPLY_MEMORY_BYTES = 64 << 20
-"""Memory of replies that were sent, kept for the next ones."""
 STOP_WAIT_S = 30.0
 
 Order = FenceSession | GrowArena | ShrinkArena
@@ -83,6 +81,7 @@ class BulkServer:
     insecure: with neither token nor keys, `tcp_host` may be other than loopback.
     keys: only those who know the public one get a word in.
     counts: what is served is counted there.
+    engine: where payloads may also be fetched by, closed with the server.
     lock_directories: where clients' session locks may be; the arena's directory and this user's in /dev/shm by default.
     """
 
@@ -95,6 +94,7 @@ class BulkServer:
         report: Callable[[Input], None],
         insecure: bool = False,
         keys: ServerKeys | None = None,
+        engine: UnitPayloads | None = None,
         tcp_host: str | None = None,
         tcp_port: int = 0,
         advertise_host: str | None = None,
@@ -107,6 +107,7 @@ class BulkServer:
         self._token = (token or "").encode()
         self._report = report
         self._keys = keys
+        self._engine = engine
         self._is_guarded = insecure or token is not None or keys is not None
         self._tcp_host = tcp_host
         self._tcp_port = tcp_port
@@ -114,11 +115,9 @@ class BulkServer:
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._counts = counts or BulkCounts()
         self._unit = 0
-        self._memory = WarmMemory(REPLY_MEMORY_BYTES)
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
-        self._growth: deque[tuple[GrowArena, Iterator[int]]] = deque()
-        self._shrinks = 0
+        self._growth = Growth(arena, report)
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -142,6 +141,7 @@ class BulkServer:
             self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             if self._keys is not None:
                 self._keys.guard(self._router)
+            self._frames = UnitFrames(self._router, self._fault)
             self.endpoints = bind(
                 self._router,
                 self._tcp_host,
@@ -151,6 +151,7 @@ class BulkServer:
             )
         except BaseException:
             self._close_sockets()
+            self._close_engine()
             raise
         self._thread = threading.Thread(target=self._run, name="tq-bulk", daemon=True)
         self._thread.start()
@@ -197,6 +198,11 @@ class BulkServer:
         self._thread = None
         self._close_sockets()
         self._sessions.close()
+        self._close_engine()
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
     def _close_sockets(self) -> None:
         self._router.close()
@@ -218,17 +224,27 @@ class BulkServer:
             poller.register(self._router, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
             while not self._stopping:
-                ready = dict(poller.poll(0 if self._growth else None))
+                ready = self._wait(poller)
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 self._guarded("orders", self._obey)
                 if self._router in ready:
                     self._serve_some()
-                if self._growth:
-                    self._guarded("GrowArena", self._grow_a_step)
+                if self._growth.under_way:
+                    self._guarded("GrowArena", self._growth.step)
         except BaseException:
             log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
             self._router.close()
+
+    def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
+        """What is there to do. Goes on with transfers meanwhile."""
+        pause_s = None if self._engine is None else self._engine.step()
+        if pause_s is None or self._growth.under_way:
+            return dict(poller.poll(0 if self._growth.under_way else None))
+        ready = dict(poller.poll(int(pause_s * 1000)))
+        if not ready and pause_s < 0.001:
+            time.sleep(pause_s)
+        return ready
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:
@@ -246,26 +262,14 @@ class BulkServer:
                 case FenceSession() as order:
                     gone = self._fenced(order)
                     self._counts.fences += gone
+                    if gone and self._engine is not None:
+                        self._engine.forget(order.session)
                     hit("unit.fence.after")
                     self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
                 case GrowArena() as order:
-                    self._growth.append((order, self._arena.grow_steps(order.backed_bytes)))
+                    self._growth.begin(order)
                 case ShrinkArena() as order:
-                    self._shrink(order)
-
-    def _shrink(self, order: ShrinkArena) -> None:
-        """Growth that was ordered before is not wanted any more."""
-        error = None
-        if order.number > self._shrinks:
-            self._growth.clear()
-            self._shrinks = order.number
-            try:
-                self._arena.punch(order.backed_bytes)
-            except OSError as caught:
-                error = str(caught)
-                log.warning("unit %d cannot give memory back: %s", self._unit, error)
-        backed = self._arena.backed_bytes
-        self._report(Shrunk(unit=order.unit, number=order.number, backed_bytes=backed, error=error))
+                    self._growth.shrink(order)
 
     def _fenced(self, order: FenceSession) -> bool:
         """Whether nothing of the session can touch the arena any more. Where that cannot be told it may live: the
@@ -276,23 +280,6 @@ class BulkServer:
         except Exception:
             log.exception("unit %d cannot tell whether session %d lives; it will look again", order.unit, order.session)
             return False
-
-    def _grow_a_step(self) -> None:
-        order, steps = self._growth[0]
-        error = None
-        try:
-            if next(steps, None) is not None:
-                return
-        except ArenaSpaceError as caught:
-            error = str(caught)
-            log.warning("unit %d cannot grow to %d bytes: %s", self._unit, order.backed_bytes, error)
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            log.exception("unit %d cannot grow to %d bytes", self._unit, order.backed_bytes)
-        self._growth.popleft()
-        hit("unit.before_grown")
-        backed = self._arena.backed_bytes
-        self._report(Grown(unit=order.unit, backed_bytes=backed, error=error, shrinks=self._shrinks))
 
     def _serve_some(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -330,7 +317,8 @@ class BulkServer:
         while self._more():
             self._router.recv(copy=False)
 
-    def _answer(self, peer: bytes, request: pb.BulkRequest) -> None:
+    def _answer(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
+        """fill: the payload of a write, fetched meanwhile; everything is looked at again."""
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
         failed: Exception | None = None
@@ -340,7 +328,15 @@ class BulkServer:
                 self._wait_for_number(peer, request)
                 return
             self._admit(request)
-            reply, payload = self._perform(verb, request)
+            if verb == "write":
+                fill = fill or self._collected(peer, request)
+                if fill is None:
+                    return
+                size = self._write(request, fill)
+                self._counts.written_bytes += size
+                reply = pb.BulkReply(written=pb.Written(size=size))
+            else:
+                reply, payload = self._perform(verb, request)
         except DataPlaneError as error:
             reply, failed = _refusal(error), error
         except Exception as error:
@@ -380,33 +376,39 @@ class BulkServer:
             case "attach":
                 hit("unit.attach")
                 self._bury_dead()
-                return pb.BulkReply(challenge=self._sessions.attach(request.session, request.attach)), None
+                return pb.BulkReply(challenge=self._challenge(request)), None
             case "proof":
                 path = self._sessions.prove(request.session, request.proof.seen)
                 hit("unit.attached")
                 self._report(SessionAttached(unit=self._unit, session=request.session, lock_path=path))
                 return pb.BulkReply(attached=pb.Attached()), None
-            case "write":
-                self._refuse_stopped(request.session, request.write.reservation)
-                size = self._write(request.write)
-                self._counts.written_bytes += size
-                return pb.BulkReply(written=pb.Written(size=size)), None
             case "read":
-                payload = self._read(request.read)
+                offer = self._read(request)
                 hit("unit.read.copied")
-                self._counts.read_bytes += len(payload)
-                return pb.BulkReply(bytes=pb.ReadBytes(size=len(payload))), payload
+                self._counts.read_bytes += len(offer.data)
+                reply = pb.BulkReply(bytes=pb.ReadBytes(size=len(offer.data), source=offer.source))
+                return reply, None if offer.source else offer.data
+            case "settle":
+                self._settle(request)
+                return pb.BulkReply(settled=pb.Settled()), None
             case "stop":
                 self._stop_put(request.session, request.stop.reservation)
                 return pb.BulkReply(stopped=pb.Stopped()), None
             case _:
                 raise self._fault("the request has no verb that this unit knows")
 
+    def _challenge(self, request: pb.BulkRequest) -> pb.Challenge:
+        challenge = self._sessions.attach(request.session, request.attach)
+        if self._engine is not None:
+            challenge.engine.CopyFrom(self._engine.trial)
+        return challenge
+
     def _stop_put(self, session: int, reservation: int) -> None:
         log.info("unit %d: session %d gave up put %d", self._unit, session, reservation)
         self._sessions.stop_put(session, reservation)
 
-    def _refuse_stopped(self, session: int, reservation: int) -> None:
+    def _refuse_stopped(self, request: pb.BulkRequest) -> None:
+        session, reservation = request.session, request.write.reservation
         if self._sessions.is_stopped(session, reservation):
             raise self._fault(f"put {reservation} of session {session} was stopped: its room may be another's by now")
 
@@ -416,23 +418,28 @@ class BulkServer:
 
     # --- bytes --------------------------------------------------------------------------------------------------
 
-    def _write(self, request: pb.WriteRanges) -> int:
-        offsets, sizes = self._ranges(request.offsets, request.sizes)
-        arena = self._arena.data.data
-        at = 0
-        for count in request.frame_ranges:
-            if count < 1 or at + count > len(offsets):
-                raise self._fault("a payload frame fills ranges that were not named")
-            if not self._more():
-                raise self._fault("a payload frame is missing")
-            hit("unit.write.between_frames")
-            if count == 1:
-                self._receive_one(arena[offsets[at] : offsets[at] + sizes[at]])
+    def _collected(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
+        """The payload of a write; None if it has to be fetched first, and the write is answered then."""
+        write = request.write
+        if not write.HasField("source"):
+            return self._frames.collect(write, lambda _: None)
+        self._refuse_stopped(request)
+        _, sizes = self._ranges(write.offsets, write.sizes)
+        if self._engine is None or write.source.size != sum(sizes):
+            raise self._fault(f"a payload of {write.source.size} bytes cannot be fetched here for {sum(sizes)}")
+
+        def later(fetched: Fill | str) -> None:
+            if isinstance(fetched, str):
+                self._send(peer, pb.BulkReply(call=request.call, not_fetched=pb.NotFetched(why=fetched)), None)
             else:
-                self._receive_many(arena, offsets[at : at + count], sizes[at : at + count])
-            at += count
-        if at != len(offsets) or self._more():
-            raise self._fault("there are more ranges or payload frames than frame_ranges tells")
+                self._answer(peer, request, fetched)
+
+        return self._engine.collect(write, later)
+
+    def _write(self, request: pb.BulkRequest, fill: Fill) -> int:
+        self._refuse_stopped(request)
+        offsets, sizes = self._ranges(request.write.offsets, request.write.sizes)
+        fill(self._arena.data.data, offsets, sizes)
         if self._arena.forced:
             try:
                 self._arena.force(offsets, sizes)
@@ -440,34 +447,27 @@ class BulkServer:
                 raise self._fault(str(error)) from error
         return sum(sizes)
 
-    def _receive_one(self, target: memoryview) -> None:
-        """Straight into the arena. A longer frame is cut off by ZMQ at the end of the range."""
-        received = self._router.recv_into(target)
-        if received != len(target):
-            raise self._fault(f"a payload frame has {received} bytes for a range of {len(target)}")
-
-    def _receive_many(self, arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
-        frame = self._router.recv(copy=False).buffer
-        if len(frame) != sum(sizes):
-            raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)}")
-        at = 0
-        for offset, size in zip(offsets, sizes, strict=True):
-            arena[offset : offset + size] = frame[at : at + size]
-            at += size
-
-    def _read(self, request: pb.ReadRanges) -> Bytes:
+    def _read(self, request: pb.BulkRequest) -> Offer:
         """A copy: nothing refers to the arena when this returns."""
-        offsets, sizes = self._ranges(request.offsets, request.sizes)
-        nbytes = sum(sizes)
-        copy = self._memory.take(max(1, nbytes))[:nbytes]
+        offsets, sizes = self._ranges(request.read.offsets, request.read.sizes)
+        offer = self._offer(request, sum(sizes))
         if len(offsets) > FEW_RANGES:
-            gather([self._arena.data], None, np.array(offsets, np.int64), np.array(sizes, np.int64), copy)
-            return copy
+            gather([self._arena.data], None, np.array(offsets, np.int64), np.array(sizes, np.int64), offer.data)
+            return offer
         at = 0
         for offset, size in zip(offsets, sizes, strict=True):
-            copy[at : at + size] = self._arena.data[offset : offset + size]
+            offer.data[at : at + size] = self._arena.data[offset : offset + size]
             at += size
-        return copy
+        return offer
+
+    def _offer(self, request: pb.BulkRequest, nbytes: int) -> Offer:
+        """Memory for the reply, of a slot if the client asks for it and there is one."""
+        wanted = self._engine if request.read.fetch else None
+        return (wanted and wanted.offer(request.session, nbytes)) or self._frames.offer(request.session, nbytes)
+
+    def _settle(self, request: pb.BulkRequest) -> None:
+        if self._engine is None or not self._engine.settle(request.session, request.settle.tag):
+            raise self._fault("what was to be fetched for a read has been taken back: it took too long")
 
     def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
         """The ranges, all of them within what is backed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 import traceback
@@ -28,6 +27,9 @@ _LOST = (
 )
 
 
+_OVERTAKING = ("written", "not_fetched", "error")
+"""Outcomes of writes: a payload that came in frames is stored at once, while an earlier one is still fetched."""
+
 SEND_MS = 10_000
 """Requests in flight are few and find room in the socket's queue at once, unless there is no connection to be had."""
 
@@ -48,7 +50,8 @@ class Wire:
     ) -> None:
         """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `curve_key`: the
         unit's public key; "": it does not encrypt."""
-        self._calls = itertools.count(1)
+        self._called = 0
+        self._early: dict[int, pb.BulkReply] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndtimeo = SEND_MS
@@ -65,8 +68,9 @@ class Wire:
 
     def request(self, *, session: int, epoch: int, token: bytes) -> pb.BulkRequest:
         """A header for the next call, without its verb."""
+        self._called += 1
         return pb.BulkRequest(
-            protocol_version=PROTOCOL_VERSION, token=token, session=session, epoch=epoch, call=next(self._calls)
+            protocol_version=PROTOCOL_VERSION, token=token, session=session, epoch=epoch, call=self._called
         )
 
     def send(
@@ -92,19 +96,27 @@ class Wire:
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
         """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.
+        Replies to later writes, which may overtake it, are kept for when they are asked for.
 
         Raises the error that the unit answered, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
         ClientClosedError when woken.
         """
-        try:
-            reply = pb.BulkReply.FromString(self._next_frame(deadline))
-        except DecodeError as error:
-            raise WireLostError(f"its answer makes no sense ({error})") from error
-        if reply.call != call:
-            raise WireLostError(f"it answered call {reply.call} where call {call} was due")
+        while call not in self._early:
+            try:
+                reply = pb.BulkReply.FromString(self._next_frame(deadline))
+            except DecodeError as error:
+                raise WireLostError(f"its answer makes no sense ({error})") from error
+            if not self._may_answer(reply, call):
+                raise WireLostError(f"it answered call {reply.call} where call {call} was due")
+            self._early[reply.call] = reply
+        reply = self._early.pop(call)
         if reply.WhichOneof("outcome") == "error":
             raise from_wire(reply.error.name, reply.error.facts)
         return reply
+
+    def _may_answer(self, reply: pb.BulkReply, call: int) -> bool:
+        overtakes = call < reply.call <= self._called and reply.call not in self._early
+        return reply.call == call or (overtakes and reply.WhichOneof("outcome") in _OVERTAKING)
 
     def _next_frame(self, deadline: float) -> bytes:
         while True:
@@ -142,7 +154,7 @@ class Wire:
     @property
     def idle_and_sound(self) -> bool:
         """Between calls: whether the peer has been there all the time and owes nothing."""
-        return not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+        return not self._early and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
 
     def close(self) -> None:
         """Drop what is queued and hang up. Idempotent."""

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BulkRequest(_message.Message):
-    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read", "stop")
+    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read", "stop", "settle")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class BulkRequest(_message.Message):
     WRITE_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     token: bytes
     session: int
@@ -27,10 +28,11 @@ class BulkRequest(_message.Message):
     write: WriteRanges
     read: ReadRanges
     stop: StopPut
-    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ..., stop: _Optional[_Union[StopPut, _Mapping]] = ...) -> None: ...
+    settle: Settle
+    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ..., stop: _Optional[_Union[StopPut, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("call", "error", "challenge", "attached", "written", "bytes", "stopped")
+    __slots__ = ("call", "error", "challenge", "attached", "written", "bytes", "stopped", "not_fetched", "settled")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +40,8 @@ class BulkReply(_message.Message):
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
+    NOT_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     call: int
     error: BulkError
     challenge: Challenge
@@ -45,7 +49,21 @@ class BulkReply(_message.Message):
     written: Written
     bytes: ReadBytes
     stopped: Stopped
-    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[BulkError, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., bytes: _Optional[_Union[ReadBytes, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
+    not_fetched: NotFetched
+    settled: Settled
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[BulkError, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., bytes: _Optional[_Union[ReadBytes, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., not_fetched: _Optional[_Union[NotFetched, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("engine", "address", "size", "tag")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    address: int
+    size: int
+    tag: bytes
+    def __init__(self, engine: _Optional[str] = ..., address: _Optional[int] = ..., size: _Optional[int] = ..., tag: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("lock_path", "boot_id")
@@ -56,20 +74,22 @@ class Attach(_message.Message):
     def __init__(self, lock_path: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class Challenge(_message.Message):
-    __slots__ = ("local", "arena_path", "cookie", "offset", "length", "why")
+    __slots__ = ("local", "arena_path", "cookie", "offset", "length", "why", "engine")
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     COOKIE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     local: bool
     arena_path: str
     cookie: bytes
     offset: int
     length: int
     why: str
-    def __init__(self, local: bool = ..., arena_path: _Optional[str] = ..., cookie: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    engine: Memory
+    def __init__(self, local: bool = ..., arena_path: _Optional[str] = ..., cookie: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., why: _Optional[str] = ..., engine: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
 
 class AttachProof(_message.Message):
     __slots__ = ("seen",)
@@ -82,16 +102,24 @@ class Attached(_message.Message):
     def __init__(self) -> None: ...
 
 class WriteRanges(_message.Message):
-    __slots__ = ("offsets", "sizes", "frame_ranges", "reservation")
+    __slots__ = ("offsets", "sizes", "frame_ranges", "reservation", "source")
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     FRAME_RANGES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     frame_ranges: _containers.RepeatedScalarFieldContainer[int]
     reservation: int
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., frame_ranges: _Optional[_Iterable[int]] = ..., reservation: _Optional[int] = ...) -> None: ...
+    source: Memory
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., frame_ranges: _Optional[_Iterable[int]] = ..., reservation: _Optional[int] = ..., source: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class NotFetched(_message.Message):
+    __slots__ = ("why",)
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    def __init__(self, why: _Optional[str] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("size",)
@@ -110,18 +138,32 @@ class Stopped(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadRanges(_message.Message):
-    __slots__ = ("offsets", "sizes")
+    __slots__ = ("offsets", "sizes", "fetch")
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    fetch: bool
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., fetch: bool = ...) -> None: ...
 
 class ReadBytes(_message.Message):
-    __slots__ = ("size",)
+    __slots__ = ("size", "source")
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     size: int
-    def __init__(self, size: _Optional[int] = ...) -> None: ...
+    source: Memory
+    def __init__(self, size: _Optional[int] = ..., source: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class Settle(_message.Message):
+    __slots__ = ("tag",)
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    tag: bytes
+    def __init__(self, tag: _Optional[bytes] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class BulkError(_message.Message):
     __slots__ = ("name", "facts")

@@ -14,6 +14,7 @@ import pytest
 from dataplane import Server, connect, connect_async, serve
 from dataplane.client import DataPlaneClient
 from dataplane.roads import Roads
+from tests.engine import require_engine, use_at_once, why_not
 
 MIB = 1 << 20
 
@@ -46,13 +47,32 @@ class Blocking:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve({"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "session_timeout_s": 5.0}) as running:
+    settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "session_timeout_s": 5.0}
+    with serve({**settings, "bulk_transport": unit_transport()}) as running:
         yield running
 
 
-@pytest.fixture(params=["local", "remote", "local-async", "remote-async"])
-def road(request: pytest.FixtureRequest) -> str:
+def unit_transport() -> str:
+    """Of units: by engine for those clients who want it too, where there is one."""
+    return "zmq" if why_not() else "mooncake"
+
+
+@pytest.fixture(params=["local", "remote", "local-async", "remote-async", "engine", "engine-async"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a client reaches the arena: mapped, by ZMQ, by transfer engine."""
+    if request.param.startswith("engine"):
+        require_engine()
+        use_at_once(monkeypatch)
     return str(request.param)
+
+
+def settings_of(road: str) -> dict[str, Any]:
+    """Of a client on that road."""
+    is_engine = road.startswith("engine")
+    return {
+        "force_remote": is_engine or road.startswith("remote"),
+        "bulk_transport": "mooncake" if is_engine else "zmq",
+    }
 
 
 @pytest.fixture
@@ -61,7 +81,7 @@ def open_client(server: Server, road: str) -> Iterator[Callable[[], DataPlaneCli
     opened: list[Any] = []
 
     def make(**settings: Any) -> Any:
-        settings = {"force_remote": road.startswith("remote"), "heartbeat_s": 0.5, **settings}
+        settings = {**settings_of(road), "heartbeat_s": 0.5, **settings}
         client: Any
         if road.endswith("async"):
             client = Blocking(connect_async(server.address, **settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from dataplane.bulk.client import UnitConnection
 from dataplane.client import DataPlaneClient
 from dataplane.errors import ChecksumError
 from dataplane.ledger import commands as c
-from tests.contract.conftest import MIB, Blocking
+from tests.contract.conftest import MIB, Blocking, unit_transport
 from tests.contract.values import same_rows
 
 GROWN = "grown"
@@ -42,7 +43,8 @@ HURT = 2
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """One that always has checksums, so that local readers compare them too."""
-    with serve({"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "checksums": "always"}) as running:
+    settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "checksums": "always"}
+    with serve({**settings, "bulk_transport": unit_transport()}) as running:
         yield running
 
 
@@ -251,9 +253,10 @@ def test_damage_on_the_way_is_noticed(remote, monkeypatch) -> None:
     honest = UnitConnection._payload
 
     def hurt(self: Any, *call: Any) -> Any:
-        frame = honest(self, *call).copy()
+        arrived = honest(self, *call)
+        frame = arrived.data.copy()
         frame[len(frame) // 2] ^= 4
-        return frame
+        return replace(arrived, data=frame)
 
     with monkeypatch.context() as patched:
         patched.setattr(UnitConnection, "_payload", hurt)

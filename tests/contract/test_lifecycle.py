@@ -17,6 +17,7 @@ import torch
 from dataplane import DataPlaneClient, Server, connect, connect_async, failpoints, serve
 from dataplane.errors import ClientClosedError
 
+from .conftest import settings_of, unit_transport
 from .values import same_rows
 
 MIB = 1 << 20
@@ -221,8 +222,8 @@ def _parent_with_child(address: str, ready: int, end: int) -> None:
 @pytest.mark.usefixtures("poison")
 def test_nearly_full_and_poisoned(road: str) -> None:
     """Room is reused at once, and overwritten first; readers that copy or hold views see their own rows."""
-    settings = {"capacity_bytes": 2 * MIB, "reserve_fraction": 0.1}
-    with serve(settings) as server, connect(server.address, force_remote=road.startswith("remote")) as client:
+    settings = {"capacity_bytes": 2 * MIB, "reserve_fraction": 0.1, "bulk_transport": unit_transport()}
+    with serve(settings) as server, connect(server.address, **settings_of(road)) as client:
         client.register_partition("p", ["input_ids"], None, [])
         generator = np.random.default_rng(0)
         kept: list[tuple[list[torch.Tensor], torch.Tensor]] = []

@@ -65,10 +65,10 @@ class HeldUnit:
         self.patience_s = 0.3
         carry_out, send = BulkServer._write, UnitConnection.write
 
-        def held(server: BulkServer, request: Any) -> int:
+        def held(server: BulkServer, *request: Any) -> int:
             self.began.set()
             assert self.go_on.wait(WAIT_S)
-            return carry_out(server, request)
+            return carry_out(server, *request)
 
         def watched(connection: UnitConnection, *args: Any, **more: Any) -> None:
             try:

@@ -1,0 +1,89 @@
+"""Where there is no transfer engine, or it must not be used: the reasons that are given."""
+
+import builtins
+import importlib
+import logging
+
+import pytest
+
+from dataplane.bulk import engine as engine_module
+from dataplane.bulk.by_engine import EngineTransport, UnitEngine
+from dataplane.bulk.engine import Engine, EngineError, EngineSettings
+from dataplane.bulk.in_frames import ClientFrames
+from dataplane.config import DataPlaneConfig
+from dataplane.pb import bulk_pb2 as pb
+
+CONFIG = DataPlaneConfig(bulk_transport="mooncake", mooncake_host="test.invalid")
+TLS = {"tls_cert_file": "c", "tls_key_file": "k", "tls_ca_file": "a"}
+
+
+@pytest.fixture(params=["no wheel", "no library"])
+def absent(request, monkeypatch):
+    """What the reason has to say."""
+    honest = importlib.import_module
+
+    def fail(name, *more):
+        if name != "mooncake.engine":
+            return honest(name, *more)
+        if request.param == "no wheel":
+            raise ModuleNotFoundError(name)
+        raise builtins.ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(engine_module.importlib, "import_module", fail)
+    return "pip install" if request.param == "no wheel" else "libibverbs"
+
+
+def test_a_client_says_why_and_talks_zmq(absent, caplog):
+    transport = EngineTransport(CONFIG)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            payloads = transport.to(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
+            assert isinstance(payloads, ClientFrames)
+    assert absent in caplog.text
+    assert caplog.text.count("rows travel by ZMQ") == 1
+    transport.close()
+
+
+def test_a_unit_says_why_and_talks_zmq(absent, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert UnitEngine.open(CONFIG) is None
+    assert absent in caplog.text
+    assert "moves rows by ZMQ" in caplog.text
+
+
+def test_without_the_setting_nothing_is_loaded(absent, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert UnitEngine.open(DataPlaneConfig()) is None
+        payloads = EngineTransport(DataPlaneConfig()).to(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
+    assert isinstance(payloads, ClientFrames)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("found", "wanted"), [([], ""), (["mlx5_0"], "mlx5_1"), ([], "mlx5_0")])
+def test_rdma_needs_its_devices(tmp_path, monkeypatch, found, wanted):
+    for name in found:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(engine_module, "RDMA_DEVICES", tmp_path)
+    with pytest.raises(EngineError, match="the RDMA devices here are") as error:
+        Engine(EngineSettings(host="127.0.0.1", protocol="rdma", device=wanted))
+    assert wanted in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"bulk_transport": "pigeon"}, "zmq, mooncake"),
+        ({"mooncake_protocol": "ib"}, "tcp, rdma"),
+        ({"bulk_transport": "mooncake", **TLS}, "does not encrypt"),
+    ],
+)
+def test_settings_that_do_not_go(settings, why):
+    with pytest.raises(ValueError, match=why):
+        DataPlaneConfig(**settings)
+
+
+def test_tls_from_the_environment_is_no_less_refused(monkeypatch):
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"TQ_TLS_{name}_FILE", "f")
+    with pytest.raises(ValueError, match="does not encrypt"):
+        DataPlaneConfig(bulk_transport="mooncake").with_environment()
