@@ -143,6 +143,10 @@ class Process:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

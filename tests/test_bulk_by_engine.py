@@ -268,12 +268,13 @@ def test_a_client_that_dies_while_its_payload_is_fetched(unit, peer, connection)
         assert peer.ask(write=write_of(source))[0].WhichOneof("outcome") == "written"
         assert unit.arena.data[:1000].tobytes() == bytes([7]) * 1000
         client.signal(signal.SIGSTOP)
-        peer.send(write=write_of(source, offset=2000))
+        os.waitpid(client.pid, os.WUNTRACED)
+        peer.send(write=write_of(source, offset=2 * MIB))
         connection.write([0], [noise(MIB)], reservation=2, timeout_s=WAIT_S)  # others are served meanwhile
         client.kill()
     reply, _ = peer.reply()
     assert reply.WhichOneof("outcome") == "not_fetched"
-    assert not unit.arena.data[2000 + MIB : 3000 + MIB].any()
+    assert not unit.arena.data[2 * MIB : 2 * MIB + 1000].any()
     reply, _ = peer.ask(write=write_of(source))
     assert "was not reached" in reply.not_fetched.why
 

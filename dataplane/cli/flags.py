@@ -16,6 +16,7 @@ from dataplane.cli.text import size
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 
 _SECURITY, _MEMORY, _HTTP = "Security", "Memory and state", "Page and metrics"
+_TRANSPORT = "Transport of rows"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Address = Annotated[
@@ -144,6 +145,27 @@ class Memory:
             rich_help_panel=_MEMORY,
         ),
     ] = "process"
+
+    bulk_transport: Annotated[
+        Literal["zmq", "mooncake"],
+        typer.Option(
+            help="How rows travel between hosts; mooncake: by transfer engine, for clients that want it too (extra "
+            "mooncake). It encrypts nothing and admits anybody who reaches it.",
+            rich_help_panel=_TRANSPORT,
+        ),
+    ] = "zmq"
+    mooncake_protocol: Annotated[
+        Literal["tcp", "rdma"], typer.Option(help="What the transfer engine uses.", rich_help_panel=_TRANSPORT)
+    ] = "tcp"
+    mooncake_device: Annotated[
+        str, typer.Option(metavar="NAMES", help="RDMA devices, by commas (default: any).", rich_help_panel=_TRANSPORT)
+    ] = ""
+    mooncake_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST", help="What clients call the transfer engine (default: --host).", rich_help_panel=_TRANSPORT
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         """As `DataPlaneConfig` takes them."""
