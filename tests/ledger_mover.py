@@ -38,7 +38,7 @@ class LedgerMover(LedgerEvictor):
     """Rules about draining. Within a rule chance decides, as in those about budgets."""
 
     @precondition(lambda self: self.speaking())
-    @rule(seed=st.integers(0, 1 << 32), steps=st.sampled_from([6, 15, 30]))
+    @rule(seed=st.integers(0, 1 << 32), steps=st.sampled_from([3, 6, 10]))
     def migrate(self, seed: int, steps: int) -> None:
         """Units are drained and come back, one after another, while rows come and go."""
         self.shift(Random(seed), steps)
