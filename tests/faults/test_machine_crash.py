@@ -21,9 +21,9 @@ from dataplane import connect, serve
 from dataplane.arena import Arena, MappedArena
 from dataplane.kept import discard
 from dataplane.lockfile import file_system
+from tests.cli_service import Service, services
 from tests.conftest import litter, our_files
 from tests.lives import wait_until
-from tests.test_cli import Service, services
 
 __all__ = ["services"]  # a fixture
 
