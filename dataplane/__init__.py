@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dataplane.errors import CapacityTimeoutError as CapacityTimeoutError
     from dataplane.errors import CheckpointError as CheckpointError
     from dataplane.errors import CheckpointWriteError as CheckpointWriteError
+    from dataplane.errors import ChecksumError as ChecksumError
     from dataplane.errors import ClaimTimeoutError as ClaimTimeoutError
     from dataplane.errors import ClientClosedError as ClientClosedError
     from dataplane.errors import DataPlaneError as DataPlaneError
@@ -116,6 +117,7 @@ _HOME = {
     "CheckpointError": "dataplane.errors",
     "CheckpointInfo": "dataplane.checkpoint",
     "CheckpointWriteError": "dataplane.errors",
+    "ChecksumError": "dataplane.errors",
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",
     "DataPlaneClient": "dataplane.client",

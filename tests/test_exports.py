@@ -19,6 +19,7 @@ EXPECTED = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointWriteError",
+    "ChecksumError",
     "ClaimTimeoutError",
     "ClientClosedError",
     "DataPlaneClient",
