@@ -7,13 +7,11 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import dataplane
 from dataplane.kept import discard
 from tests.deploy.manifests import containers, documents, pod_templates
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
@@ -33,20 +32,6 @@ PODS = {
     for _, document in documents("kubernetes")
     for template in pod_templates(document)
 }
-
-
-def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports."""
-    for _ in range(100):
-        with ExitStack() as held:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for number in range(1, count):
-                    held.enter_context(socket.create_server(("127.0.0.1", first + number)))
-                return int(first)
-            except (OSError, OverflowError):
-                continue
-    raise AssertionError("no ports")
 
 
 class Pods:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 import dataplane
-from tests.deploy.test_ray_job import free_port
+from tests.ports import free_ports
 
 OWN_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 CLIENT = """
@@ -46,18 +46,20 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
     """One in a container of its own: its process, its address, and the port of its unit's metrics."""
-    port = free_port()
+    port = free_ports(2)  # the unit's is the next one
     serve = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", "--http-port", str(port)]
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", OWN_SHM, "sh", *serve], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    address = process.stdout.readline().split()[-1]
-    with dataplane.connect(address) as client:
-        client.register_partition("train", ["x"], None, ["policy"])
-    yield process, address, port + 1
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    try:
+        address = process.stdout.readline().split()[-1]
+        with dataplane.connect(address) as client:
+            client.register_partition("train", ["x"], None, ["policy"])
+        yield process, address, port + 1
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
 
 
 def attached(port: int) -> int:

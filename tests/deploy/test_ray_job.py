@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,15 +18,11 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, ROOT, documents
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 120.0
 JOB = next(document for _, document in documents("kuberay") if document["kind"] == "RayJob")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def cluster() -> Iterator[dict[str, str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PYTHONPATH": str(ROOT),
     }
-    ports = [f"--{name}={free_port()}" for name in ("ray-client-server-port", "dashboard-agent-listen-port")]
+    ports = [f"--{name}={free_ports()}" for name in ("ray-client-server-port", "dashboard-agent-listen-port")]
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += ["--port=0", f"--temp-dir={directory}", "--include-dashboard=false", "--num-cpus=2", *ports]
     output = Path(directory) / "output"

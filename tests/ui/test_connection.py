@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -12,6 +11,7 @@ import torch
 from playwright.sync_api import Error, Page, Route
 
 from dataplane import Server, connect, serve
+from tests.ports import free_ports
 from tests.secure import tls
 from tests.ui import scene
 from tests.ui.conftest import Visitor
@@ -19,13 +19,6 @@ from tests.ui.conftest import Visitor
 pytestmark = pytest.mark.browser
 
 TOKEN = "open-sesame-7f3a"
-
-
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        port: int = asked.getsockname()[1]
-    return port
 
 
 def service_at(http_port: int, token: str | None = None) -> Server:
@@ -101,7 +94,7 @@ def test_a_service_with_tls_wants_a_certificate_as_well(visit: Visitor) -> None:
 
 def test_another_token_asks_for_it_again(visit: Visitor) -> None:
     """The service came back with another token: the page goes, and the form is there."""
-    port = free_port()
+    port = free_ports()
     with service_at(port, TOKEN) as first:
         seen = visit(first.http_address)
         seen.expected += ["status of 401", "net::ERR"]
@@ -115,7 +108,7 @@ def test_another_token_asks_for_it_again(visit: Visitor) -> None:
 
 
 def test_a_lost_connection_is_said_and_found_again(visit: Visitor) -> None:
-    port = free_port()
+    port = free_ports()
     seen = visit(f"127.0.0.1:{port}")
     seen.expected.append("net::ERR")
     with service_at(port) as first, connect(first.address) as client:
