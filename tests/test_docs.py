@@ -16,7 +16,7 @@ import pytest
 from dataplane import connect, serve
 from tests.documents import ROOT, Block, scripts, shell_blocks
 
-LIMIT_S = 150.0
+LIMIT_S = 500.0
 NOT_RUN = 20
 """More blocks than this that nobody runs are too many."""
 
@@ -69,6 +69,7 @@ def test_python(script: list[Block]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("script", CLUSTERS, ids=lambda script: script[0].name)
 def test_python_that_starts_a_cluster(script: list[Block]) -> None:
     """In a process of its own, as a driver is in one cluster only."""
