@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import random
 import socket
 from pathlib import Path
+
+from dataplane.chance import pick
 
 LOWEST_PORT = 15_000
 """Below are the ports that well-known servers like."""
@@ -55,7 +56,7 @@ def lasting_port() -> int:
     """A port, maybe in use, that the kernel gives to nobody by itself: while its server is down, no client's own end of
     a connection takes it (one that looks for the server on this host could even reach itself)."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    return random.randrange(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
+    return pick(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 
 def is_loopback(host: str) -> bool:

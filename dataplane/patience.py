@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from dataplane.chance import jittered
 from dataplane.desk import Desk
 from dataplane.errors import ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
@@ -38,7 +38,7 @@ def patient(operation: Callable[Concatenate[Desk, P], Operation[T]]) -> Callable
                 if not desk.durable or error.facts.get("lost") or time.monotonic() + pause_s >= end:
                     raise
                 log.info("%s; %s begins anew", error, operation.__name__)
-            waits_s = pause_s * random.uniform(0.5, 1.0)
+            waits_s = jittered(pause_s)
             yield Work(functools.partial(time.sleep, waits_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -197,6 +197,7 @@ def test_writers_at_work_never_tear_a_checkpoint(client: DataPlaneClient, tmp_pa
     at which the two fields, put together, agree, and so do all rows of one put."""
     ids = ids_of(64)
     stop = threading.Event()
+    wrote = threading.Semaphore(0)
     failed: list[BaseException] = []
 
     def write(first: int) -> None:
@@ -210,6 +211,7 @@ def test_writers_at_work_never_tear_a_checkpoint(client: DataPlaneClient, tmp_pa
                         writer.clear_samples(ids[first:], "p")
                     fields = {"x": rows, "y": [torch.full((version % 5 + 1,), version)] * 32}
                     writer.put_samples(ids[first : first + 32], "p", fields, [{"version": version}] * 32)
+                    wrote.release()
         except BaseException as error:
             failed.append(error)
 
@@ -219,6 +221,7 @@ def test_writers_at_work_never_tear_a_checkpoint(client: DataPlaneClient, tmp_pa
         thread.start()
     try:
         for turn in range(6):
+            assert failed or wrote.acquire(timeout=60)
             client.checkpoint(tmp_path / f"c{turn}")
     finally:
         stop.set()

@@ -22,7 +22,9 @@ NOT_RUN = 20
 
 
 def starts_a_cluster(script: list[Block]) -> bool:
-    return any("import ray" in block.code or "Cluster(" in block.code for block in script)
+    """Or does something else that a process does once."""
+    once = ("import ray", "Cluster(", "set_tracer_provider(")
+    return any(words in block.code for block in script for words in once)
 
 
 CLUSTERS = [script for script in scripts() if starts_a_cluster(script)]

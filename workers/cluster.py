@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 import uuid
 from collections import Counter
@@ -19,6 +18,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dataplane.chance import jittered
 from workers.actors import kill, wait
 from workers.placement import bundles_by_node
 from workers.ports import PortKeeper
@@ -145,7 +145,7 @@ class RayVirtualCluster:
         """
         end = time.monotonic() + self.ready_timeout_s
         wait_s = FIRST_WAIT_S
-        while not self._ready(strategy, min(wait_s * random.uniform(0.75, 1.25), end - time.monotonic())):
+        while not self._ready(strategy, min(jittered(wait_s, 0.75, 1.25), end - time.monotonic())):
             asked, left_s = self._asked(), end - time.monotonic()
             self._remove()
             if left_s <= 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import threading
 import time
@@ -13,6 +12,7 @@ import zmq
 from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
+from dataplane.chance import jittered
 from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
 from dataplane.control.calls import Calls
@@ -204,7 +204,7 @@ class Keeper:
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), LONGEST_PAUSE_S, self._calls.session.heartbeat_s)
         self._misses += 1
         self._doubted = False
-        self._look_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+        self._look_at = time.monotonic() + jittered(pause_s)
         if lost and not self._calls.waiting and not self._told:
             self._told = True
             self._moved()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dataplane.chance import jittered
 from dataplane.config import TlsFiles
 from dataplane.control.grpc_import import import_grpc_link
 from dataplane.control.resolve import resolve
@@ -207,7 +207,7 @@ class UnitLink:
                         broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
                 if self._closed.is_set() or not self._worth_trying(error, time.monotonic() - broke_at):
                     return
-                if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
+                if self._closed.wait(jittered(pause_s)):
                     return
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 link, error = self._again()
