@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -157,7 +158,9 @@ def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_
     with connect(service.address, heartbeat_s=0.2) as client:
         client.register_partition("train", ["x"], None, ["policy"])
         client.put_samples(["a"], "train", {"x": torch.arange(4)[None]})
-        os.kill(child_of(service), signal.SIGKILL)
+        killed = child_of(service)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: [one.pid for one in psutil.Process(service.process.pid).children()] not in ([], [killed]))
         assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[0, 1, 2, 3]]
         client.put_samples(["b"], "train", {"x": torch.arange(4)[None]})
     assert service.end(signal.SIGTERM) == 0

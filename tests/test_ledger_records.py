@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.control.codec import RESULTS
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.commands import inputs, requests
+from dataplane.ledger.commands import inputs
 from dataplane.ledger.image import dump
 from dataplane.ledger.records import RecordError, decode, encode
 from tests.control_values import of_type, plain
@@ -36,7 +37,7 @@ def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
     assert plain(decode(encode(item))) == plain(item)
 
 
-@pytest.mark.parametrize("kind", kinds(requests, c.Command), ids=lambda kind: str(kind.__name__))
+@pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: str(kind.__name__))
 @settings(deadline=None)
 @given(data=st.data(), session=INT64, number=INT64, watermark=INT64, waiting=st.lists(INT64, max_size=3).map(tuple))
 def test_calls(

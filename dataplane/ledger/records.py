@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from dataplane.ledger.commands import inputs, requests
+from dataplane.ledger.commands import inputs, inspection, requests
 from dataplane.ledger.commands.inputs import Call, Input
 from dataplane.ledger.commands.requests import Command
 from dataplane.ledger.image import dump, load
@@ -71,7 +71,7 @@ _text = msgspec.msgpack.Decoder(str)
 _place = msgspec.msgpack.Decoder(tuple[int, int, int, tuple[int, ...]])
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     name: msgspec.msgpack.Decoder(kind, dec_hook=_array)
-    for module, base in ((inputs, Input), (requests, Command))
+    for module, base in ((inputs, Input), (requests, Command), (inspection, Command))
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, base) and kind not in (Call, Input, Command)
 }

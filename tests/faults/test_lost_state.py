@@ -40,6 +40,14 @@ VERBS: dict[str, Call] = {
     "checkpoint": lambda client, meta, path: client.checkpoint(path / "new"),
     "restore": lambda client, meta, path: client.restore(path / "old", replace=True),
     "stats": lambda client, meta, path: client.stats(),
+    "locate": lambda client, meta, path: client.locate(meta, ["x"]),
+    "matrix": lambda client, meta, path: client.matrix("p"),
+    "show_sample": lambda client, meta, path: client.show_sample("s1"),
+    "memory_map": lambda client, meta, path: client.memory_map(1),
+    "waits": lambda client, meta, path: client.waits(),
+    "drain": lambda client, meta, path: client.drain(1),
+    "undrain": lambda client, meta, path: client.undrain(1),
+    "drop_unit": lambda client, meta, path: client.drop_unit(1),
     "shrink": lambda client, meta, path: client.shrink(),
 }
 Asker = Callable[[str], None]
@@ -85,7 +93,7 @@ def test_every_verb_tells_that_the_service_lost_its_state(ask: Asker, verb: str)
 
 def test_every_verb_of_the_client_is_asked() -> None:
     public = {name for name in vars(DataPlaneClient) if not name.startswith("_")}
-    assert public - {"close", "config", "connect"} == VERBS.keys() - {"write back", "views", "clear all"}
+    assert public - {"close", "config", "connect", "on_event"} == VERBS.keys() - {"write back", "views", "clear all"}
 
 
 def test_a_unit_that_dies_while_it_starts_over_leaves_nothing(tmp_path: Path) -> None:
