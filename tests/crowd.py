@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from multiprocessing.connection import Connection
 
 import torch
@@ -10,9 +11,13 @@ import torch
 from dataplane import AsyncDataPlaneClient, connect_async
 from dataplane.descriptors import allow_more
 
-CLAIM_S = 150.0
+CLAIM_S = 400.0
 AT_ONCE = 4
 """So many sessions of a process are opened, or closed, at once."""
+
+
+class Failure(str):
+    """The traceback of what a process failed with."""
 
 
 def content(sample_id: str) -> list[int]:
@@ -38,7 +43,7 @@ async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
 async def member(address: str, group: int, count: int, say: Connection) -> None:
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, say.recv)
-    patience = {"connect_timeout_s": 100.0, "call_timeout_s": CLAIM_S}
+    patience = {"connect_timeout_s": CLAIM_S, "call_timeout_s": CLAIM_S}
     clients = [connect_async(address, **patience) for _ in range(count)]
     for first in range(0, count, AT_ONCE):
         some = enumerate(clients[first : first + AT_ONCE], first)
@@ -54,6 +59,9 @@ async def member(address: str, group: int, count: int, say: Connection) -> None:
 
 def run(address: str, group: int, count: int, say: Connection) -> None:
     """In a process of its own. When it is told something it begins, and says "turns done", then the samples that its
-    parked claims got; when it is told something again it closes its sessions and says so."""
+    parked claims got; when it is told something again it closes its sessions and says so. What fails it says instead."""
     allow_more()
-    asyncio.run(member(address, group, count, say))
+    try:
+        asyncio.run(member(address, group, count, say))
+    except Exception:
+        say.send(Failure(traceback.format_exc()))

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+
 
 def found_by(module: str, timeout_s: float = 170) -> dict[str, Any]:
     """What `module`, started as a program with a directory for Ray's files, printed as JSON on its last line."""
@@ -20,7 +22,7 @@ def found_by(module: str, timeout_s: float = 170) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, directory],
-            env={**environment, "RAY_TMPDIR": directory},
+            env={**environment, "RAY_TMPDIR": directory, "PYTHONPATH": str(ROOT)},  # other packages bring a `tests` too
             capture_output=True,
             text=True,
             timeout=timeout_s,
