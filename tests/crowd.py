@@ -59,7 +59,8 @@ async def member(address: str, group: int, count: int, say: Connection) -> None:
 
 def run(address: str, group: int, count: int, say: Connection) -> None:
     """In a process of its own. When it is told something it begins, and says "turns done", then the samples that its
-    parked claims got; when it is told something again it closes its sessions and says so. What fails it says instead."""
+    parked claims got; when it is told something again it closes its sessions and says so. What fails it
+    is said instead."""
     allow_more()
     try:
         asyncio.run(member(address, group, count, say))
