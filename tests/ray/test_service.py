@@ -21,6 +21,7 @@ from tests.secure import tls
 from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service
 from workers.resolver import resolve_actor
+from workers.service.asking import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 SMALL = {"capacity_bytes": 16 << 20}
@@ -148,7 +149,8 @@ def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["lost"], "p", {"x": torch.ones(1, 2)})
         (before,) = client.stats().units
-        ray.kill(ray.get_actor(f"mended.{before.name}"))
+        (actor,) = unit_actors("mended", mended.namespace)
+        ray.kill(actor)
         end = time.monotonic() + 60
         while [unit.unit for unit in client.stats().units] != [before.unit + 1]:
             assert time.monotonic() < end, client.stats().units

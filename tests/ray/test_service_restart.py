@@ -14,6 +14,7 @@ import dataplane
 from dataplane.errors import StateDirError
 from dataplane.kept import discard
 from workers import launch_service
+from workers.service.asking import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -37,8 +38,8 @@ def test_what_was_put_outlives_controller_and_units(state: str) -> None:
         assert client.list_samples("p").sample_ids == ["a", "b"]
         more = client.put_samples(["c"], "p", {"x": [torch.arange(2)]})
         assert client.claim_meta("p", "t", ["x"], 3).sample_ids == ["a", "b", "c"]
-        (unit,) = service.units()
-        ray.kill(ray.get_actor(f"lasting.{unit.name}"))
+        (unit,) = unit_actors("lasting", service.namespace)
+        ray.kill(unit)
         rows = client.get_samples([*meta.sample_ids, *more.sample_ids], "p", ["x"])["x"].unbind()
         assert [row.tolist() for row in rows] == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1]]
         client.put_samples(["d"], "p", {"x": [torch.arange(4)]})

@@ -8,12 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import ray
+from ray.actor import ActorHandle
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 from workers.service.nodes import RayNode, node_of
+from workers.service.views import unit_actor_name, units_namespace
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +51,14 @@ def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], who: str)
                 )
     finally:
         channel.close()
+
+
+def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
+    """Those of the storage units of a service, which is in `namespace`, that Ray knows and did not give up."""
+    there, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
+    found = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == there and actor["name"].startswith(prefix):
+            with suppress(ValueError):  # it has ended meanwhile
+                found.append(ray.get_actor(actor["name"], namespace=there))
+    return found

@@ -15,7 +15,8 @@ import dataplane
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ServiceUnavailableError
 from workers.resolver import actor_address
-from workers.service.views import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name, unit_actor_name
+from workers.service.asking import unit_actors
+from workers.service.views import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name
 
 if TYPE_CHECKING:
     from dataplane import DataPlaneClient
@@ -139,11 +140,9 @@ def end_service(name: str, namespace: str, supervisor: ActorHandle | None, contr
             ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)
         with suppress(Exception):
             ray.kill(supervisor)
-    prefix = unit_actor_name(name, "unit-")
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
-            with suppress(Exception):
-                ray.kill(ray.get_actor(actor["name"], namespace=namespace))
+    for unit in unit_actors(name, namespace):
+        with suppress(Exception):
+            ray.kill(unit)
     with suppress(RayError):
         ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
     with suppress(Exception):

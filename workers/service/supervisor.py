@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import DataPlaneError
-from workers.service.asking import forget_units, leaving_nodes, living_nodes
+from workers.service.asking import forget_units, leaving_nodes, living_nodes, unit_actors
 from workers.service.nodes import RayNode, missing, next_unit, taker
 from workers.service.parts import ASK_AGAIN_S, StorageUnitActor, started_again
 from workers.service.views import (
@@ -30,6 +30,7 @@ from workers.service.views import (
     State,
     supervisor_name,
     unit_actor_name,
+    units_namespace,
 )
 
 log = logging.getLogger(__name__)
@@ -126,15 +127,11 @@ class SupervisorActor:
             asked, drained = await self._controller().remembered.remote()
             self._asked = set(asked)
             self._leaving = dict.fromkeys(drained, "drained")
-        names = await asyncio.to_thread(ray.util.list_named_actors)
-        prefix = unit_actor_name(self._plan.name, "unit-")
         nodes = {node.ident: node for node in await asyncio.to_thread(living_nodes)}
-        for actor_name in names:
-            if actor_name.startswith(prefix):
-                with suppress(RayError, ValueError, KeyError):
-                    actor = await asyncio.to_thread(ray.get_actor, actor_name)
-                    name, ident = await actor.where.remote()
-                    self._mind(name, nodes[ident], actor)
+        for actor in await asyncio.to_thread(unit_actors, self._plan.name, self._plan.namespace):
+            with suppress(RayError, KeyError):
+                name, ident = await actor.where.remote()
+                self._mind(name, nodes[ident], actor)
         self._spawn(self._watch())
 
     async def units(self) -> list[ServiceUnit]:
@@ -344,7 +341,7 @@ class SupervisorActor:
         place = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
         maker = ray.remote(StorageUnitActor).options(
             name=unit_actor_name(plan.name, name),
-            namespace=plan.namespace,
+            namespace=units_namespace(plan.namespace),
             lifetime="detached",
             num_cpus=0,
             scheduling_strategy=place,

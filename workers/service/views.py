@@ -62,3 +62,9 @@ def supervisor_name(service: str) -> str:
 
 def unit_actor_name(service: str, unit: str) -> str:
     return f"{service}.{unit}"
+
+
+def units_namespace(service_namespace: str) -> str:
+    """Where the actors of storage units have their names: beside the service's own namespace, because Ray warns of
+    detached actors in one that has no name."""
+    return f"{service_namespace}.units"
