@@ -7,7 +7,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-async test soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: demo demo-async test test-slow soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -31,7 +31,10 @@ demo-async: setup ## the same, asynchronously: rollouts go on while the policy t
 	@$(BIN)/python examples/grpo_async.py $(ARGS)
 
 test: setup ## the test suite
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 soak: setup ## half an hour of faults under rising load, then the ledger's model test and simulator, twenty times longer
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)

@@ -71,6 +71,7 @@ def test_python(script: list[Block]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("script", CLUSTERS, ids=lambda script: script[0].name)
 def test_python_that_starts_a_cluster(script: list[Block]) -> None:
