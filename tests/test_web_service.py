@@ -192,8 +192,8 @@ def test_a_session_that_was_given_up_is_opened_anew() -> None:
     with Controller(DataPlaneConfig(http_port=0, heartbeat_s=30.0)) as controller:
         address = controller.http_address
         first = [session["session"] for session in ask(address, "/api/stats").json["sessions"]]
-        assert controller._inspection is not None
-        controller._inspection._inside._session += 1  # one that the ledger does not know
+        assert controller._http is not None
+        controller._http._inside._session += 1  # one that the ledger does not know
         second = [session["session"] for session in ask(address, "/api/stats").json["sessions"]]
         assert len(second) == 2
         assert first[0] in second

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.control.handlers import Facts
-from dataplane.control.inspection import Inspection
+from dataplane.control.http_door import HttpDoor
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
@@ -60,7 +60,7 @@ class Controller:
         self._shell: LedgerShell | None = None
         self._grpc: GrpcDoor | None = None
         self._keys: ServerKeys | None = None
-        self._inspection: Inspection | None = None
+        self._http: HttpDoor | None = None
         self._address = ""
 
     @property
@@ -71,12 +71,12 @@ class Controller:
     @property
     def http_address(self) -> str:
         """ "host:port" where it answers browsers and Prometheus; "" where it does not."""
-        return "" if self._inspection is None else self._inspection.server.address
+        return "" if self._http is None else self._http.server.address
 
     @property
     def http_url(self) -> str:
         """The same as a URL."""
-        return "" if self._inspection is None else self._inspection.server.url
+        return "" if self._http is None else self._http.server.url
 
     @property
     def recovered(self) -> bool:
@@ -135,7 +135,7 @@ class Controller:
         self._shell.start()
         self._grpc.serve(self._shell, facts)
         if recorder is not None:
-            self._inspection = Inspection(
+            self._http = HttpDoor(
                 config, self._shell, ledger, recorder, address=self._address, heartbeat_s=config.heartbeat_s
             ).start()
 
@@ -211,9 +211,9 @@ class Controller:
         seconds at most. Idempotent."""
         shell, self._shell = self._shell, None
         grpc, self._grpc = self._grpc, None
-        inspection, self._inspection = self._inspection, None
-        if inspection is not None:
-            inspection.stop()
+        http, self._http = self._http, None
+        if http is not None:
+            http.stop()
         if shell is not None:
             shell.stop(STOP_S)
         if grpc is not None:

@@ -1,4 +1,4 @@
-"""The controller's HTTP side: page, JSON, metrics and health, from a session of its own inside the process."""
+"""The HTTP door: page, JSON, metrics and health, from a session of its own inside the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE_S = 1.0
 """How often the bytes that are live are noted for the flow."""
 
 
-class Inspection:
+class HttpDoor:
     """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive."""
 
     def __init__(
