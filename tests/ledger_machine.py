@@ -214,7 +214,9 @@ class LedgerDriver(SpaceChecks):
                 model.cleared(command, result)
             case List(), Listed():
                 partition = model.partitions[command.partition]
-                named = partition.in_order() if command.samples is None else model.named(partition, command.samples)
+                named = partition.in_order()[: command.limit]
+                if command.samples is not None:
+                    named = model.named(partition, command.samples)
                 model.check_view(named, result)
             case CheckConsumption(), Consumption():
                 self.check_consumption(command, result)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
+from dataplane.control.channel import Channel
+from dataplane.ledger import commands as c
 from tests.cli_service import filled  # noqa: F401
 
 
@@ -52,6 +55,21 @@ def test_no_more_than_the_limit(filled: DataPlaneClient, capsys: pytest.CaptureF
     assert sample["tags"] == {"group": "g0"}
     assert sample["tasks"] == {"policy": "leased", "critic": "unclaimed"}
     assert sample["bytes"] == 5 * 8 + 4 + 5 * 4
+
+
+def test_what_is_not_shown_is_not_fetched(filled: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[tuple[str, ...]] = []
+    call = Channel.call
+
+    def watched(channel: Channel, command: c.Command, *rest: Any, **more: Any) -> tuple[int, c.Result]:
+        number, result = call(channel, command, *rest, **more)
+        if isinstance(result, c.Listed):
+            listed.append(result.ids)
+        return number, result
+
+    monkeypatch.setattr(Channel, "call", watched)
+    assert main(["ls", "train", "--limit", "2"]) == 0
+    assert listed == [("a", "b")]
 
 
 def test_names_cannot_write_on_the_terminal(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:

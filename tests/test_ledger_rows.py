@@ -50,6 +50,27 @@ def test_three_steps_of_the_same_ids_refuse_every_late_write_back(client: Client
     assert client.used() == 0
 
 
+@pytest.mark.parametrize(
+    ("limit", "found"), [(0, ()), (1, ("b",)), (2, ("b", "c")), (9, ("b", "c", "d")), (None, ("b", "c", "d"))]
+)
+def test_a_list_has_the_oldest_up_to_its_limit(client: Client, limit: int | None, found: tuple[str, ...]) -> None:
+    client.put(["a", "b", "c", "d"], {"x": [8] * 4}, tags={"n": [0, 1, 2, 3]})
+    client.put(["b"], {"y": [8]})
+    client.clear("a")
+    listed = client.call(c.Listed, c.List(partition="p", limit=limit))
+    assert listed.ids == found
+    assert len(listed.rows) == len(listed.births) == len(found)
+    assert listed.fields == {0: (), 1: ("x", "y")}.get(len(found), ("x",))
+    assert [value for column in listed.tags for value in column.values] == [1, 2, 3][: len(found)]
+
+
+@pytest.mark.parametrize(("limit", "samples"), [(-1, None), (1, by_ids("a"))])
+def test_a_limit_that_makes_no_sense_is_refused(client: Client, limit: int, samples: c.Samples | None) -> None:
+    client.put(["a"], {"x": [8]})
+    with pytest.raises(InvalidRequestError, match=f"limit={limit}"):
+        client.call(c.Listed, c.List(partition="p", limit=limit, samples=samples))
+
+
 def test_births_outlive_the_partition(client: Client) -> None:
     made = client.put(["a"], {"x": [8]})
     client.call(c.Cleared, c.Clear(partition="p", samples=None))

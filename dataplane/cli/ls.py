@@ -65,11 +65,12 @@ def _partition(part: c.PartitionStats) -> tuple[object, ...]:
 def _samples(channel: Channel, partition: str, limit: int, json: bool) -> None:
     from dataplane.ledger import commands as c
 
-    ids = ask(channel, c.List(partition=partition), c.Listed).ids
-    found = [sample for sample in (_look(channel, partition, name) for name in ids[:limit]) if sample is not None]
+    ids = ask(channel, c.List(partition=partition, limit=limit), c.Listed).ids
+    total = ask(channel, c.Describe(partition=partition), c.Described).live
+    found = [sample for sample in (_look(channel, partition, name) for name in ids) if sample is not None]
     if json:
         rows = [_as_dict(sample) for sample in found]
-        print_json({"partition": partition, "total": len(ids), "samples": rows})
+        print_json({"partition": partition, "total": total, "samples": rows})
         return
     print_table(
         ("sample", ">age", ">bytes", "fields", "lacking", "tags"),
@@ -85,8 +86,8 @@ def _samples(channel: Channel, partition: str, limit: int, json: bool) -> None:
             for sample in found
         ],
     )
-    if len(ids) > limit:
-        print(f"the oldest {limit} of {counted(len(ids), 'sample')}; --limit {len(ids)} lists all")
+    if total > limit:
+        print(f"the oldest {limit:,} of {counted(total, 'sample')}; --limit {total} lists all")
 
 
 def _look(channel: Channel, partition: str, name: str) -> c.Shown | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.errors import FieldNotProducedError
+from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.budgets import limit_of
@@ -95,8 +95,12 @@ class Reads:
 
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
         partition = self.state.partition(command.partition)
+        if command.limit is not None and (command.samples is not None or command.limit < 0):
+            raise InvalidRequestError(
+                f"limit={command.limit}: it must be 0 or more, and is for lists that name no samples"
+            )
         if command.samples is None:
-            rows = partition.rows.in_order()
+            rows = partition.rows.in_order()[: command.limit]
         else:
             self.state.check_samples(command.samples)
             rows = partition.resolve(command.samples).copy()

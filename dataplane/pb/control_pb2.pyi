@@ -993,14 +993,16 @@ class SetVersionRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples")
+    __slots__ = ("header", "partition", "samples", "limit")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Listed(_message.Message):
     __slots__ = ("ids", "rows", "births", "fields", "tags")

@@ -268,10 +268,11 @@ class SetVersion(Command, frozen=True, kw_only=True):
 
 
 class List(Command, frozen=True, kw_only=True):
-    """All live samples, oldest first, or with `samples` exactly those. Answered `Listed`."""
+    """All live samples, oldest first, up to `limit`; or with `samples` exactly those. Answered `Listed`."""
 
     partition: str
     samples: Samples | None = None
+    limit: int | None = None
 
 
 class Stats(Command, frozen=True, kw_only=True):
