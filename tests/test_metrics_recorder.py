@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from dataplane.metrics import recorder as recorder_module
 from dataplane.metrics import timeline as timeline_module
 from dataplane.metrics.counts import BOUNDS_S, Histogram
 from dataplane.metrics.flow import KEPT_S, Flow
-from dataplane.metrics.recorder import Recorder
+from dataplane.metrics.recorder import Moved, Recorder
+from dataplane.metrics.service import ServiceMetrics
 from dataplane.metrics.timeline import Timeline
 from dataplane.types import FieldKind, FieldSpec
 
@@ -171,6 +173,49 @@ def test_partitions_that_are_gone_stay_in_the_sum(told: Told) -> None:
     told.recorder.count()
     assert told.recorder.by_partition == {}
     assert (told.recorder.moved.put_samples, told.recorder.moved.cleared_samples) == (2, 2)
+
+
+def test_a_partition_that_goes_while_all_are_summed_up_is_in_the_sum_once(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the sum shrinks afterwards, which Prometheus takes for a start from 0."""
+    told.put(2, born=2)
+    told.recorder.count()
+    going = threading.Thread(target=told.recorder.forget, args=(["p"],))
+    add = Moved.add
+
+    def add_while_it_goes(everything: Moved, moved: Moved) -> None:
+        if threading.current_thread() is not going and going.ident is None:
+            going.start()
+            going.join(0.2)  # it has to wait
+        add(everything, moved)
+
+    monkeypatch.setattr(Moved, "add", add_while_it_goes)
+    assert told.recorder.moved.put_samples == 2
+    going.join()
+    assert told.recorder.by_partition == {}
+    assert told.recorder.moved.put_samples == 2
+
+
+def test_a_partition_that_comes_while_prometheus_asks_is_not_taken_for_one_that_is_gone(told: Told) -> None:
+    def ask(command: c.Command) -> c.Result:
+        if isinstance(command, c.Waits):
+            return c.WaitList(now=0.0, waits=())
+        told.put(2, born=2)  # too late for this answer
+        return c.StatsReport(
+            epoch=1,
+            now=0.0,
+            units=(),
+            partitions=(),
+            sessions=(),
+            waiting_allocations=0,
+            low_watermark=0.5,
+            high_watermark=0.9,
+        )
+
+    metrics = ServiceMetrics(ask, told.recorder)
+    list(metrics.collect())
+    assert told.recorder.by_partition["p"].put_samples == 2
 
 
 def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

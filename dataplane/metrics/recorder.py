@@ -70,7 +70,7 @@ class Recorder:
         self.busy_s = 0.0
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
         self._samples = 0
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # whoever counts, sums up or forgets
         self._flow = Flow()
         self._timeline = Timeline()
         self._reserved: dict[tuple[int, int], float] = {}
@@ -137,8 +137,9 @@ class Recorder:
 
     def lives(self, nbytes: int) -> None:
         """So many bytes are live now."""
-        self.count()
-        self._flow.at(self.clock() + self._unix_s).live_bytes = nbytes
+        with self._counting:
+            self.count()
+            self._flow.at(self.clock() + self._unix_s).live_bytes = nbytes
 
     def _reported(self, item: c.Input, output: c.Output, took_s: float) -> None:
         op = self.ops.setdefault(type(item), Op())
@@ -237,21 +238,28 @@ class Recorder:
     @property
     def moved(self) -> Moved:
         """Of all partitions together."""
-        self.count()
-        everything = Moved()
-        for moved in (self._gone, *list(self.by_partition.values())):
-            everything.add(moved)
-        return everything
+        with self._counting:
+            self.count()
+            everything = Moved()
+            for moved in (self._gone, *self.by_partition.values()):
+                everything.add(moved)
+            return everything
+
+    @property
+    def partitions(self) -> set[str]:
+        """Those that something is counted of."""
+        with self._counting:
+            self.count()
+            return set(self.by_partition)
 
     def forget(self, partitions: Iterable[str]) -> None:
         """These are gone."""
         gone = set(partitions)
-        for name in gone:
-            moved = self.by_partition.pop(name, None)
-            if moved is not None:
-                self._gone.add(moved)
-        for key in [key for key in list(self.by_task) if key[0] in gone]:
-            self.by_task.pop(key, None)
+        with self._counting:
+            for name in gone & self.by_partition.keys():
+                self._gone.add(self.by_partition.pop(name))
+            for key in [key for key in self.by_task if key[0] in gone]:
+                del self.by_task[key]
 
     def flow(self) -> FlowReport:
         self.count()

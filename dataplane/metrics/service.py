@@ -47,12 +47,12 @@ class ServiceMetrics(Collector):
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
+        known = self._recorder.partitions  # before the question: one that comes meanwhile is not gone
         stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
         self._recorder.count()
-        living = {part.partition for part in stats.partitions}
-        self._recorder.forget(set(self._recorder.by_partition) - living)
+        self._recorder.forget(known - {part.partition for part in stats.partitions})
         sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
         self._service(sheet, stats)
         self._counted(sheet)
