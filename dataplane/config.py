@@ -210,12 +210,18 @@ class DataPlaneConfig:
         return self.insecure or self.tls is not None or self.secret() is not None
 
     def secret(self) -> str | None:
-        """The token, read from token_file where that is what is set. ValueError if the file holds none."""
-        if self.token is not None or self.token_file is None:
-            return self.token
-        token = Path(self.token_file).read_text(encoding="utf-8").strip()
+        """The token, read from token_file where that is what is set. ValueError for one that is empty, which would let
+        everybody in, and for what no header of HTTP and gRPC can hold."""
+        where, token = "token", self.token
+        if token is None and self.token_file is not None:
+            where = f"token_file {self.token_file!r}"
+            token = Path(self.token_file).read_text(encoding="utf-8").strip()
+        if token is None:
+            return None
         if not token:
-            raise ValueError(f"token_file {self.token_file!r} is empty")
+            raise ValueError(f"{where} is empty")
+        if not (token.isascii() and token.isprintable()) or token != token.strip():
+            raise ValueError(f"{where} may only have printable ASCII characters, and no space at its ends")
         return token
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dataplane import DataPlaneConfig, build_data_plane_client, connect
-from dataplane.config import TlsFiles
+from dataplane import DataPlaneConfig, build_data_plane_client, connect, serve
+from dataplane.config import MIB, TlsFiles
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,14 @@ def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="empty"):
         DataPlaneConfig(token_file=str(path)).secret()
+
+
+@pytest.mark.parametrize(("token", "why"), [("", "empty"), ("s\xe9cret", "ASCII"), ("a\nb", "ASCII"), (" x", "space")])
+def test_a_token_that_guards_nothing_or_cannot_be_shown_is_refused(token: str, why: str) -> None:
+    config = DataPlaneConfig(host="0.0.0.0", token=token, units=0, capacity_bytes=MIB)
+    with pytest.raises(ValueError, match=f"token.*{why}") as caught:
+        serve(config)
+    assert not token or token not in str(caught.value)
 
 
 def test_attaching_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
