@@ -53,6 +53,6 @@ def clear(
 
 
 def _question(found: c.PartitionStats) -> str:
-    waiting = f", on which {counted(found.waiting_claims, 'claim')} wait" if found.waiting_claims else ""
+    waiting = f", and {counted(found.waiting_claims, 'claim')} waiting for more" if found.waiting_claims else ""
     held = f"{counted(found.live, 'live sample')}, {readable(found.live_bytes)}"
     return f"Drop the whole partition {shown(found.partition)} ({held}{waiting})?"

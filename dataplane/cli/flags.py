@@ -15,8 +15,10 @@ import typer
 from dataplane.cli.text import size
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 
-_SECURITY, _MEMORY, _HTTP = "Security", "Memory and state", "Page and metrics"
-_TRANSPORT = "Transport of rows"
+_security = functools.partial(typer.Option, rich_help_panel="Security")
+_memory = functools.partial(typer.Option, rich_help_panel="Memory and state")
+_transport = functools.partial(typer.Option, rich_help_panel="Transport of rows")
+_http = functools.partial(typer.Option, rich_help_panel="Page and metrics")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Address = Annotated[
@@ -30,38 +32,20 @@ class Security:
 
     token_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help=f"File with the service's token (default: {ENV_TOKEN}).", rich_help_panel=_SECURITY
-        ),
+        _security(metavar="FILE", help=f"File with the service's token (default: {ENV_TOKEN})."),
     ] = None
     tls_cert_file: Annotated[
         str | None,
-        typer.Option(
-            "--tls-cert",
-            metavar="FILE",
-            help="Mutual TLS: PEM file of this process's own certificate.",
-            rich_help_panel=_SECURITY,
-        ),
+        _security("--tls-cert", metavar="FILE", help="Mutual TLS: PEM file of this process's own certificate."),
     ] = None
-    tls_key_file: Annotated[
-        str | None, typer.Option("--tls-key", metavar="FILE", help="PEM file of its key.", rich_help_panel=_SECURITY)
-    ] = None
+    tls_key_file: Annotated[str | None, _security("--tls-key", metavar="FILE", help="PEM file of its key.")] = None
     tls_ca_file: Annotated[
         str | None,
-        typer.Option(
-            "--tls-ca",
-            metavar="FILE",
-            help="PEM file of the authority that signed everybody's certificates.",
-            rich_help_panel=_SECURITY,
-        ),
+        _security("--tls-ca", metavar="FILE", help="PEM file of the authority that signed everybody's certificates."),
     ] = None
     tls_server_name: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The name in the service's certificate, if not the host of its address.",
-            rich_help_panel=_SECURITY,
-        ),
+        _security(metavar="NAME", help="The name in the service's certificate, if not the host of its address."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -106,65 +90,40 @@ class Memory:
 
     host: Annotated[
         str,
-        typer.Option(
-            metavar="HOST",
-            help="Address to listen on; another than loopback needs a token or TLS.",
-            rich_help_panel=_SECURITY,
-        ),
+        _security(metavar="HOST", help="Address to listen on; another than loopback needs a token or TLS."),
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure", help="Listen on other than loopback with neither token nor TLS.", rich_help_panel=_SECURITY
-        ),
+        _security("--insecure", help="Listen on other than loopback with neither token nor TLS."),
     ] = False
     capacity: Annotated[
         int | None,
-        typer.Option(
-            parser=size,
-            metavar="SIZE",
-            help="Bytes per unit, as 512m or 4g (default: a share of the arena dir).",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(parser=size, metavar="SIZE", help="Bytes per unit, as 512m or 4g (default: a share of the arena dir)."),
     ] = None
-    arena_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Local directory for arenas.", rich_help_panel=_MEMORY)
-    ] = "/dev/shm"
+    arena_dir: Annotated[str, _memory(metavar="DIR", help="Local directory for arenas.")] = "/dev/shm"
     state_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Local directory from which the service goes on after its end.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(metavar="DIR", help="Local directory from which the service goes on after its end."),
     ] = None
     durability: Annotated[
         Literal["process", "machine"],
-        typer.Option(
-            help="Which end it survives with a state directory: its process's, or its machine's (arenas on a disk).",
-            rich_help_panel=_MEMORY,
+        _memory(
+            help="Which end it survives with a state directory: its process's, or its machine's (arenas on a disk)."
         ),
     ] = "process"
 
     bulk_transport: Annotated[
         Literal["zmq", "mooncake"],
-        typer.Option(
+        _transport(
             help="How rows travel between hosts; mooncake: by transfer engine, for clients that want it too (extra "
-            "mooncake). It encrypts nothing and admits anybody who reaches it.",
-            rich_help_panel=_TRANSPORT,
+            "mooncake). It encrypts nothing and admits anybody who reaches it."
         ),
     ] = "zmq"
-    mooncake_protocol: Annotated[
-        Literal["tcp", "rdma"], typer.Option(help="What the transfer engine uses.", rich_help_panel=_TRANSPORT)
-    ] = "tcp"
-    mooncake_device: Annotated[
-        str, typer.Option(metavar="NAMES", help="RDMA devices, by commas (default: any).", rich_help_panel=_TRANSPORT)
-    ] = ""
+    mooncake_protocol: Annotated[Literal["tcp", "rdma"], _transport(help="What the transfer engine uses.")] = "tcp"
+    mooncake_device: Annotated[str, _transport(metavar="NAMES", help="RDMA devices, by commas (default: any).")] = ""
     mooncake_host: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST", help="What clients call the transfer engine (default: --host).", rich_help_panel=_TRANSPORT
-        ),
+        _transport(metavar="HOST", help="What clients call the transfer engine (default: --host)."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -180,23 +139,20 @@ class Http:
 
     ui: Annotated[
         bool,
-        typer.Option("--ui", help="Answer browsers: a page that shows what is inside.", rich_help_panel=_HTTP),
+        _http("--ui", help="Answer browsers: a page that shows what is inside."),
     ] = False
     metrics: Annotated[
         bool,
-        typer.Option(
-            "--metrics", help="Answer Prometheus, at /metrics (the same server as the page).", rich_help_panel=_HTTP
-        ),
+        _http("--metrics", help="Answer Prometheus, at /metrics (the same server as the page)."),
     ] = False
     http_port: Annotated[
         int | None,
-        typer.Option(
+        _http(
             min=0,
             max=65535,
             metavar="PORT",
             help="Port for both (default: two above --port, or any free one, printed). Storage units answer "
             "Prometheus at the ports that follow.",
-            rich_help_panel=_HTTP,
         ),
     ] = None
 

@@ -84,7 +84,7 @@ def _looks(look: Callable[[], Look], interval: float) -> Iterator[tuple[Look, Lo
     """Each look and the one before it, without end."""
     before = look()
     while True:
-        time.sleep(interval)
+        time.sleep(interval)  # the pace of somebody who watches; a service wakes nobody for what changes in it
         after = look()
         yield before, after
         before = after

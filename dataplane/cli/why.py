@@ -15,11 +15,11 @@ from dataplane.cli.output import print_json, print_table
 from dataplane.cli.text import ago, counted, shown
 from dataplane.types import Scalar
 
-_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.+?)\s*")
-
 if TYPE_CHECKING:
     from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
+
+_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.+?)\s*")
 
 
 def why(
