@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,46 +28,25 @@ from tests.lives import wait_until
 from tests.web_client import ask
 
 
-@pytest.mark.parametrize(("flags", "told"), [([], "across-hosts"), (["--checksums", "always"], "always")])
-def test_which_rows_get_checksums_is_told_to_the_service(
-    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: list[DataPlaneConfig] = []
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[DataPlaneConfig]:
+    """What `tq serve` would run with: nothing is started."""
+    found: list[DataPlaneConfig] = []
 
     def take(config: DataPlaneConfig, count: int, json: bool) -> int:
-        settings.append(config)
+        found.append(config)
         return 0
 
     monkeypatch.setattr(serve_module, "_serve", take)
+    return found
+
+
+@pytest.mark.parametrize(("flags", "told"), [([], "across-hosts"), (["--checksums", "always"], "always")])
+def test_which_rows_get_checksums_is_told_to_the_service(
+    flags: list[str], told: str, settings: list[DataPlaneConfig]
+) -> None:
     assert main(["serve", *flags]) == 0
     assert settings[0].checksums == told
-
-
-def test_the_first_line_has_the_address_as_text_or_json(services: list[Service]) -> None:
-    services.append(Service("--units", "0"))
-    assert services[-1].first_line == f"data plane service at {services[-1].address}\n"
-    services.append(Service("--units", "0", "--json"))
-    address = json.loads(services[-1].first_line)["address"]
-    with connect(address) as client:
-        assert client.stats().units == ()
-    for service in services:
-        assert service.end(signal.SIGTERM) == 0
-
-
-def test_page_and_metrics_are_where_it_says(services: list[Service]) -> None:
-    services.append(Service("--ui", "--units", "1"))
-    assert services[-1].process.stdout is not None
-    words = services[-1].process.stdout.readline().split()
-    assert words[:2] == ["page", "at"]
-    address = words[2].removeprefix("http://").rstrip("/,")
-    assert ask(address, "/healthz").text == "ok\n"
-    assert 'tq_unit_connected{name="unit-0",unit="1"} 1.0' in ask(address, "/metrics").text
-    services.append(Service("--metrics", "--units", "0", "--json"))
-    url = json.loads(services[-1].first_line)["http"]
-    assert ask(url.removeprefix("http://"), "/healthz").status == 200
-    for service in services:
-        assert service.end(signal.SIGTERM) == 0
-        assert service.errors == ""
 
 
 @pytest.mark.parametrize(
@@ -79,16 +59,34 @@ def test_page_and_metrics_are_where_it_says(services: list[Service]) -> None:
         (["--http-port", "9000", "--port", "7200"], 9000),
     ],
 )
-def test_which_port_http_is_served_at(flags: list[str], port: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: list[DataPlaneConfig] = []
-
-    def take(config: DataPlaneConfig, count: int, json: bool) -> int:
-        settings.append(config)
-        return 0
-
-    monkeypatch.setattr(serve_module, "_serve", take)
+def test_which_port_http_is_served_at(flags: list[str], port: int | None, settings: list[DataPlaneConfig]) -> None:
     assert main(["serve", *flags]) == 0
     assert settings[0].http_port == port
+
+
+def test_it_says_where_it_is_as_text(services: list[Service]) -> None:
+    service = Service("--ui", "--units", "1")
+    services.append(service)
+    assert service.first_line == f"data plane service at {service.address}\n"
+    assert service.process.stdout is not None
+    words = service.process.stdout.readline().split()
+    assert words[:2] == ["page", "at"]
+    address = words[2].removeprefix("http://").rstrip("/,")
+    assert ask(address, "/healthz").text == "ok\n"
+    assert 'tq_unit_connected{name="unit-0",unit="1"} 1.0' in ask(address, "/metrics").text
+    assert service.end(signal.SIGTERM) == 0
+    assert service.errors == ""
+
+
+def test_it_says_where_it_is_as_json(services: list[Service]) -> None:
+    service = Service("--metrics", "--units", "0", "--json")
+    services.append(service)
+    told = json.loads(service.first_line)
+    assert ask(told["http"].removeprefix("http://"), "/healthz").status == 200
+    with connect(told["address"]) as client:
+        assert client.stats().units == ()
+    assert service.end(signal.SIGTERM) == 0
+    assert service.errors == ""
 
 
 def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +95,18 @@ def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeyp
     assert "token" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def control_c(service: Service) -> int:
+    """As a terminal ends what runs in it; its exit code."""
+    os.killpg(service.process.pid, signal.SIGINT)
+    return service.end(0)
+
+
+@pytest.mark.parametrize("end", [lambda service: service.end(signal.SIGTERM), control_c], ids=["SIGTERM", "Ctrl-C"])
 def test_serve_status_and_a_clean_end(
-    services: list[Service], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    services: list[Service],
+    end: Callable[[Service], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
@@ -116,7 +123,10 @@ def test_serve_status_and_a_clean_end(
         report: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert len(report["units"]) == 2
         assert report["partitions"][0]["produced"] == {"x": 2}
-    assert service.end(number) == 0
+    for wrong in ("guess", None):
+        with pytest.raises(ConnectionError, match="token"):
+            connect(service.address, token=wrong)
+    assert end(service) == 0
     assert service.errors == ""
     assert not litter(service.files)
 
@@ -141,15 +151,6 @@ def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_pa
     assert f"going on with what was in {state}" in second.errors
     assert len(discard(state, ["/dev/shm"])) == 2
     assert not litter(first.files)
-
-
-def test_control_c_is_no_failure(services: list[Service]) -> None:
-    service = Service("--units", "2")
-    services.append(service)
-    os.killpg(service.process.pid, signal.SIGINT)
-    _, errors = service.process.communicate(timeout=60)
-    assert (service.process.returncode, errors) == (0, "")
-    assert not litter(service.files)
 
 
 def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_path: Path) -> None:
@@ -191,17 +192,6 @@ def test_a_unit_that_dies_again_and_again_is_given_up(tmp_path: Path, monkeypatc
         assert "storage unit unit-0 ended 2 times" in ended.get(timeout=60)
         units.stop()
     discard(tmp_path / "state", ["/dev/shm"])
-
-
-def test_a_wrong_token_is_refused(services: list[Service], tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("secret")
-    service = Service("--units", "0", "--token-file", str(token))
-    services.append(service)
-    for wrong in ("guess", None):
-        with pytest.raises(ConnectionError, match="token"):
-            connect(service.address, token=wrong)
-    assert service.end(signal.SIGTERM) == 0
 
 
 def test_units_end_when_their_service_is_killed(services: list[Service]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
 
-from dataplane import Server, serve
+from dataplane import DataPlaneClient, Server, connect, serve
 
 PICTURES = Path(__file__).parents[2] / "out" / "ui"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -82,8 +83,8 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture
-def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]:
+@contextlib.contextmanager
+def visitor(browser: Browser, name: str) -> Iterator[Visitor]:
     """Opens pages; at the end each leaves its picture, and must have kept to its origin and said no error. What a test
     means to go wrong it adds to `expected`, as patterns."""
     visits: list[Visit] = []
@@ -95,7 +96,7 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]
         return visits[-1]
 
     yield start
-    name = re.sub(r"[\W_]+", "-", request.node.name.removeprefix("test_")).strip("-")
+    name = re.sub(r"[\W_]+", "-", name.removeprefix("test_")).strip("-")
     for number, one in enumerate(visits):
         one.keep(f"{name}-{number}" if number else name)
     for context in contexts:
@@ -104,6 +105,19 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]
 
 
 @pytest.fixture
+def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]:
+    """See `visitor`."""
+    with visitor(browser, request.node.name) as start:
+        yield start
+
+
+@pytest.fixture
 def service() -> Iterator[Server]:
     with serve({"capacity_bytes": 64 << 20, "http_port": 0}) as server:
         yield server
+
+
+@pytest.fixture
+def client(service: Server) -> Iterator[DataPlaneClient]:
+    with connect(service.address, client_name="rollout-0") as client:
+        yield client

@@ -152,9 +152,12 @@ def test_a_slow_service_is_not_asked_twice_at_once(service: Server, visit: Visit
 
 def test_an_answer_that_never_comes_is_given_up(service: Server, visit: Visitor) -> None:
     seen = visit(service.http_address)
+    with urlopen(f"http://{service.http_address}/api.js") as answer:
+        impatient = answer.read().decode().replace("DEADLINE_MS = 8000", "DEADLINE_MS = 2000")
+    seen.page.route("**/api.js", lambda route: route.fulfill(content_type="text/javascript", body=impatient))
     page = seen.open()
     page.route("**/api/waits", lambda route: None)
-    seen.until("#lost-why", "no answer within 8 s")
+    seen.until("#lost-why", "no answer within 2 s")
     page.unroute("**/api/waits")
     try_now(page)
     seen.until("#connection", "live")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,12 +10,6 @@ from tests.ui import scene
 from tests.ui.conftest import Visitor
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture
-def client(service: Server) -> Iterator[DataPlaneClient]:
-    with connect(service.address, client_name="rollout-0") as client:
-        yield client
 
 
 def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, visit: Visitor) -> None:

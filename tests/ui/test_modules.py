@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from dataplane import serve
-from tests.ui.conftest import Visitor
+from tests.ui.conftest import visitor
 
 pytestmark = pytest.mark.browser
 
@@ -47,14 +47,10 @@ PUT = {**CLAIM, "what": "put", "client": "", "task": "", "wanted": 3 << 20, "rea
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serve({"units": 0, "http_port": 0}) as server:
-        yield server.http_address
-
-
-@pytest.fixture
-def page(address: str, visit: Visitor) -> Page:
-    return visit(address, viewport={"width": 800, "height": 600}).open()
+def page(browser: Browser) -> Iterator[Page]:
+    """One for all: what is called here changes nothing in it."""
+    with serve({"units": 0, "http_port": 0}) as server, visitor(browser, "modules") as visit:
+        yield visit(server.http_address, viewport={"width": 800, "height": 600}).open()
 
 
 def call(page: Page, module: str, function: str, *arguments: Any) -> Any:
@@ -151,7 +147,9 @@ def test_what_was_slow_is_asked_for_again_later(page: Page) -> None:
           now += 9000;
           due.push(pace.due);
           now += 1001;
-          return [...due, pace.due];
+          due.push(pace.due);
+          delete performance.now; // what it has by itself is there again
+          return due;
         }"""
     )
     assert found == [True, True, False, False, True]

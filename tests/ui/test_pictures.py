@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from playwright.sync_api import Locator
@@ -31,12 +29,6 @@ UPPER_HALF = """(canvas) => {
 }"""
 COLOUR = "(name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
 FIELD, TASK = ["input_ids", "reward", "logprobs"], ["reference", "policy"]
-
-
-@pytest.fixture
-def client(service: Server) -> Iterator[DataPlaneClient]:
-    with connect(service.address, client_name="rollout-0") as client:
-        yield client
 
 
 def painted(picture: Locator, x: float, y: float) -> str:
