@@ -12,8 +12,9 @@ NAME = "dataplane"
 def tracer() -> Any | None:
     """What makes spans; None where no provider is set. Nothing is imported: who sets one has done so."""
     trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
+    if not hasattr(trace, "get_tracer_provider"):  # another thread may be at importing it
         return None
+    assert trace is not None
     provider = trace.get_tracer_provider()
     return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer(NAME)
 

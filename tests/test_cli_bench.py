@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dataplane import DataPlaneClient, ServiceUnavailableError, connect
 from dataplane.cli import bench as bench_module
-from dataplane.cli import main
+from dataplane.cli import main, own
 from dataplane.cli.measuring import Measure
 from dataplane.cli.own import own_service
 from dataplane.config import MIB
@@ -82,3 +85,14 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
         own_service(capacity_bytes=8 * MIB, arena_dir=directory),
     ):
         pass
+
+
+def test_a_service_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the verb would wait for it for ever."""
+    monkeypatch.setattr(own, "_END_S", 0.2)
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
+        assert own._first_line(process) == "ready\n"
+        assert own._end(process) == ""
+        assert process.returncode == -signal.SIGKILL

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -292,3 +293,9 @@ def test_without_the_package_there_are_none_either(server: Server, monkeypatch: 
         client.stats()
     assert tracing.tracer() is None
     assert [event.op for event in events] == ["stats"]
+
+
+def test_while_the_package_is_being_imported_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: what it will have is not there yet."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
+    assert tracing.tracer() is None

@@ -28,8 +28,7 @@ def own_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator
         try:
             yield _first_line(process).split()[-1]
         finally:
-            process.terminate()
-            process.communicate(timeout=_END_S)
+            _end(process)
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
@@ -37,8 +36,17 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     came, _, _ = select.select([process.stdout], [], [], _START_S)
     line = process.stdout.readline() if came else ""
     if not line:
-        process.terminate()
-        _, said = process.communicate(timeout=_END_S)
-        why = f"`tq serve` did not start: {' '.join(said.split()) or f'it said nothing for {_START_S:.0f} s'}"
+        said = " ".join(_end(process).split()) or f"it said nothing for {_START_S:.0f} s"
+        why = f"`tq serve` did not start: {said}"
         raise ServiceUnavailableError(address="127.0.0.1", why=why)
     return line
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """What it said on standard error. One that does not end when it is asked to is killed; its units end with it."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_END_S)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[1]

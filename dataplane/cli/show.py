@@ -10,7 +10,7 @@ from dataplane.cli.asking import ask, session, stats
 from dataplane.cli.completing import partitions
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.text import ago, pairs, readable, shown
+from dataplane.cli.text import ago, counted, pairs, readable, shown
 
 if TYPE_CHECKING:
     from dataplane.control.channel import Channel
@@ -46,7 +46,7 @@ def show(
 
 def _find(channel: Channel, sample: str, partition: str | None) -> c.Shown:
     """In the partition named, or in the first that has it. `NotThereError` if it is not there."""
-    from dataplane.errors import NotThereError, SampleNotFoundError
+    from dataplane.errors import NotThereError
     from dataplane.ledger import commands as c
 
     samples = c.Samples(ids=(sample,))
@@ -58,7 +58,8 @@ def _find(channel: Channel, sample: str, partition: str | None) -> c.Shown:
             return ask(channel, c.Show(partition=name, samples=samples), c.Shown)
         except NotThereError:
             continue
-    raise SampleNotFoundError(partition=" or ".join(names) or "(there is none)", samples=[sample])
+    where = f"partition {names[0]!r}" if len(names) == 1 else f"any of {counted(len(names), 'partition')}"
+    raise NotThereError(f"no live sample {sample!r} in {where}: never put, or cleared since")
 
 
 def _print(found: c.Shown, units: dict[int, str]) -> None:
