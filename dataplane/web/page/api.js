@@ -2,6 +2,9 @@
 // something different about each: log in again, say that the service is gone, or tell what it refused.
 
 const DEADLINE_MS = 8000;
+// A string or a number of JSON. An epoch, and a tag, may have more digits than this language's numbers: such are read
+// as text. Strings are tokens, so that nothing in one is taken for a number.
+const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?/g;
 
 /** Nobody answers, or nothing that can be read. */
 export class ServiceGone extends Error {}
@@ -66,9 +69,7 @@ export async function ask(what, parameters = {}, stop = null) {
 
 function parse(body) {
   try {
-    // An epoch has more digits than this language's numbers: it is read as text. No string has a quote after a brace
-    // or comma without a backslash before it, so nothing in one is taken for the epoch.
-    return JSON.parse(body.replace(/(?<=[{,])"epoch":(\d+)/g, '"epoch":"$1"'));
+    return JSON.parse(body.replace(TOKEN, (token) => (/^-?\d{17,}$/.test(token) ? `"${token}"` : token)));
   } catch {
     return undefined;
   }
