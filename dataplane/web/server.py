@@ -36,6 +36,8 @@ READ_S = 10.0
 """How long a client may take to say what it wants, and to take the answer."""
 OVERDUE_S = 30.0
 """Who has been there for longer is hung up on when others find no place: a handshake of TLS can be drawn out."""
+COMPLAIN_S = 10.0
+"""How often the log says that connections were not taken: whoever opens them could fill a disk with it."""
 PART_BYTES = 256 << 10
 STOP_S = 5.0
 
@@ -70,6 +72,8 @@ class HttpServer:
         self._guard = threading.Lock()
         self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
         self._thread: threading.Thread | None = None
+        self._turned_away = 0
+        self._complained = -math.inf
         self.address = ""
 
     def start(self) -> Self:
@@ -136,9 +140,9 @@ class HttpServer:
 
     def _begin(self, peer: socket.socket) -> None:
         if not self._slots.acquire(blocking=False):
-            log.warning("more than %d HTTP requests at once: one was not taken", AT_ONCE)
             peer.close()
             self._hang_up(since=time.monotonic() - OVERDUE_S)
+            self._complain()
             return
         thread = threading.Thread(target=self._serve, args=(peer,), name="tq-http-request", daemon=True)
         with self._guard:
@@ -148,6 +152,13 @@ class HttpServer:
         except RuntimeError:  # no more threads
             log.exception("an HTTP request was not taken")
             self._end(peer)
+
+    def _complain(self) -> None:
+        """One more was not taken."""
+        self._turned_away += 1
+        if time.monotonic() - self._complained >= COMPLAIN_S:
+            self._complained = time.monotonic()
+            log.warning("more than %d HTTP requests at once: %d not taken so far", AT_ONCE, self._turned_away)
 
     def _hang_up(self, *, since: float) -> None:
         """On whoever came before `since`."""
