@@ -12,11 +12,12 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from dataplane import connect, serve
+from dataplane import DataPlaneConfig, connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
 from dataplane.cli.flags import Memory
 from dataplane.config import DURABILITIES, MIB
+from dataplane.unit import StorageUnit
 from tests.secure import tls
 
 VERBS = [
@@ -130,6 +131,54 @@ def secured() -> Iterator[str]:
         client.register_partition("train", ["x"], None, ["policy"])
         client.put_samples(["a"], "train", {"x": torch.zeros(1)})
         yield server.address
+
+
+BAD = "\x1b[2J\x07"
+"""What would clear the terminal that it is written to."""
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[str]:
+    """The address of a service in which every name has control characters; storage unit 2 is called so as well."""
+    with (
+        serve({"capacity_bytes": 8 * MIB}) as server,
+        StorageUnit(DataPlaneConfig(capacity_bytes=8 * MIB), server.address, name=f"unit{BAD}"),
+        connect(server.address, client_name=f"client{BAD}") as client,
+    ):
+        client.register_partition(f"part{BAD}", [f"field{BAD}"], None, [f"task{BAD}"])
+        tags = [{f"tag{BAD}": f"value{BAD}"}]
+        client.put_samples([f"sample{BAD}"], f"part{BAD}", {f"field{BAD}": torch.zeros(1)}, tags=tags)
+        yield server.address
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["top", "--once", "--interval", "0.1"],
+        ["ls"],
+        ["ls", f"part{BAD}"],
+        ["ls", f"none{BAD}"],
+        ["show", f"sample{BAD}"],
+        ["show", f"none{BAD}"],
+        ["why", f"part{BAD}", f"task{BAD}", f"field{BAD}", "--where", f"tag{BAD} == x{BAD}"],
+        ["why", f"part{BAD}", f"none{BAD}"],
+        ["clear", f"part{BAD}", f"none{BAD}"],
+        ["shrink"],
+        ["drain", f"unit{BAD}", "--undo"],
+        ["drop", f"none{BAD}"],
+        ["checkpoint", "PATH"],
+    ],
+    ids=lambda arguments: "-".join(word.removesuffix(BAD) for word in arguments[:2]),
+)
+def test_no_name_can_write_on_the_terminal(
+    arguments: list[str], hostile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(tmp_path / "saved") if word == "PATH" else word for word in arguments]
+    main([*given, "--address", hostile])
+    told = capsys.readouterr()
+    assert told.out or told.err
+    assert not {"\x1b", "\x07"} & set(told.out + told.err)
 
 
 def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

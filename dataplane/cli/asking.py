@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+from dataplane.cli.text import shown
+
 if TYPE_CHECKING:
     from dataplane.config import DataPlaneConfig
     from dataplane.control.channel import Channel
@@ -60,6 +62,6 @@ def unit_stats(channel: Channel, unit: str) -> c.UnitStats:
     found = [each for each in units if str(each.unit) == unit] or [each for each in units if each.name == unit]
     if len(found) == 1:
         return found[0]
-    have = ", ".join(f"{each.unit} {each.name}" for each in units) or "none"
+    have = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
     why = "several are called so: give its number" if found else "there is none such"
     raise InvalidRequestError(f"storage unit {unit!r}: {why}; there are {have}")

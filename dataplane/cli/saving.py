@@ -10,7 +10,7 @@ import dataplane
 from dataplane.cli.completing import partitions as names
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable
+from dataplane.cli.text import counted, readable, shown
 
 if TYPE_CHECKING:
     from dataplane import CheckpointInfo, DataPlaneClient
@@ -57,8 +57,8 @@ def restore(
 
 def summary(done: CheckpointInfo) -> str:
     """What was saved or restored, in one line."""
-    names = ", ".join(f"{name} ({count} samples)" for name, count in done.partitions.items())
-    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {done.files} files"
+    names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in done.partitions.items())
+    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {counted(done.files, 'file')}"
 
 
 def _open(name: str, places: list[str], target: Target) -> tuple[DataPlaneClient, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataplane.cli.asking import ask, session
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable
+from dataplane.cli.text import readable, shown
 
 
 def shrink(*, address: Address = None, target: Target, json: Json = False) -> int:
@@ -22,5 +22,5 @@ def shrink(*, address: Address = None, target: Target, json: Json = False) -> in
     for unit in () if json else done.units:
         problem = f" ({unit.error})" if unit.error else ""
         given, held = readable(unit.given_bytes), readable(unit.backed_bytes)
-        print(f"unit {unit.unit} {unit.name}: {given} given back, {held} held{problem}")
+        print(f"unit {unit.unit} {shown(unit.name)}: {given} given back, {held} held{problem}")
     return 1 if any(unit.error for unit in done.units) else 0

@@ -108,15 +108,16 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
     fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
     ready = found.matching if found.groups is None else found.groups
     some = f"{counted(ready, 'sample' if found.groups is None else 'whole group')}{fields}"
+    why = shown(found.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
     if waits:
         least = min(wait.wanted for wait in waits)
-        return f"{who} waits: {counted(len(waits), 'claim')} of at least {least}, and {some} ready: {found.why}"
+        return f"{who} waits: {counted(len(waits), 'claim')} of at least {least}, and {some} ready: {why}"
     if ready:
-        return f"{who} can claim {some} now: {found.why}"
+        return f"{who} can claim {some} now: {why}"
     if found.complete and not found.unclaimed:
         return f"{who} has nothing left to claim: the partition is complete, and all of it is claimed"
-    return f"{who} would wait, as nothing{fields} is ready: {found.why}"
+    return f"{who} would wait, as nothing{fields} is ready: {why}"
 
 
 def _counts(found: c.Blocked) -> list[tuple[str, object]]:
