@@ -46,6 +46,7 @@ def test_a_request_is_what_its_site_makes_of_it(address: str) -> None:
     assert got.json == {"path": "/a/b", "query": {"x": "1", "y": "ä ", "z": ""}, "body": "", "way": "GET"}
     assert got.headers["content-type"] == "application/json"
     assert got.headers["x-content-type-options"] == "nosniff"
+    assert got.headers["cross-origin-resource-policy"] == "same-origin", "pages of others cannot even embed it"
     assert "frame-ancestors 'none'" in got.headers["content-security-policy"]
     assert got.headers["connection"] == "close"
 
