@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.cli.text import size
+from dataplane.cli.text import ago, size
 from dataplane.config import MIB
 
 
@@ -14,3 +14,11 @@ from dataplane.config import MIB
 )
 def test_sizes(text: str, count: int) -> None:
     assert size(text) == count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1.0, "0.0 s"), (119.0, "119.0 s"), (120.0, "2 min"), (7200.0, "2 h"), (260_000.0, "3 d"), (float("inf"), "no end")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert ago(seconds) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,9 @@ def readable(count: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A time for a person: 12.3 s, 5 min, 2 h, 3 d."""
+    """A time for a person: 12.3 s, 5 min, 2 h, 3 d; "no end" for one that has none."""
+    if math.isinf(seconds):
+        return "no end"
     for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
