@@ -58,30 +58,32 @@ class Ours:
         self.module.close()
 
 
+def _as_new(controller: Any, polling: bool) -> None:
+    """An emptied controller of the package's counts samples from 0 again, not in the order in which they went."""
+    controller.polling_mode = polling
+    controller.index_manager = type(controller.index_manager)()
+
+
 class Original:
-    """The package: its actors take long to start and end, so all scripts that poll share a service, and all others,
-    which is told each script's sampler and emptied after it."""
+    """The package: its actors take long to start and end, so all scripts share a service, which is told each script's
+    sampler and whether it polls, and emptied after it."""
 
     def __init__(self, module: Any) -> None:
+        from omegaconf import OmegaConf  # noqa: PLC0415
+
         self.module = module
-        self.polling: bool | None = None
-        self.conf: Any = None
+        backend = {"SimpleStorage": {"num_data_storage_units": 1}}
+        self.conf = module.init(OmegaConf.create({"backend": backend}))
 
     def prepare(self, script: Any) -> Any:
         """What `init` returned."""
         import ray  # noqa: PLC0415
-        from omegaconf import OmegaConf  # noqa: PLC0415
 
-        if self.polling is not script.POLLING:
-            self.module.close()
-            backend = {"SimpleStorage": {"num_data_storage_units": 1}}
-            self.polling = script.POLLING
-            self.conf = self.module.init(
-                OmegaConf.create({"controller": {"polling_mode": self.polling}, "backend": backend})
-            )
         sampler = script.sampler(self.module) if hasattr(script, "sampler") else self.module.SequentialSampler()
         controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
         ray.get(controller.register_sampler.remote(sampler))
+        ray.get(controller.__ray_call__.remote(_as_new, script.POLLING))
+        self.conf.controller.polling_mode = script.POLLING
         return self.conf
 
     def after(self) -> None:

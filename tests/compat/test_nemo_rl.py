@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ METHODS = {
 
 
 def saw(module: str, directory: Path) -> Any:
+    directory.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.compat.nemo_script", module, str(directory / "saw.json")],
@@ -85,10 +87,10 @@ def test_the_methods_are_those_of_nemo_rl() -> None:
 def test_the_script_sees_the_same_of_both(tmp_path: Path) -> None:
     if importlib.util.find_spec("transfer_queue") is None:
         pytest.skip("the package TransferQueue is not installed: make setup installs it")
-    original, ours = tmp_path / "original", tmp_path / "ours"
-    original.mkdir()
-    ours.mkdir()
-    assert saw("dataplane.compat.nemo_rl", ours) == saw("tests.compat.nemo_reference", original)
+    modules = ("tests.compat.nemo_reference", "dataplane.compat.nemo_rl")
+    with ThreadPoolExecutor(len(modules)) as pool:
+        original, ours = pool.map(saw, modules, (tmp_path / module for module in modules))
+    assert ours == original
 
 
 def test_configurations_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,65 +11,63 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = (
-    "batches",
-    "metas",
-    "samplers",
-    "keys",
-    "errors",
-    "checkpoints",
-    "polling",
-    "groups",
-    "ranks",
-    "balanced",
-)
-"""In this order, because the package hands out the numbers of cleared samples again: what looks at them comes first."""
+SCRIPTS = sorted(path.stem for path in (ROOT / "tests" / "compat" / "scripts").glob("[a-z]*.py"))
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def saw(module: str, directory: Path) -> dict[str, Any]:
-    """What every script saw of the module, in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compat.runner", module, str(directory), *SCRIPTS],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT), "TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return {script: json.loads((directory / f"{script}.json").read_text()) for script in SCRIPTS}
+class Side:
+    """What every script sees of a module, in a process of its own that runs while the other side's does."""
+
+    def __init__(self, module: str, directory: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
+        self._directory = directory
+        directory.mkdir()
+        with (directory / "output").open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.compat.runner", module, str(directory), *SCRIPTS],
+                cwd=ROOT,
+                env={**environment, "PYTHONPATH": str(ROOT), "TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def saw(self) -> dict[str, Any]:
+        code = self._process.wait(600)
+        assert code == 0, (self._directory / "output").read_text()[-4000:]
+        return {script: json.loads((self._directory / f"{script}.json").read_text()) for script in SCRIPTS}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(60)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return saw("dataplane.compat.transfer_queue", tmp_path_factory.mktemp("ours"))
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of the package, and of the adapter."""
     if importlib.util.find_spec("transfer_queue") is None:
         pytest.skip("the package TransferQueue is not installed: make setup installs it")
-    return saw("transfer_queue", tmp_path_factory.mktemp("original"))
+    place = tmp_path_factory.mktemp("both")
+    sides = [Side(module, place / module) for module in ("transfer_queue", "dataplane.compat.transfer_queue")]
+    try:
+        original, ours = (side.saw() for side in sides)
+        yield original, ours
+    finally:
+        for side in sides:
+            side.end()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_sees_the_same_of_both(script: str, original: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_a_script_sees_the_same_of_both(script: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    original, ours = both
     assert "failed" not in original[script], original[script]["failed"]
     assert "failed" not in ours[script], ours[script]["failed"]
     assert ours[script] == original[script]
-
-
-def test_all_scripts_are_run() -> None:
-    written = {path.stem for path in (ROOT / "tests" / "compat" / "scripts").glob("*.py")}
-    assert written - {"__init__"} == set(SCRIPTS)

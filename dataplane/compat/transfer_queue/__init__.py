@@ -35,6 +35,9 @@ from dataplane.compat.transfer_queue.session import init as init
 from dataplane.compat.transfer_queue.streaming import StreamingDataLoader as StreamingDataLoader
 from dataplane.compat.transfer_queue.streaming import StreamingDataset as StreamingDataset
 
+__version__ = "0.1.11"
+"""Of the package whose interface this is, for callers that look."""
+
 __all__ = [
     "AsyncTransferQueueClient",
     "BaseSampler",

@@ -15,6 +15,7 @@ from dataplane import reading
 from dataplane.compat.transfer_queue import columns, fetching
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.columns import Parser
+from dataplane.compat.transfer_queue.halves import AwaitedHalves, Halves
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.performing import Performer
 from dataplane.compat.transfer_queue.samplers import BaseSampler
@@ -31,7 +32,7 @@ CONFIG = "config"
 """Id and field of the settings that the service keeps."""
 
 
-class AsyncTransferQueueClient:
+class AsyncTransferQueueClient(AwaitedHalves):
     """A client of one service, to be awaited from any event loop. Thread-safe.
 
     controller_info: the service's address, or what `init()` returned as `controller.zmq_info`. zmq_io_threads and
@@ -155,7 +156,7 @@ class AsyncTransferQueueClient:
         config: Mapping[str, Any] | None,
     ) -> Operation[BatchMeta]:
         if mode == "insert":
-            return (yield from mine.insert(desk, batch_size, partition))
+            return (yield from mine.insert(desk, batch_size, partition, coming=list(data_fields)))
         if mode == "force_fetch":
             return (yield from mine.whole_partition(desk, partition, list(data_fields)))
         if mode != "fetch":
@@ -227,7 +228,7 @@ class AsyncTransferQueueClient:
         return (yield from mine.consumption(desk, task, partition, 1 if kept is None else int(kept["expected"])))
 
 
-class TransferQueueClient(AsyncTransferQueueClient):
+class TransferQueueClient(Halves, AsyncTransferQueueClient):
     """The same, with every method also for callers that block."""
 
     def get_meta(

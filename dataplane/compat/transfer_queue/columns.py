@@ -1,8 +1,8 @@
 """Fields as the original package has them, to and from columns of this service.
 
-There every row is a tensor of its own. Here a field has a kind: `[N]` is dense; rows of one or two dimensions are
-jagged, also when all of them are equally long, so that the next put may have other lengths; rows of more dimensions are
-ragged; anything else is objects.
+There every row is a tensor of its own. Here a field has a kind: `[N]` is dense; rows of one dimension are jagged, also
+when all of them are equally long, so that the next put may have other lengths; rows of more dimensions are ragged, as
+any of these may differ (position ids `[4, L]`, images); anything else is objects, arrays among them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 FieldSchema = dict[str, Any]
 Parser = Callable[[dict[str, Any]], Any]
 
-JAGGED_DIMENSIONS = (2, 3)
-"""A tensor `[N, ...]` of so many dimensions is N jagged rows."""
+JAGGED_DIMENSIONS = 2
+"""A tensor `[N, L]` is N jagged rows."""
 
 
 def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
@@ -57,6 +57,11 @@ def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     return {**known, "per_sample_shapes": shapes} if shapes else known
 
 
+def unknown_schema() -> FieldSchema:
+    """What `BatchMeta.field_schema` says of a field before its first put."""
+    return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
+
+
 # --- to the service
 
 
@@ -68,7 +73,7 @@ def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 def _column(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.is_nested:
         return value
-    if value.dim() in JAGGED_DIMENSIONS and len(value):
+    if value.dim() == JAGGED_DIMENSIONS and len(value):
         return _as_jagged(value.detach())
     return value.detach()
 
@@ -80,13 +85,22 @@ def _as_jagged(dense: Tensor) -> Tensor:
     return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))
 
 
-def ragged_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
-    """Fields whose rows may have any shape from now on, to be declared before their first put."""
-    return {
-        name: FieldSpec(FieldKind.RAGGED)
-        for name, value in columns.items()
-        if isinstance(value, Tensor) and not value.is_nested and value.dim() > max(JAGGED_DIMENSIONS)
-    }
+def declared_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
+    """The kinds of fields that their first values alone would not tell, to be declared before these are put."""
+    kinds = {name: _kind_of(value) for name, value in columns.items()}
+    return {name: FieldSpec(kind) for name, kind in kinds.items() if kind is not None}
+
+
+def _kind_of(value: Any) -> FieldKind | None:
+    if isinstance(value, Tensor):
+        return FieldKind.RAGGED if value.dim() > JAGGED_DIMENSIONS else None
+    if not isinstance(value, NonTensorStack | list):
+        return None
+    rows = rows_of(value)
+    if any(isinstance(row, np.ndarray) for row in rows):
+        return FieldKind.OBJECT
+    wide = rows and all(isinstance(row, Tensor) and row.dim() >= JAGGED_DIMENSIONS for row in rows)
+    return FieldKind.RAGGED if wide else None
 
 
 def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:

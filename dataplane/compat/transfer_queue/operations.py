@@ -148,16 +148,17 @@ def of_keys(desk: Desk, keys: Sequence[str], partition: str, create: bool) -> Op
 
 
 def get_keys(desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None) -> Operation[TensorDict]:
-    """The fields of exactly these keys; None: all fields that all of them have."""
+    """The fields of exactly these keys, one that comes twice twice; None: all fields that all of them have."""
+    distinct = list(dict.fromkeys(keys))
     if fields is None:
-        found = yield from listed(desk, partition, c.Samples(ids=tuple(keys)))
+        found = yield from listed(desk, partition, c.Samples(ids=tuple(distinct)))
         fields = found.fields
         if not fields:
             raise StorageKeyNotFoundError(
                 f"partition {partition!r}: the keys {first_few(keys)} have no field that all of them have"
             )
-    data: TensorDict = yield from reading.get(desk, list(keys), partition, list(fields), True)
-    return columns.from_columns(data)
+    data: TensorDict = yield from reading.get(desk, distinct, partition, list(fields), True)
+    return columns.from_columns(data) if len(distinct) == len(keys) else _repeated(data, distinct, keys)
 
 
 def put_keys(
@@ -218,27 +219,29 @@ def put(
 ) -> Operation[Meta]:
     """Put into a partition that is made if it is not there."""
     encoded = None if fields is None else columns.to_columns(fields)
-    ragged = columns.ragged_fields(encoded or {})
+    declared = columns.declared_fields(encoded or {})
     known = desk.schemas.get(partition, {})
-    undeclared = {name: spec for name, spec in ragged.items() if name not in known}
+    undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
         yield extend(desk, partition, fields=undeclared)
     try:
         return (yield from ops.put(desk, names, partition, encoded, tags, mode))
     except PartitionNotFoundError:
-        yield extend(desk, partition, fields=ragged)
+        yield extend(desk, partition, fields=declared)
         return (yield from ops.put(desk, names, partition, encoded, tags, mode))
 
 
-def insert(desk: Desk, count: int, partition: str, fields: Mapping[str, Any] | None = None) -> Operation[BatchMeta]:
-    """New samples without keys, with these fields if any."""
+def insert(
+    desk: Desk, count: int, partition: str, fields: Mapping[str, Any] | None = None, coming: Sequence[str] = ()
+) -> Operation[BatchMeta]:
+    """New samples without keys, with these fields if any; `coming` are fields that will be put later."""
     if count < 1:
         raise ValueError(f"{count} new samples: put at least one")
     batch = uuid4().hex
     made = yield from put(desk, [f"{UNNAMED}{batch}/{row}" for row in range(count)], partition, fields, None, "create")
     assert made.handles is not None
     rows, births = made.handles
-    meta = BatchMeta(births.tolist(), [partition] * count)
+    meta = BatchMeta(births.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming})
     return meta._named(list(made.sample_ids), rows.tolist())
 
 
@@ -252,20 +255,32 @@ def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation
 
 
 def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
-    """The fields of the samples of a meta."""
+    """The fields of the samples of a meta, of one that is in it twice twice."""
+    samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
+    first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
+    if len(first) < meta.size:
+        distinct = list(dict.fromkeys(samples))
+        data = yield from get_batch(desk, meta.select_samples([first[sample] for sample in distinct]))
+        return _repeated(data, distinct, samples)
     parts = yield from named(desk, meta)
     fields = meta.field_names
     if len(parts) == 1:
         names = parts[0][1]
-        data: TensorDict = yield from reading.get(desk, names, names.partition_id, fields, True)
-        return columns.from_columns(data)
+        found: TensorDict = yield from reading.get(desk, names, names.partition_id, fields, True)
+        return columns.from_columns(found)
     rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
     for places, names in parts:
-        data = yield from reading.get(desk, names, names.partition_id, fields, True)
+        found = yield from reading.get(desk, names, names.partition_id, fields, True)
         for name in fields:
-            for place, row in zip(places, columns.rows_of(data[name]), strict=True):
+            for place, row in zip(places, columns.rows_of(found.get(name)), strict=True):
                 rows[name][place] = row
     return TensorDict({name: columns.packed_rows(mine) for name, mine in rows.items()}, batch_size=[meta.size])
+
+
+def _repeated(data: TensorDict, there: Sequence[Any], wanted: Sequence[Any]) -> TensorDict:
+    """The rows of `there`, one after another as they are `wanted`."""
+    places = {sample: place for place, sample in enumerate(there)}
+    return TensorDict(_rows_at(data, [places[sample] for sample in wanted]), batch_size=[len(wanted)])
 
 
 def _rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:

@@ -21,7 +21,12 @@ from dataplane.errors import DataPlaneError
 Batch = tuple[TensorDict, BatchMeta]
 
 PAUSE_S = 0.1
-"""Between two looks for samples, where the service does not wait (`polling_mode`)."""
+"""Between two looks for samples, where the service does not wait (`polling_mode`).
+
+A claim that waits would not do: what ends the pause may be a batch that another process of this rank drew, the last
+claim of another rank (`check_consumption_status`), samples that the sampler still finds too few (no whole group), or
+whatever a `fetch_batch_fn` of the user's asks. So it looks again, as the original does every second.
+"""
 
 
 class StreamingDataset(IterableDataset[Batch]):

@@ -72,12 +72,13 @@ def run(tq, conf):
     saw["reset all"] = [client.get_consumption_status(task, "train")[1] for task in ("actor", "critic")]
 
     empty = client.get_meta(["a"], 2, "fresh", mode="insert")
-    saw["inserted"] = [empty.size, empty.is_ready]
+    saw["inserted"] = [empty.size, empty.is_ready, empty.field_names, empty.get_dtypes("a")]
     client.put(TensorDict({"a": torch.tensor([1, 2])}, batch_size=2), metadata=empty)
     saw["filled"] = client.get_data(client.get_meta(["a"], 2, "fresh", task_name="t"))
     saw["awaited"] = asyncio.run(awaited(client))
     part = put.select_samples([5, 1])
     saw["picked"] = client.get_data(part.select_fields(["index", "tokens"]))
+    saw["one twice"] = client.get_data(put.select_samples([5, 1, 5]).select_fields(["index", "tokens"]))
     saw["nothing"] = client.get_data(tq.BatchMeta.empty())
     client.clear_samples(put.select_samples([0, 1]))
     saw["after clearing"] = status(client.get_consumption_status("actor", "train"), first)

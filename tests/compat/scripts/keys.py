@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
@@ -58,6 +59,7 @@ def run(tq, conf):
         tq.kv_put("d", "val", {"wide": torch.ones(6), "image": torch.ones(1, 2, 3, dtype=torch.uint8)})
     )
     saw["widths"] = tq.kv_batch_get(["c", "d"], "val", ["wide"])
+    saw["one twice"] = tq.kv_batch_get(["c", "a", "c"], "val", ["reward", "wide", "meta"])
     saw["tags only"] = known(tq.kv_batch_put(["a", "new"], "val", tags=[{"score": 2.0}, {"late": True}]))
     saw["list"] = tq.kv_list("val")
     saw["all partitions"] = tq.kv_list()
@@ -81,8 +83,27 @@ def run(tq, conf):
     )
     saw["parsed"] = tq.kv_batch_get(["p", "q"], "parsed")
 
+    saw["wide rows"] = wide_rows(tq)
+    tq.kv_put("a", "arrays", {"a": np.arange(3), "b": np.float32(0.5), "c": [np.arange(2)]})
+    tq.kv_batch_put(["b"], "arrays", TensorDict({"a": NonTensorStack(np.ones((2, 2)))}, batch_size=1))
+    saw["arrays"] = [tq.kv_batch_get(["b", "a"], "arrays", ["a"]), tq.kv_batch_get("a", "arrays", ["b", "c"])]
+
     saw["awaited"] = asyncio.run(awaited(tq))
     saw["awaited on another loop"] = asyncio.run(awaited(tq))
+    return saw
+
+
+def wide_rows(tq):
+    """Of two dimensions, the second of which differs: position ids of models that see images."""
+    for key, length in (("a", 5), ("b", 7), ("c", 3)):
+        ids = torch.arange(3 * length).reshape(1, 3, length)
+        tq.kv_batch_put([key], "wide", TensorDict({"ids": ids, "list": NonTensorStack(ids[0])}, batch_size=1))
+    saw = [tq.kv_batch_get(["a", "b", "c"], "wide")]
+    for lengths in ((2, 2), (2, 4)):
+        rows = [torch.arange(3 * length).reshape(3, length) for length in lengths]
+        fields = {"ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+        tq.kv_batch_put(["d", "e"], "wide", TensorDict(fields, batch_size=2))
+        saw.append(tq.kv_batch_get(["d", "e", "a"], "wide", "ids"))
     return saw
 
 
