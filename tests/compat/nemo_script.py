@@ -1,14 +1,9 @@
 """What NeMo-RL does with its data plane, in one process: the driver's client puts, claims, fans out and clears, the
-worker's one reads by id and writes back. `python -m tests.compat.nemo_script MODULE FILE` leaves what it saw."""
+worker's one reads by id and writes back. `tests.compat.runner` runs it."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import shutil
-import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,10 +11,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from tests.compat.runner import plain
-
 FIELDS = ["input_ids", "token_mask", "sample_mask", "total_reward", "prev_logprobs", "text"]
-REFERENCE = "tests.compat.nemo_reference"
+POLLING = True
 
 
 def known(meta: Any) -> list[Any]:
@@ -88,6 +81,7 @@ def step(driver: Any, worker: Any) -> dict[str, Any]:
     saw["data"] = worker.get_data(meta)
     saw["fewer fields"] = worker.get_data(meta, ["sample_mask"])
     saw["by id"] = worker.get_samples(["c", "a"], "train", ["input_ids", "token_mask", "text"])
+    saw["one twice"] = worker.get_samples(["c", "a", "c"], "train", ["input_ids", "sample_mask", "text"])
     saw["of one length"] = worker.get_samples(["b"], "train", ["input_ids"])
     saw["nothing by id"] = worker.get_samples([], "train", ["input_ids"])
     saw["not produced"] = known(driver.claim_meta("train", "train", ["prev_logprobs"], 2, blocking=False))
@@ -120,29 +114,3 @@ def checkpointed(driver: Any) -> list[Any]:
         driver.put_samples(["late"], "train", batch(1))
         told = driver.load_checkpoint(place)
         return [told, refused(ValueError, driver.get_samples, ["late"], "train", ["input_ids"])]
-
-
-def main(module: str, file: Path) -> None:
-    try:
-        saw = plain(run(importlib.import_module(module).build_data_plane_client))
-    except Exception:
-        saw = {"failed": traceback.format_exc()}
-    file.write_text(json.dumps(saw))
-
-
-def with_ray(module: str, file: Path) -> None:
-    import ray  # noqa: PLC0415
-
-    place = tempfile.mkdtemp(prefix="tqc", dir="/tmp")
-    try:
-        ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, _temp_dir=place, log_to_driver=False)
-        main(module, file)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(place, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _, package, where = sys.argv
-    (with_ray if package == REFERENCE else main)(package, Path(where))

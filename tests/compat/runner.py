@@ -1,20 +1,24 @@
 """Runs scripts with a module: `python -m tests.compat.runner MODULE DIRECTORY SCRIPT...` leaves what each saw as
-DIRECTORY/SCRIPT.json."""
+DIRECTORY/SCRIPT.json, and after them what NeMo-RL's saw as DIRECTORY/nemo.json."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+
+from tests.compat import nemo_script
 
 ORIGINAL = "transfer_queue"
 
@@ -40,6 +44,8 @@ def plain(value: Any) -> Any:
 
 class Ours:
     """This project's adapter: a service for each script."""
+
+    nemo = "dataplane.compat.nemo_rl"
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -67,6 +73,8 @@ def _as_new(controller: Any, polling: bool) -> None:
 class Original:
     """The package: its actors take long to start and end, so all scripts share a service, which is told each script's
     sampler and whether it polls, and emptied after it."""
+
+    nemo = "tests.compat.nemo_reference"
 
     def __init__(self, module: Any) -> None:
         from omegaconf import OmegaConf  # noqa: PLC0415
@@ -98,16 +106,27 @@ class Original:
 def main(name: str, directory: Path, scripts: list[str]) -> None:
     module = importlib.import_module(name)
     side = Original(module) if name == ORIGINAL else Ours(module)
-    for number, script in enumerate(scripts):
+    for script in scripts:
         written = importlib.import_module(f"tests.compat.scripts.{script}")
-        try:
-            saw = plain(written.run(module, side.prepare(written)))
-            side.after()
-        except Exception:
-            saw = {"failed": traceback.format_exc()}
-        (directory / f"{script}.json").write_text(json.dumps(saw))
-        print(number, script, flush=True)
+        _leave(directory, script, functools.partial(_run, side, written))
+    if isinstance(side, Original):
+        side.prepare(nemo_script)  # the driver attaches to what is there; ours starts a service
+    _leave(directory, "nemo", lambda: nemo_script.run(importlib.import_module(side.nemo).build_data_plane_client))
     side.close()
+
+
+def _run(side: Ours | Original, script: Any) -> Any:
+    saw = script.run(side.module, side.prepare(script))
+    side.after()
+    return saw
+
+
+def _leave(directory: Path, script: str, run: Callable[[], Any]) -> None:
+    try:
+        saw = plain(run())
+    except Exception:
+        saw = {"failed": traceback.format_exc()}
+    (directory / f"{script}.json").write_text(json.dumps(saw))
 
 
 def with_ray(name: str, directory: Path, scripts: list[str]) -> None:

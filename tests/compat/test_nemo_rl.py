@@ -7,21 +7,13 @@ NeMo-RL is not on PyPI (its name there is a placeholder of version 0.0.0), so th
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
-
-ROOT = Path(__file__).parents[2]
 
 METHODS = {
     "register_partition": (
@@ -53,25 +45,6 @@ METHODS = {
 """NeMo-RL's abstract class."""
 
 
-def saw(module: str, directory: Path) -> Any:
-    directory.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compat.nemo_script", module, str(directory / "saw.json")],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found = json.loads((directory / "saw.json").read_text())
-    assert "failed" not in found, found["failed"]
-    return found
-
-
 def test_the_methods_are_those_of_nemo_rl() -> None:
     found = {
         name: tuple(inspect.signature(method).parameters)[1:]
@@ -83,13 +56,11 @@ def test_the_methods_are_those_of_nemo_rl() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_script_sees_the_same_of_both(tmp_path: Path) -> None:
-    if importlib.util.find_spec("transfer_queue") is None:
-        pytest.skip("the package TransferQueue is not installed: make setup installs it")
-    modules = ("tests.compat.nemo_reference", "dataplane.compat.nemo_rl")
-    with ThreadPoolExecutor(len(modules)) as pool:
-        original, ours = pool.map(saw, modules, (tmp_path / module for module in modules))
+@pytest.mark.timeout(900)
+def test_the_script_sees_the_same_of_both(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    original, ours = (side["nemo"] for side in both)
+    assert "failed" not in original, original["failed"]
+    assert "failed" not in ours, ours["failed"]
     assert ours == original
 
 

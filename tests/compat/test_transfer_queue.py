@@ -6,63 +6,13 @@ Where the two are meant to differ, tests of this project's alone say so (`test_t
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "tests" / "compat" / "scripts").glob("[a-z]*.py"))
+from tests.compat.conftest import SCRIPTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-class Side:
-    """What every script sees of a module, in a process of its own that runs while the other side's does."""
-
-    def __init__(self, module: str, directory: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
-        self._directory = directory
-        directory.mkdir()
-        with (directory / "output").open("w") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.compat.runner", module, str(directory), *SCRIPTS],
-                cwd=ROOT,
-                env={**environment, "PYTHONPATH": str(ROOT), "TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def saw(self) -> dict[str, Any]:
-        code = self._process.wait(600)
-        assert code == 0, (self._directory / "output").read_text()[-4000:]
-        return {script: json.loads((self._directory / f"{script}.json").read_text()) for script in SCRIPTS}
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait(60)
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of the package, and of the adapter."""
-    if importlib.util.find_spec("transfer_queue") is None:
-        pytest.skip("the package TransferQueue is not installed: make setup installs it")
-    place = tmp_path_factory.mktemp("both")
-    sides = [Side(module, place / module) for module in ("transfer_queue", "dataplane.compat.transfer_queue")]
-    try:
-        original, ours = (side.saw() for side in sides)
-        yield original, ours
-    finally:
-        for side in sides:
-            side.end()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -12,9 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from dataplane import reading
 from dataplane.compat.nemo_rl.meta import KVBatchMeta
-from dataplane.compat.transfer_queue import columns, fetching
+from dataplane.compat.transfer_queue import fetching
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
@@ -178,8 +177,8 @@ def _claim(
 
 
 def _get(desk: Desk, ids: Sequence[str], partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
-    data: TensorDict = yield from reading.get(desk, list(ids), partition, list(fields), True)
-    values = {name: dense_if_even(value) for name, value in columns.from_columns(data).items()}
+    data: TensorDict = yield from mine.get_keys(desk, ids, partition, fields)
+    values = {name: dense_if_even(value) for name, value in data.items()}
     made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
     return made
 
