@@ -28,6 +28,12 @@ KUBERAY = [found for found in documents("kuberay") if found[1]["kind"] != "Kusto
 KUSTOMIZATIONS = sorted(DEPLOY.glob("*/kustomization.yaml"))
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 PODS = [(name, template) for name, document in KUBERNETES + KUBERAY for template in pod_templates(document)]
+PODS_BY_FILE = {Path(name.partition(":")[0]).stem: template for name, template in PODS}
+INGRESS = {
+    document["metadata"]["name"]: document["spec"]["ingress"]
+    for name, document in KUBERNETES
+    if document["kind"] == "NetworkPolicy" and name.startswith("kubernetes/network.yaml")
+}
 COMPOSE: Document = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
 
 
@@ -125,6 +131,7 @@ def test_shared_memory_holds_the_capacity_and_counts_as_memory(given: Document) 
 def test_nobody_is_root(given: Document) -> None:
     assert given["spec"]["securityContext"]["runAsNonRoot"] is True
     assert given["spec"]["securityContext"]["runAsUser"] == 1000
+    assert given["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in containers(given):
         assert container["image"] == f"rl-dataplane:{VERSION}"
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
@@ -165,17 +172,39 @@ def test_units_of_one_set_are_nobody_elses() -> None:
 
 
 def test_the_network_policy_opens_the_ports_that_are_used() -> None:
-    policies = {
-        document["metadata"]["name"]: {port["port"] for rule in document["spec"]["ingress"] for port in rule["ports"]}
-        for _, document in KUBERNETES
-        if document["kind"] == "NetworkPolicy"
-    }
+    policies = {name: {port["port"] for rule in rules for port in rule["ports"]} for name, rules in INGRESS.items()}
     services = {
         document["metadata"]["name"]: {port["port"] for port in document["spec"]["ports"]}
         for _, document in KUBERNETES
         if document["kind"] == "Service"
     }
     assert policies == services
+
+
+def test_whoever_moves_rows_reaches_the_units() -> None:
+    """Clients, and the pod in which the pages have `tq drain` run."""
+    (rule,) = [rule for rule in INGRESS["tq-unit"] if {"protocol": "TCP", "port": 7043} in rule["ports"]]
+    let_in = [found["podSelector"]["matchLabels"].items() for found in rule["from"]]
+    for kind, template in (("client", PODS_BY_FILE["trainer"]), ("controller", PODS_BY_FILE["controller"])):
+        assert any(wanted <= template["metadata"]["labels"].items() for wanted in let_in), kind
+
+
+def test_trainers_that_are_units_may_talk_by_any_port() -> None:
+    (policy,) = [document for name, document in KUBERNETES if name == "kubernetes/trainer.yaml:NetworkPolicy"]
+    labels = PODS_BY_FILE["trainer"]["metadata"]["labels"].items()
+    (rule,) = policy["spec"]["ingress"]
+    assert "ports" not in rule
+    for wanted in (policy["spec"]["podSelector"], rule["from"][0]["podSelector"]):
+        assert wanted["matchLabels"].items() <= labels
+
+
+def test_no_unit_ends_because_its_manifest_changed() -> None:
+    units = [
+        document
+        for _, document in KUBERNETES
+        if document["kind"] in ("StatefulSet", "DaemonSet") and document["metadata"]["name"] != "tq-controller"
+    ]
+    assert [unit["spec"]["updateStrategy"]["type"] for unit in units] == ["OnDelete", "OnDelete"]
 
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=[path.parent.name for path in KUSTOMIZATIONS])
@@ -216,6 +245,13 @@ def test_compose_names_files_volumes_and_secrets_that_are_there() -> None:
             assert (DEPLOY / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], (
                 f"{name}: {volume}"
             )
+
+
+def test_compose_can_give_every_service_its_secrets() -> None:
+    """Only secrets that are files can be given to containers with a root that is read only."""
+    written = {name for name, secret in COMPOSE["secrets"].items() if "file" not in secret}
+    for name, service in COMPOSE["services"].items():
+        assert not (service.get("read_only") and written & set(service.get("secrets", ()))), name
 
 
 def test_compose_publishes_to_this_machine_only() -> None:
