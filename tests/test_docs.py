@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from dataplane import connect, serve
 from tests.documents import ROOT, Block, scripts, shell_blocks
 
 LIMIT_S = 500.0
+SIDE_BY_SIDE = 3
+BY_ITSELF = "test_python_that_starts_a_cluster"
 NOT_RUN = 20
 """More blocks than this that nobody runs are too many."""
 
@@ -70,14 +73,31 @@ def test_python(script: list[Block]) -> None:
     exec(compile(code_of(script), script[0].page, "exec"), {"__name__": "__main__"})  # noqa: S102
 
 
+def run_by_itself(script: list[Block]) -> subprocess.CompletedProcess[str]:
+    write = "".join(f"open({block.file!r}, 'w').write({block.code!r})\n" for block in script if block.file)
+    return in_process_of_its_own([sys.executable, "-c", write + code_of(script)])
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Those that tests ask for, a few side by side: a cluster that starts or ends mostly waits."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        asked = [item for item in request.session.items if isinstance(item, pytest.Function)]
+        scripts = [item.callspec.params["script"] for item in asked if item.originalname == BY_ITSELF]
+        begun = {script[0].name: pool.submit(run_by_itself, script) for script in scripts}
+        yield begun
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("script", CLUSTERS, ids=lambda script: script[0].name)
-def test_python_that_starts_a_cluster(script: list[Block]) -> None:
+def test_python_that_starts_a_cluster(
+    script: list[Block], runs: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> None:
     """In a process of its own, as a driver is in one cluster only."""
-    write = "".join(f"open({block.file!r}, 'w').write({block.code!r})\n" for block in script if block.file)
-    done = in_process_of_its_own([sys.executable, "-c", write + code_of(script)])
+    done = runs[script[0].name].result()
     assert done.returncode == 0, done.stderr[-3000:]
 
 
