@@ -7,9 +7,15 @@ a block says what is special: `<!-- file: NAME -->`: the block is that file, bes
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from dataplane.cli.app import main
 
 ROOT = Path(__file__).parents[1]
 STAND_ALONE = ("README.md", "docs/workers.md")
@@ -73,3 +79,18 @@ def scripts() -> list[list[Block]]:
 def shell_blocks() -> list[Block]:
     """Every block for a shell, those that are not run as well."""
     return [block for page in pages() for block in blocks(page) if block.language in ("sh", "bash", "shell", "console")]
+
+
+@cache
+def flags_of(verb: str) -> set[str]:
+    """The flags that `tq verb --help` lists."""
+    shown, before = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "200"
+    try:
+        with contextlib.redirect_stdout(shown):
+            assert main([verb, "--help"]) == 0, f"tq {verb}: {shown.getvalue()[-500:]}"
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return set(re.findall(r"--[a-z][a-z-]+", shown.getvalue()))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect, serve
-from tests.documents import ROOT, Block, scripts, shell_blocks
+from tests.documents import ROOT, Block, flags_of, scripts, shell_blocks
 
 LIMIT_S = 500.0
 SIDE_BY_SIDE = 3
@@ -122,22 +122,9 @@ def test_few_blocks_are_not_run() -> None:
     assert len(left) <= NOT_RUN, left
 
 
-def flags_of(verb: str, known: dict[str, set[str]]) -> set[str]:
-    """The flags that `tq verb --help` lists."""
-    if verb not in known:
-        command = [sys.executable, "-m", "dataplane", verb, "--help"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "COLUMNS": "200"}
-        )
-        assert done.returncode == 0, f"tq {verb}: {done.stderr[-500:]}"
-        known[verb] = set(re.findall(r"--[a-z][a-z-]+", done.stdout))
-    return known[verb]
-
-
 def test_every_flag_that_a_shell_block_names_is_there() -> None:
-    known: dict[str, set[str]] = {}
     for block in shell_blocks():
         for line in block.code.replace("\\\n", " ").splitlines():
             for verb, rest in re.findall(r"(?:^|\s)tq ([a-z]+)([^|;&#]*)", line.split(" #")[0]):
-                wrong = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", rest)) - flags_of(verb, known)
+                wrong = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", rest)) - flags_of(verb)
                 assert not wrong, f"{block.name}: tq {verb} has no {sorted(wrong)}"

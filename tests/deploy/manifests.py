@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +62,3 @@ def tq_commands() -> Iterator[tuple[str, list[str]]]:
     for number, line in enumerate((DEPLOY / "slurm" / "tq.sbatch").read_text(encoding="utf-8").splitlines(), 1):
         for words in re.findall(r"\btq (serve .*?|unit .*?)(?:\)|>|$)", line if "echo" not in line else ""):
             yield f"tq.sbatch:{number}", shlex.split(words.replace('"${unit[@]}"', ""))
-
-
-@cache
-def flags_of(verb: str) -> set[str]:
-    """The flags that `tq verb --help` lists."""
-    command = [sys.executable, "-m", "dataplane", verb, "--help"]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
-    return set(re.findall(r"--[a-z][a-z-]+", done.stdout))

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from dataplane.cli.text import size
-from tests.deploy.manifests import DEPLOY, ROOT, Document, containers, documents, flags_of, pod_templates, tq_commands
+from tests.deploy.manifests import DEPLOY, ROOT, Document, containers, documents, pod_templates, tq_commands
+from tests.documents import flags_of
 
 VERSIONS = ("1.31.0", "1.37.0")
 """Of Kubernetes: the oldest whose sidecars and probes these manifests use without a switch that is still around, and
