@@ -18,6 +18,9 @@ from tests.conftest import litter, our_files
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "tq.sbatch"
 TOOLS = Path(__file__).parent / "slurm"
+ONE_NODE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "first"}
+"""For what does not depend on how many there are."""
+
 COMMAND = """
 import os, signal, sys, torch, dataplane
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -84,7 +87,7 @@ def test_the_command_finds_the_service_and_its_code_is_the_jobs(tmp_path: Path) 
 
 
 def test_what_slurm_asks_to_end_ends(tmp_path: Path) -> None:
-    running = job(tmp_path, "signal.pause()")
+    running = job(tmp_path, "signal.pause()", **ONE_NODE)
     assert running.stdout is not None
     while not running.stdout.readline().startswith("claimed"):
         assert running.poll() is None
@@ -94,13 +97,13 @@ def test_what_slurm_asks_to_end_ends(tmp_path: Path) -> None:
 
 def test_a_part_that_dies_ends_the_job(tmp_path: Path) -> None:
     pid = 'int(open(os.environ["FAKE_SRUN"] + "/serve").read())'
-    code, _, errors = ended(job(tmp_path, f"os.kill({pid}, signal.SIGKILL); signal.pause()"))
+    code, _, errors = ended(job(tmp_path, f"os.kill({pid}, signal.SIGKILL); signal.pause()", **ONE_NODE))
     assert code == 1
     assert "a part of the service ended before the command" in errors
 
 
 def test_a_part_that_does_not_start_says_why(tmp_path: Path) -> None:
-    code, _, errors = ended(job(tmp_path, TQ_CAPACITY="1000t"))
+    code, _, errors = ended(job(tmp_path, TQ_CAPACITY="1000t", **ONE_NODE))
     assert code == 1
     assert "tq.sbatch: a storage unit did not start within 120 s (TQ_START_S), or ended before; the output:\n" in errors
     assert "tq: the arena wants 1,099,511,627," in errors
