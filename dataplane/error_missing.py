@@ -79,19 +79,23 @@ class _SamplesError(NotThereError):
         return type(self)(**facts)
 
 
-def _evicted(count: int) -> str:
-    return f" ({count} of them evicted, as the partition was full)" if count else ""
+def _gone(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
+    """What is known of how samples went."""
+    told = [f"{evicted} of them evicted, as the partition was full"] if evicted else []
+    if lost:
+        told.append(f"{lost} of them lost {', '.join(causes) or 'with their storage unit'}")
+    return f" ({'; '.join(told)})" if told else ""
 
 
 class SampleNotFoundError(_SamplesError):
-    """`evicted` counts those that are known to have been evicted, to make room in a full partition."""
+    """`evicted` counts those that are known to have been evicted, to make room in a full partition, `lost` those whose
+    storage unit is gone, or was damaged; `causes` says which, for the first few."""
 
-    def __init__(self, *, evicted: int = 0, **facts: Any) -> None:
-        super().__init__(evicted=evicted, **facts)
+    def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:
+        super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        gone = _evicted(more["evicted"])
-        return f"no live sample {names} in partition {partition!r}: never put, or cleared since{gone}"
+        return f"no live sample {names} in partition {partition!r}: never put, or cleared since{_gone(**more)}"
 
 
 class FieldNotProducedError(_SamplesError):
@@ -103,13 +107,13 @@ class FieldNotProducedError(_SamplesError):
 
 
 class StaleSampleError(_SamplesError):
-    """`evicted` as in `SampleNotFoundError`."""
+    """`evicted`, `lost` and `causes` as in `SampleNotFoundError`."""
 
-    def __init__(self, *, evicted: int = 0, **facts: Any) -> None:
-        super().__init__(evicted=evicted, **facts)
+    def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:
+        super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        gone = _evicted(more["evicted"])
+        gone = _gone(**more)
         return (
             f"sample {names} of partition {partition!r} was cleared after this meta was made{gone} (the id may have "
             "been put again since: that is another sample). Nothing was read or written; take a fresh meta."

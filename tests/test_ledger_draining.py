@@ -13,6 +13,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
+from dataplane.ledger.draining import Drains
 from tests.ledger_driver import BYTES, MIB, Client, Driver, by_ids, handles
 
 KIB = 1024
@@ -364,3 +365,42 @@ def test_drains_and_moves_replay_and_go_on_from_an_image() -> None:
     assert again.fingerprint() == driver.ledger.fingerprint()
     out = again.apply(c.Tick(now=60.0))
     assert [type(o.result) for o in out if isinstance(o, c.Answer)] == [c.FoundCells]
+
+
+def test_only_cells_that_the_finding_pinned_are_moved() -> None:
+    """A row of no bytes that was written again looks the same, and so does one that another call pinned."""
+    _, client = two_units()
+    client.put(["a", "b"], {"x": [0, 100]}, unit_wish=1)
+    located, found = find(client)
+    client.put(["a"], {"x": [0]}, mode=c.Mode.UPDATE, update=True, unit_wish=1)
+    moved = client.call(c.Moved, switch(found, located, room(client, found)))
+    assert (moved.cells, moved.skipped) == (1, 1)
+    client.put(["c"], {"x": [100]}, unit_wish=1)
+    other = client.post(c.Locate(partition="p", samples=by_ids("b"), fields=("x",)))
+    located, found = find(client)
+    moved = client.call(c.Moved, switch(found, other, room(client, found)))
+    assert (moved.cells, moved.skipped) == (0, 2)
+
+
+def test_who_waits_for_a_unit_is_not_looked_after_when_something_happens_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, client = two_units()
+    reserved = client.post(client.allocate({"x": [100]}, unit_wish=1))
+    looks = []
+    monkeypatch.setattr(
+        Drains,
+        "_live_on",
+        lambda drains, unit, honest=Drains._live_on: looks.append(unit.number) or honest(drains, unit),
+    )
+    number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
+    for name in ("a", "b", "a"):
+        client.put([name], {"x": [100]}, unit_wish=2)
+        client.locate(by_ids(name))
+        client.do(c.Release(located=client.number))
+    client.clear("a", "b")
+    assert looks == []
+    assert client.result(number) is None
+    client.do(c.Abort(reservation=reserved))
+    assert looks == [1]
+    assert isinstance(client.result(number), c.FoundCells)

@@ -86,7 +86,7 @@ def test_damaged_samples_go_and_are_named(driver: Driver, client: Client) -> Non
     (page,) = crash(driver, unit)
     driver.take_orders()
     check(driver, page, 1)
-    with pytest.raises(SampleNotFoundError):
+    with pytest.raises(SampleNotFoundError, match="lost to damage in storage unit"):
         client.locate(by_ids(names[1]))
     client.locate(by_ids(*names[:1], *names[2:]))
 

@@ -261,7 +261,7 @@ class UnitReports:
     def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
         state = self.state
         for partition, rows in found:
-            partition.clear(rows)
+            partition.lose(rows, f"with storage unit {unit.number} ({unit.offer.name})")
             state.touch(partition)
         self.shrinks.gone(unit.number)
         self.liveness.unit_dropped(unit.number)

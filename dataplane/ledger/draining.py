@@ -193,7 +193,7 @@ class Drains:
             )
         try:
             partition, field = self._check(session, command, held)
-            kept = self._unchanged(command, partition, field)
+            kept = self._unchanged(command, partition, field, session.pins[command.located])
             if (
                 field is not None
                 and len(kept)
@@ -232,13 +232,13 @@ class Drains:
             raise PartitionDroppedError(partition=partition.name, waiting="a move")
         return partition, partition.fields.get(command.field)
 
-    def _unchanged(self, command: Move, partition: Partition, field: Field | None) -> Int64s:
-        """Which of the cells are still where they were found."""
+    def _unchanged(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
+        """Which of the cells are still where they were found, and have been there all the time."""
         if field is None:
             return NO_ROWS
         found = np.flatnonzero(partition.rows.holds(command.rows, command.births))
         rows, index = command.rows[found], command.index[found]
-        same = (field.extents[rows] > 0) & self._on(self.state.unit(command.unit), field.extents[rows])
+        same = np.isin(field.extents[rows], pinned) & self._on(self.state.unit(command.unit), field.extents[rows])
         same &= (field.offsets[rows] == command.offsets[index]) & (field.lengths[rows] == command.lengths[index])
         return found[same]
 

@@ -69,10 +69,13 @@ class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
     `serials` tell extents of one number apart, one after another (`made` counts them).
-    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back."""
+    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back.
+    `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
 
     made = 0
     serials: Int64s | None = None
+    watched: frozenset[int] = frozenset()
+    stirred = False
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
@@ -143,6 +146,7 @@ class Extents:
         """A reserved extent now has `cells` (> 0) live cells."""
         self.states[number] = LIVE
         self.live[number] = cells
+        self._stir(self.units[number : number + 1])
         if several is not None:
             self.several[number] = several
             self.is_several[number] = True
@@ -194,6 +198,7 @@ class Extents:
         if not len(idle):
             return
         self.freed = True
+        self._stir(self.units[idle])
         retired = self.states[idle] == RETIRED
         if some(retired):
             self.free(idle[retired])
@@ -204,6 +209,7 @@ class Extents:
 
     def free(self, numbers: Int32s) -> None:
         """These extents (no repeats) end; their bytes are free."""
+        self._stir(self.units[numbers])
         self._credit(numbers)
         whole = self.is_several[numbers]
         if some(whole):
@@ -240,8 +246,13 @@ class Extents:
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
+        self.stirred = True
         self._credit(numbers)
         self._forget(numbers)
+
+    def _stir(self, units: Int32s) -> None:
+        if self.watched and not self.stirred:
+            self.stirred = not self.watched.isdisjoint(units.tolist())
 
     def serials_of(self, numbers: Int32s) -> Int64s:
         """What no other extent ever has."""

@@ -236,7 +236,8 @@ class Ledger:
             self._rooms.judge()
         if state.touched:
             self._claims.judge()
-        if state.finders:
+        if state.finders and state.extents.stirred:
+            state.extents.stirred = False
             self._drains.judge()
         self._pressure.look()
 

@@ -13,6 +13,7 @@ from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFul
 from dataplane.ledger.evicted import Evicted
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.fields import Field
+from dataplane.ledger.lost import Lost
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.tags import Tags
 from dataplane.ledger.tasks import Interest, Task
@@ -29,7 +30,9 @@ class Partition:
     (session, number), oldest first. `dropped` is set when it was cleared whole. `version` is the trainer's;
     `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
     again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
-    `owner` is the session that staged it and has not published it."""
+    `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
+
+    lost: Lost | None = None
 
     def __init__(self, name: str, extents: Extents) -> None:
         self.name = name
@@ -116,25 +119,32 @@ class Partition:
             missing = rows < 0
             if some(missing):
                 places = first_true(missing)
+                names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
+                lost, causes = self.lost.among_ids(names) if self.lost is not None else (0, ())
                 raise SampleNotFoundError(
                     partition=self.name,
                     samples=[samples.ids[i] for i in places],
-                    total=int(missing.sum()),
+                    total=len(names),
                     positions=places,
-                    evicted=self.evicted.among_ids(samples.ids[i] for i in np.flatnonzero(missing).tolist()),
+                    evicted=self.evicted.among_ids(names),
+                    lost=lost,
+                    causes=causes,
                 )
             return rows
         assert samples.rows is not None
         assert samples.births is not None
         stale = ~self.rows.holds(samples.rows, samples.births)
         if some(stale):
-            places = first_true(stale)
+            places, births = first_true(stale), samples.births[stale]
+            lost, causes = self.lost.among_births(births) if self.lost is not None else (0, ())
             raise StaleSampleError(
                 partition=self.name,
                 samples=[f"row {samples.rows[i]}, birth {samples.births[i]}" for i in places],
                 total=int(stale.sum()),
                 positions=places,
-                evicted=self.evicted.among_births(samples.births[stale]),
+                evicted=self.evicted.among_births(births),
+                lost=lost,
+                causes=causes,
             )
         return samples.rows
 
@@ -169,6 +179,8 @@ class Partition:
                 store.grow(self.rows.capacity)
         self.born += len(ids)
         self.evicted.born_again(ids)
+        if self.lost is not None:
+            self.lost.born_again(ids)
         return rows
 
     def clear(self, rows: Int64s) -> None:
@@ -185,6 +197,13 @@ class Partition:
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
         self.rows.bury(rows)
         self.kill(dead)
+
+    def lose(self, rows: Int64s, cause: str) -> None:
+        """These live samples (no repeats) end, and not because somebody wanted that; whoever asks for one is told."""
+        if len(rows):
+            self.lost = self.lost or Lost()
+            self.lost.note(self.rows.names_of(rows), self.births_of(rows), cause)
+            self.clear(rows)
 
     def drop(self) -> None:
         """Everything ends."""

@@ -50,7 +50,7 @@ class Recheck:
         if not len(rows):
             return
         names = ", ".join(map(repr, partition.rows.names_of(rows[:NAMED]))) + (", ..." if len(rows) > NAMED else "")
-        partition.clear(rows)
+        partition.lose(rows, f"to damage in storage unit {unit.number} ({unit.offer.name})")
         self.state.touch(partition)
         text = (
             f"{len(rows)} samples of partition {partition.name!r} are lost: their field {item.field!r} in storage unit "

@@ -137,7 +137,7 @@ class State:
         elif isinstance(parked, ParkedAllocate):
             self.room_waiters[parked.command.update][parked.key] = parked
         elif isinstance(parked, ParkedFind):
-            self.finders = (*self.finders, parked)
+            self._watch((*self.finders, parked))
 
     def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
         """The parked call gets its answer."""
@@ -153,8 +153,13 @@ class State:
         elif isinstance(parked, ParkedShrink):
             self.shrinkers.pop(parked.key, None)
         elif isinstance(parked, ParkedFind):
-            self.finders = tuple([other for other in self.finders if other is not parked])
+            self._watch(tuple([other for other in self.finders if other is not parked]))
         self.answer(parked.session, parked.number, result)
+
+    def _watch(self, finders: tuple[ParkedFind, ...]) -> None:
+        """These calls wait for something to happen on their units."""
+        self.finders = finders
+        self.extents.watched = frozenset([parked.command.unit for parked in finders])
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
         """Send the one answer of this number, and keep it while it may be asked for again."""
