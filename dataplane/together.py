@@ -67,17 +67,18 @@ class _Batch(Generic[T]):
         self.results: dict[int, T] = {}
         self.error: BaseException | None = None
         self._left = list(enumerate(jobs))[::-1]
-        self._active = 0
+        self._active: set[int] = set()
         self._changed = threading.Condition()
 
     def work(self) -> None:
         """Do jobs until there are none left."""
+        me = threading.get_ident()
         while True:
             with self._changed:
                 if not self._left:
                     return
                 number, job = self._left.pop()
-                self._active += 1
+                self._active.add(me)
             try:
                 self.results[number] = job()
             except BaseException as error:
@@ -85,12 +86,13 @@ class _Batch(Generic[T]):
                 self._left.clear()
             finally:
                 with self._changed:
-                    self._active -= 1
+                    self._active.discard(me)
                     self._changed.notify_all()
 
     def end(self) -> None:
-        """Let no more be begun, and wait for the end of those that were."""
+        """Let no more be begun, and wait for the end of those that other threads began. One of the calling thread has
+        ended, also where an interrupt kept it from saying so."""
         with self._changed:
             self._left.clear()
-            while self._active:
+            while self._active - {threading.get_ident()}:
                 self._changed.wait()

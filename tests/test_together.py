@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,3 +75,31 @@ def test_it_is_closed_twice_and_may_be_used_again(together):
     together.close()
     together.close()
     assert together.run([list, list]) == [[], []]
+
+
+def test_an_interrupt_between_jobs_is_waited_for_by_nobody(together, monkeypatch):
+    """It may come after a job was begun by the books, and before it was."""
+
+    interrupted = threading.Event()
+
+    class Interrupting(threading.Condition):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if threading.current_thread() is caller and not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+
+    mine = SimpleNamespace(Condition=Interrupting, get_ident=threading.get_ident)
+    monkeypatch.setattr("dataplane.together.threading", mine)
+    outcomes = []
+
+    def run():
+        try:
+            together.run([lambda: interrupted.wait(WAIT_S)] * 2)
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+
+    caller = threading.Thread(target=run, daemon=True)
+    caller.start()
+    caller.join(WAIT_S)
+    assert outcomes == ["interrupted"]
