@@ -135,8 +135,8 @@ def _no_room(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeE
     """Go on with smaller pages; one value that finds no room waits for it, unless it never will."""
     page = progress.page
     assert page is not None
-    if len(page.lengths) > 1:
-        progress.most = max(int(_sizes(page).sum()) // 2, 1)
+    if len(page.lengths) > 1 and progress.most > 1:
+        progress.most = max(min(int(_sizes(page).sum()), progress.most) // 2, 1)
         return
     if isinstance(error, RequestTooLargeError) or not progress.left_s:
         raise progress.error(str(error)) from error

@@ -1,0 +1,42 @@
+"""Draining, as steps of an operation: what is done where there is no room."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.draining import _no_room, _Progress
+from dataplane.errors import CapacityTimeoutError
+from dataplane.ledger import commands as c
+from dataplane.steps import Send
+from dataplane.types import FieldKind, FieldSpec
+
+NO_ROOM = CapacityTimeoutError(wanted_bytes=64, free_bytes=0, waited_s=0.0, holders=[])
+
+
+def page(*lengths: int) -> c.FoundCells:
+    numbers = np.arange(len(lengths), dtype=np.int64)
+    return c.FoundCells(
+        partition="p",
+        field="x",
+        spec=FieldSpec(FieldKind.JAGGED, "uint8", ()),
+        rows=numbers,
+        births=numbers + 1,
+        index=numbers,
+        offsets=numbers * 64,
+        lengths=np.array(lengths, np.int64),
+        live={},
+    )
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (1, 0), (5, 7, 9), (64 << 20, 64 << 20)])
+def test_pages_get_smaller_until_room_is_waited_for(lengths: tuple[int, ...]) -> None:
+    """Also where they cannot: values of no bytes take room of an open unit, too."""
+    progress = _Progress(1, timeout_s=60.0)
+    progress.page = page(*lengths)
+    steps = (next(_no_room(progress, NO_ROOM), None) for _ in range(40))
+    asked = next(step for step in steps if step is not None)
+    assert isinstance(asked, Send)
+    assert isinstance(asked.command, c.Allocate)
+    assert asked.command.on_full is c.OnFull.WAIT
+    assert asked.command.moving
