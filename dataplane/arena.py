@@ -303,6 +303,11 @@ class MappedArena:
         finally:
             os.close(fd)
 
+    @property
+    def backed_bytes(self) -> int:
+        """As the unit wrote last: what is above is no memory, or none any more."""
+        return int.from_bytes(self.header(_BACKED_AT, 8), "little")
+
     def header(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file's header, counted from its first byte."""
         data = self._open(self._readonly)

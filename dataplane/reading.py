@@ -18,7 +18,7 @@ from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
 from dataplane.columns import RowSource, assemble, checked, decode_batch
 from dataplane.desk import Desk
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InvalidRequestError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.meta import CellPlaces, KVBatchMeta
 from dataplane.operations import naming
@@ -177,31 +177,52 @@ def _read(
         failpoints.hit("get.mid_copy")
         return build(checked(desk.roads.gather(fields, units), fields, partition, ids))
 
-    remembered = _remembered(desk, names, select_fields)
-    if remembered is None:
-        located = yield from _locate(desk, names, ids, partition, select_fields)
-    else:
-        guess = partial(_guess, work, remembered)
-        located = yield from _locate(desk, names, ids, partition, select_fields, guess, serials=True)
-    try:
-        fields: tuple[c.FieldLocations, ...] = located.result.fields
-        if remembered is not None and located.meanwhile is not None and _still(remembered, fields):
-            built = located.meanwhile
+    def attempt(failed: StorageUnitError | None) -> Operation[Any]:
+        remembered = _remembered(desk, names, select_fields) if failed is None else None
+        if remembered is None:
+            located = yield from _locate(desk, names, ids, partition, select_fields)
         else:
-            units = units_of(fields)
-            yield from know(desk, units)
-            built = yield Work(partial(work, fields, units))
-        yield from _pinned_until_now(desk)
-        return built
-    finally:
-        failpoints.hit("get.before_release")
-        yield Post(c.Release(located=located.number))
+            guess = partial(_guess, desk, work, remembered)
+            located = yield from _locate(desk, names, ids, partition, select_fields, guess, serials=True)
+        try:
+            fields: tuple[c.FieldLocations, ...] = located.result.fields
+            if remembered is not None and located.meanwhile is not None and _still(remembered, fields):
+                built = located.meanwhile
+            else:
+                units = _without(units_of(fields), failed)
+                yield from know(desk, units)
+                built = yield Work(partial(work, fields, units))
+            yield from _pinned_until_now(desk)
+            return built
+        finally:
+            failpoints.hit("get.before_release")
+            yield Post(c.Release(located=located.number))
+
+    return (yield from _elsewhere(attempt))
 
 
-def _guess(work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
+def _elsewhere(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:
+    """What the attempt reads. Rows may have been moved away from a unit that fails under it, which may have gone for
+    that reason: it is made once more, and told."""
+    try:
+        return (yield from attempt(None))
+    except StorageUnitError as error:
+        failed = error
+    log.debug("what was being read is looked up once more: %s", failed)
+    return (yield from attempt(failed))
+
+
+def _without(units: set[int], failed: StorageUnitError | None) -> set[int]:
+    """The units, none of which is the one that failed: else that is raised again."""
+    if failed is not None and failed.facts["unit"] in units:
+        raise failed
+    return units
+
+
+def _guess(desk: Desk, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
     """What is where the samples were; None if that cannot be read."""
     try:
-        return work(remembered, units_of(remembered))
+        return work(remembered, units_of(remembered)) if desk.roads.backed(remembered) else None
     except Exception as error:
         log.debug("what a meta remembers cannot be read there: %s", error)
         return None
@@ -210,25 +231,30 @@ def _guess(work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -
 def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequence[str]) -> Operation[TensorDict]:
     """Like `_read`; the pin goes when the last view does."""
     ids = ids_of(names)
-    located = yield from _locate(desk, names, ids, partition, select_fields)
-    pins = [desk.pin(located.number)]
-    try:
-        fields: tuple[c.FieldLocations, ...] = located.result.fields
-        units = units_of(fields)
-        yield from know(desk, units)
 
-        def work() -> TensorDict:
-            failpoints.hit("get.mid_copy")
-            sources = checked(desk.roads.gather(fields, units, guard=pins[0]), fields, partition, ids)
-            return assemble(sources, copy=False, empty=desk.empty, copier=desk.copier.copy)
+    def attempt(failed: StorageUnitError | None) -> Operation[Any]:
+        located = yield from _locate(desk, names, ids, partition, select_fields)
+        pins = [desk.pin(located.number)]
+        try:
+            fields: tuple[c.FieldLocations, ...] = located.result.fields
+            units = _without(units_of(fields), failed)
+            yield from know(desk, units)
 
-        views: TensorDict = yield Work(work)
-        yield from _pinned_until_now(desk)
-        return views
-    finally:
-        pins.clear()
-        for number in desk.pins.dropped():
-            yield Post(c.Release(located=number))
+            def work() -> TensorDict:
+                failpoints.hit("get.mid_copy")
+                sources = checked(desk.roads.gather(fields, units, guard=pins[0]), fields, partition, ids)
+                return assemble(sources, copy=False, empty=desk.empty, copier=desk.copier.copy)
+
+            views: TensorDict = yield Work(work)
+            yield from _pinned_until_now(desk)
+            return views
+        finally:
+            pins.clear()
+            for number in desk.pins.dropped():
+                yield Post(c.Release(located=number))
+
+    views: TensorDict = yield from _elsewhere(attempt)
+    return views
 
 
 def _pinned_until_now(desk: Desk) -> Operation[None]:

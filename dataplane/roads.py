@@ -76,11 +76,19 @@ class Roads:
         self._together = Together(UNITS_AT_ONCE)
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
-        """Take in the service's list of units; a connection to an earlier life of one is dropped. Blocks while calls
-        under way on such a one end."""
-        stale = []
+        """Take in the service's list of units; a connection to an earlier life of one is dropped, and so is one to a
+        unit that the service has no more. Blocks while calls under way on such a one end."""
+        listed = {info.unit: info for info in units}
+        # Numbers grow: a list from before a unit joined ends below it.
+        newest = max(listed, default=0)
         with self._guard:
-            for info in units:
+            gone = [unit for unit in self._infos if unit < newest and unit not in listed]
+            stale = [self._connections.pop(unit) for unit in gone if unit in self._connections]
+            for unit in gone:
+                del self._infos[unit]
+                self._left.pop(unit, None)
+                self._doubted.discard(unit)
+            for info in listed.values():
                 known = self._infos.get(info.unit)
                 if known is not None and known.epoch != info.epoch and info.unit in self._connections:
                     stale.append(self._connections.pop(info.unit))
@@ -94,6 +102,20 @@ class Roads:
         """Whether one of `units` has not been learned yet, or failed since: it may have another life by now."""
         return any(unit not in self._infos or unit in self._doubted for unit in units)
 
+    def backed(self, located: Sequence[c.FieldLocations]) -> bool:
+        """Whether these places are in memory that their units have now, as far as this process can see: to touch what a
+        unit has given back would take memory again, and where there is none it would kill the process."""
+        for unit in units_of(located):
+            arena = self._arena(unit)
+            if arena is None:
+                continue  # the unit looks itself
+            for field in located:
+                here = field.units == unit
+                ends = field.offsets[here] + field.lengths[here] * field.spec.unit_bytes
+                if len(ends) and int(ends.max()) > arena.backed_bytes:
+                    return False
+        return True
+
     def epochs(self, units: Iterable[int]) -> dict[int, int]:
         """The lives of these units, as they were learned last."""
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
@@ -101,9 +123,14 @@ class Roads:
     def lives(self, epochs: Mapping[int, int]) -> bool:
         """Whether each of these units is in that life, connected, and has not failed since."""
         return all(
-            unit in self._connections and unit not in self._doubted and self._infos[unit].epoch == epoch
+            unit in self._connections and unit not in self._doubted and self._lives(unit, epoch)
             for unit, epoch in epochs.items()
         )
+
+    def _lives(self, unit: int, epoch: int) -> bool:
+        """Whether the unit is in that life, as far as is known."""
+        info = self._infos.get(unit)
+        return info is not None and info.epoch == epoch
 
     def connection(self, unit: int) -> UnitConnection:
         """The connection to `unit`; the first call shakes hands. Blocks up to the connect timeout."""
@@ -121,7 +148,7 @@ class Roads:
             raise ClientClosedError()
         info = self._infos.get(unit)
         if info is None:
-            raise StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
+            raise _unlisted(unit)
         made = UnitConnection(
             info,
             session=self._session,
@@ -133,7 +160,7 @@ class Roads:
             transport=self._transport,
         )
         with self._guard:
-            wanted = not self._closed and self._infos[unit].epoch == info.epoch
+            wanted = not self._closed and self._lives(unit, info.epoch)
             if wanted:
                 self._connections[unit] = made
         if not wanted:
@@ -222,13 +249,13 @@ class Roads:
         Blocks up to the connect timeout for each unit. A unit that does not acknowledge stays in the set, with a
         warning in the log: the room must then stay reserved until it is among `settled`.
         """
-        epochs = {unit: self._infos[unit].epoch for unit in unfinished}
+        epochs = self.epochs(unfinished)
         try:
             self._stop(reservation, unfinished)
         finally:
             if unfinished:
                 with self._guard:
-                    self._unstopped[reservation] = {unit: epochs[unit] for unit in unfinished}
+                    self._unstopped[reservation] = {unit: epochs.get(unit, 0) for unit in unfinished}
 
     def settled(self) -> list[int]:
         """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
@@ -238,7 +265,7 @@ class Roads:
             over = [
                 reservation
                 for reservation, epochs in self._unstopped.items()
-                if all(self._infos[unit].epoch != epoch for unit, epoch in epochs.items())
+                if not any(self._lives(unit, epoch) for unit, epoch in epochs.items())
             ]
             for reservation in over:
                 del self._unstopped[reservation]
@@ -348,6 +375,8 @@ class Roads:
                 raise ServiceRestartedError(
                     expected_epoch=self._left[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"
                 ) from None
+            for unit in units - self._infos.keys():
+                raise _unlisted(unit) from None
             raise
 
     def _arena(self, unit: int) -> MappedArena | None:
@@ -377,6 +406,10 @@ class Roads:
             connection.close()
         self._together.close()
         self._transport.close()
+
+
+def _unlisted(unit: int) -> StorageUnitError:
+    return StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
 
 
 def _enter(

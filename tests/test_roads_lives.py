@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import BulkServer
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
@@ -172,3 +174,49 @@ def test_a_unit_that_did_not_confirm_is_asked_again(roads: Roads, monkeypatch: p
     assert unfinished == {UNIT}
     wait_until(lambda: roads.settled() == [5])
     assert roads.settled() == []
+
+
+def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: Roads) -> None:
+    other, later = changed(unit.info, unit=UNIT + 1), changed(unit.info, unit=UNIT + 2)
+    roads.gather([ROW], {UNIT})
+    connection = roads.connection(UNIT)
+    roads.learn([changed(unit.info, unit=UNIT - 1)])
+    assert not roads.unknown({UNIT}), "a list from before it joined"
+    unit.server.stop()
+    roads.stop(5, {UNIT})
+    roads.learn([other, later])
+    assert roads.unknown({UNIT, UNIT - 1})
+    assert not roads.unknown({UNIT + 1, UNIT + 2})
+    assert roads.settled() == [5]
+    with pytest.raises(ClientClosedError):
+        connection.read([0], [8], timeout_s=1.0)
+    with pytest.raises(StorageUnitError, match="does not list it"):
+        roads.gather([ROW], {UNIT})
+
+
+def test_a_call_under_way_at_a_unit_that_is_let_go_of_says_so(
+    unit: Unit, roads: Roads, held_up: tuple[threading.Event, threading.Event]
+) -> None:
+    came, _ = held_up
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        roads.learn([changed(unit.info, unit=UNIT + 1)])
+        with pytest.raises(StorageUnitError, match="does not list it"):
+            reading.result(WAIT_S)
+
+
+def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
+    lock = SessionLock.create(unit.arena.path.parent)
+    roads = Roads(DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=WarmMemory(0))
+    roads.learn([unit.info])
+    assert roads.connection(UNIT).local
+    last = unit.arena.backed_bytes // 64
+    there, beyond = (msgspec.structs.replace(ROW, offsets=np.array([64 * place])) for place in (last - 1, last))
+    assert roads.backed([ROW, there])
+    assert not roads.backed([ROW, beyond])
+    unit.arena.punch(4096)
+    assert not roads.backed([there])
+    assert roads.backed([ROW])
+    roads.close()
+    lock.close()

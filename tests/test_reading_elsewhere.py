@@ -1,0 +1,78 @@
+"""Reads whose storage unit goes under them, because what was there was moved away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataplane import DataPlaneClient, SampleNotFoundError, connect, failpoints
+from dataplane.errors import StorageUnitError
+from tests.lives import Lives, wait_until
+
+ROWS = [torch.arange(100), torch.arange(7)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Lives]:
+    """A service with two storage units, whose rows are all in the first."""
+    lives = Lives(tmp_path / "state")
+    try:
+        lives.start(durable=False)
+        lives.unit()
+        with connect(lives.address) as client:
+            client.register_partition("p", ["x"], None, ["train"])
+            client.put_samples(["a", "b"], "p", {"x": ROWS})
+        lives.unit()
+        yield lives
+    finally:
+        lives.close()
+
+
+@pytest.fixture
+def client(server: Lives) -> Iterator[DataPlaneClient]:
+    with connect(server.address, force_remote=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_rows_that_were_moved_are_read_where_they_are_now(server: Lives, client: DataPlaneClient, copy: bool) -> None:
+    acts = [lambda: leave(server)]
+    failpoints.arm("get.mid_copy", lambda: acts.pop()() if acts else None)
+    got = client.get_samples(["b", "a"], "p", ["x"], copy=copy)
+    assert [row.tolist() for row in got["x"].unbind()] == [ROWS[1].tolist(), ROWS[0].tolist()]
+    assert not acts
+    del got
+    wait_until(lambda: all(unit.pinned_bytes == 0 for unit in client.stats().units))
+
+
+def leave(server: Lives) -> None:
+    """The first unit is emptied, and ends, though somebody reads."""
+    with connect(server.address) as other:
+        other.drain(1, timeout_s=30)
+    server.units[0].stop()
+
+
+def test_rows_that_are_gone_with_their_unit_are_told_of(server: Lives, client: DataPlaneClient) -> None:
+    def die() -> None:
+        server.units[0].stop()
+        with connect(server.address) as other:
+            wait_until(lambda: not other.stats().units[0].connected)
+            other.drop_unit(1, force=True)
+
+    acts = [die]
+    failpoints.arm("get.mid_copy", lambda: acts.pop()() if acts else None)
+    with pytest.raises(SampleNotFoundError, match=r"2 of them lost with storage unit 1 \("):
+        client.get_samples(["a", "b"], "p", ["x"])
+
+
+def test_a_unit_that_still_has_the_rows_is_asked_once(server: Lives, client: DataPlaneClient) -> None:
+    copies = []
+    failpoints.arm("get.mid_copy", lambda: copies.append(1))
+    server.units[0].stop()
+    with pytest.raises(StorageUnitError, match="storage unit 1"):
+        client.get_samples(["a", "b"], "p", ["x"])
+    assert copies == [1]
+    wait_until(lambda: all(unit.pinned_bytes == 0 for unit in client.stats().units))
