@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ def test_a_node_that_dies_takes_its_rows_along_and_nothing_else(found: dict[str,
     assert dies["ids"] == ["a", "b", "c", "d", "e", "f", "more"]
     assert dies["meta"].startswith("StaleSampleError: sample 'lost' of partition 'p' was cleared")
     assert dies["id"].startswith("SampleNotFoundError: no live sample 'lost' in partition 'p'")
+    for error in (dies["meta"], dies["id"]):
+        assert re.search(r"\(1 of them lost with storage unit \d+ \(unit-", error)
 
 
 def test_a_node_that_ray_says_will_leave_is_drained(found: dict[str, Any]) -> None:

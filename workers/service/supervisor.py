@@ -93,6 +93,7 @@ class SupervisorActor:
         self._asked: set[str] = set()
         self._rests: dict[str, _Rest] = {}
         self._outdated: dict[str, int] = {}
+        self._looking = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
@@ -177,7 +178,8 @@ class SupervisorActor:
         return [unit.name for unit in units]
 
     async def drain_node(self, ident: str, timeout_s: float, for_good: bool = False) -> None:
-        """Move every row from this node's units to others, then end them, and start none there until `add_node`.
+        """Move every row from this node's units to others, then end them, and start none there until `add_node`. Within
+        about `timeout_s`, in which others that start are waited for, too.
 
         Where rows cannot be moved in time, all is as before, but that units that are to leave `for_good` take no new
         rows; the error says why. ValueError for a node without units.
@@ -188,19 +190,21 @@ class SupervisorActor:
         if ident in self._leaving or not units:
             raise ValueError(f"node {ident!r} {'is being drained' if units else 'has no storage unit of this service'}")
         self._leaving[ident] = "draining"
+        end = time.monotonic() + timeout_s
         try:
             await self._start_missing()
             others = [unit.begun for unit in self._units.values() if unit.node.ident != ident]
             if others:
-                await asyncio.wait(others, timeout=timeout_s)
+                await asyncio.wait(others, timeout=timeout_s / 2)
+            left_s = max(end - time.monotonic(), 0.0)
             outcomes = await asyncio.gather(
-                *(self._drain(unit, timeout_s, for_good) for unit in units), return_exceptions=True
+                *(self._drain(unit, left_s, for_good) for unit in units), return_exceptions=True
             )
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
                     raise outcome
         except BaseException:
-            del self._leaving[ident]
+            self._leaving.pop(ident, None)
             raise
         self._leaving[ident] = "drained"
         self._asked.discard(ident)
@@ -273,7 +277,11 @@ class SupervisorActor:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _look(self) -> None:
-        """Compare what there is with what there should be."""
+        """Compare what there is with what there should be. One at a time: what an earlier one asked is older."""
+        async with self._looking:
+            await self._look_around()
+
+    async def _look_around(self) -> None:
         nodes = await asyncio.to_thread(living_nodes)
         self._alive = {node.ident: node for node in nodes}
         for unit in list(self._units.values()):
@@ -293,11 +301,12 @@ class SupervisorActor:
     async def _leave(self, ident: str, deadline: float | None) -> None:
         """Ray says that the node will leave."""
         left_s = self._plan.drain_s if deadline is None else max(deadline - time.time(), LEAST_DRAIN_S)
-        log.warning("node %s will leave the Ray cluster: its rows move to other nodes", self._alive[ident].host)
+        host = self._alive[ident].host if ident in self._alive else ident
+        log.warning("node %s will leave the Ray cluster: its rows move to other nodes", host)
         try:
             await self.drain_node(ident, left_s, for_good=True)
         except (DataPlaneError, RayError, ValueError) as error:
-            log.error("node %s will leave the Ray cluster, and its rows with it: %s", self._alive[ident].host, error)
+            log.error("node %s will leave the Ray cluster, and its rows with it: %s", host, error)
             await asyncio.sleep(LEAVE_AGAIN_S)
         finally:
             self._leaves.discard(ident)

@@ -1,0 +1,142 @@
+"""What the supervisor of a service does when several things happen to a node at once. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from dataplane.config import DataPlaneConfig
+from workers.service import supervisor as module
+from workers.service.nodes import RayNode
+from workers.service.supervisor import SupervisorActor, _Unit
+from workers.service.views import Plan
+
+HERE, THERE = RayNode(ident="here", host="10.0.0.1"), RayNode(ident="there", host="10.0.0.2")
+WAIT_S = 30.0
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    """What an actor does that does nothing."""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[RayNode]:
+    """The nodes that Ray tells of."""
+    nodes = [HERE, THERE]
+    monkeypatch.setattr(module, "started_again", lambda: False)
+    monkeypatch.setattr(module, "living_nodes", lambda: list(nodes))
+    monkeypatch.setattr(module, "leaving_nodes", dict)
+    monkeypatch.setattr(module, "forget_units", lambda *_: None)
+    monkeypatch.setattr(module.ray, "kill", lambda _: None)
+    monkeypatch.setattr(SupervisorActor, "_start_on", nothing)
+    return nodes
+
+
+def supervisor() -> SupervisorActor:
+    config = DataPlaneConfig(address="actor:s@n", token="t")
+    return SupervisorActor(Plan(name="s", namespace="n", config=config, storage=2, nodes=None, driver="here"))
+
+
+def unit_on(made: SupervisorActor, node: RayNode, drain: Callable[..., Awaitable[None]], *, serves: bool) -> _Unit:
+    begun = asyncio.get_running_loop().create_future()
+    if serves:
+        begun.set_result(None)
+    actor: Any = SimpleNamespace(drain=SimpleNamespace(remote=drain))
+    unit = _Unit(name=f"unit-{node.host}-0", node=node, actor=actor, begun=begun)
+    made._units[unit.name] = unit
+    return unit
+
+
+def test_a_node_that_dies_while_it_is_drained_is_told_of_as_that(told: list[RayNode]) -> None:
+    async def scene() -> None:
+        made = supervisor()
+
+        async def die(*_: Any, **__: Any) -> None:
+            told.remove(THERE)
+            await made._look()
+            raise RayActorError
+
+        unit_on(made, HERE, nothing, serves=True)
+        unit_on(made, THERE, die, serves=True)
+        await made._look()
+        with pytest.raises(RayActorError):
+            await made.drain_node("there", 5.0)
+        assert [unit.host for unit in await made.units()] == ["10.0.0.1"]
+        assert made._leaving == {}
+
+    asyncio.run(scene())
+
+
+def test_a_node_that_leaves_may_be_gone_before_its_drain_fails(
+    told: list[RayNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        made = supervisor()
+        made._alive = {"there": THERE}
+
+        async def fails(*_: Any, **__: Any) -> None:
+            del made._alive["there"]
+            raise RayActorError
+
+        unit_on(made, THERE, fails, serves=True)
+        made._leaves.add("there")
+        leaving = asyncio.ensure_future(made._leave("there", None))
+        await asyncio.wait([leaving], timeout=0.2)
+        assert not leaving.done(), "it is tried again after a while"
+        leaving.cancel()
+
+    with caplog.at_level("ERROR"):
+        asyncio.run(scene())
+    assert "node 10.0.0.2 will leave the Ray cluster, and its rows with it" in caplog.text
+
+
+def test_units_that_start_are_waited_for_within_the_time_there_is(told: list[RayNode]) -> None:
+    async def scene() -> None:
+        made, left = supervisor(), []
+
+        async def drain(timeout_s: float, **_: Any) -> None:
+            left.append(timeout_s)
+            raise RayActorError
+
+        unit_on(made, HERE, nothing, serves=False)
+        unit_on(made, THERE, drain, serves=True)
+        with pytest.raises(RayActorError):
+            await made.drain_node("there", 0.2)
+        assert left[0] <= 0.1
+
+    asyncio.run(scene())
+
+
+def test_what_was_asked_earlier_does_not_overrule_what_was_asked_later(
+    told: list[RayNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look asks before a node is there, and is answered after the second."""
+    asked, answer, answers = threading.Event(), threading.Event(), [[HERE], [HERE, THERE]]
+
+    def slow() -> list[RayNode]:
+        found = answers.pop(0)
+        if not asked.is_set():
+            asked.set()
+            assert answer.wait(WAIT_S)
+        return found
+
+    async def scene() -> None:
+        made = supervisor()
+        monkeypatch.setattr(module, "living_nodes", slow)
+        unit_on(made, HERE, nothing, serves=True)
+        unit_on(made, THERE, nothing, serves=True)
+        first = asyncio.ensure_future(made._look())
+        assert await asyncio.to_thread(asked.wait, WAIT_S)
+        second = asyncio.ensure_future(made._look())
+        await asyncio.wait([second], timeout=0.2)
+        answer.set()
+        await asyncio.gather(first, second)
+        assert set(made._alive) == {"here", "there"}
+
+    asyncio.run(scene())
