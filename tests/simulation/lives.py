@@ -13,6 +13,7 @@ from dataplane.ledger import Ledger, Limits, shrinking
 from dataplane.ledger.commands import Mode
 from dataplane.types import GRANULE_BYTES
 from tests.simulation.client import Client
+from tests.simulation.movers import mover
 from tests.simulation.schedule import finish, play, settle
 from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, saver, scorer, trainer
 from tests.simulation.world import World
@@ -40,12 +41,14 @@ def scripts() -> st.SearchStrategy[Make]:
         st.builds(cleaner, seed, count),
         st.builds(dripper, seed, count),
         st.builds(saver, seed, count),
+        st.builds(mover, seed, count),
     )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """One or two nearly full arenas; always somebody who puts, scores, trains and reads, and maybe others."""
+    """One or two nearly full arenas; always somebody who puts, scores, trains and reads, who moves
+    what is in two, and maybe others."""
     granules = draw(st.integers(12, 40))
     units = [(HOSTS[0], 64 * granules, 64 * draw(st.integers(0, granules)))]
     if draw(st.booleans()):
@@ -60,6 +63,8 @@ def plans(draw: st.DrawFn) -> Plan:
         (draw(host), (saver(seed, 3),)),
         (draw(host), (trainer(seed, 10), reader(seed + 1, 8))),
     ]
+    if len(units) > 1:
+        clients.append((draw(host), (mover(seed, 8), producer(seed + 1, 8, shared=True, mode=Mode.UPSERT))))
     more = st.tuples(host, st.lists(scripts(), min_size=1, max_size=2).map(tuple))
     clients += draw(st.lists(more, max_size=2))
     return Plan(tuple(units), tuple(clients))

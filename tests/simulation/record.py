@@ -7,7 +7,6 @@ cell holds which value where, and who has pinned what; it owns the units' memory
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from dataplane.ledger.commands import (
     Input,
     Locate,
     Located,
+    Move,
     Nack,
     Opened,
     Output,
@@ -53,6 +53,8 @@ from dataplane.ledger.commands import (
 from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES
 from tests.ledger_values import canonical, placement_ranges, value_places
+from tests.simulation.moves import MoveBooks
+from tests.simulation.places import PlannedColumn, extent, granules, part_places, without
 from tests.simulation.rows import POISON, Value, content
 from tests.simulation.saves import SaveBooks
 
@@ -68,15 +70,6 @@ class Cell(NamedTuple):
     value: Value
     unit: int
     offset: int
-
-
-@dataclass
-class PlannedColumn:
-    """One column of a put: its values, and which value each sample points at."""
-
-    name: str
-    values: list[Value]
-    index: list[int]
 
 
 @dataclass
@@ -101,37 +94,6 @@ class Memory:
     @classmethod
     def of(cls, capacity: int) -> Memory:
         return cls(bytearray([POISON]) * capacity, [None] * (capacity // GRANULE_BYTES))
-
-
-def granules(offset: int, nbytes: int) -> range:
-    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
-
-
-def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
-    """(unit, offset) of every value of columns that lie one after another, each from a granule of its own."""
-    places: list[list[tuple[int, int]]] = []
-    for column in plan:
-        places.append([])
-        at = offset
-        for value in column.values:
-            places[-1].append((unit, at))
-            at += value.nbytes
-        offset += granules_up(at - offset)
-    return places
-
-
-def extent(command: Commit) -> tuple[int, int]:
-    """Where a commit's part of room ahead begins, and its bytes."""
-    assert command.offset is not None
-    return command.offset, sum(granules_up(int(c.lengths.sum()) * c.spec.unit_bytes) for c in command.columns)
-
-
-def without(ranges: list[tuple[int, int, int]], offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """(unit, offset, nbytes) of what is left of ranges of one unit."""
-    for unit, start, size in ranges:
-        for first, last in ((start, min(offset, start + size)), (max(offset + nbytes, start), start + size)):
-            if last > first:
-                yield unit, first, last - first
 
 
 class Recorder:
@@ -165,6 +127,7 @@ class Recorder:
         self.epochs: dict[str, int] = {}
         self.counts: dict[str, int] = defaultdict(int)
         self.saves = SaveBooks(self)
+        self.moves = MoveBooks(self)
         self.backed: dict[int, int] = {}
 
     def add_memory(self, unit: int, capacity: int) -> None:
@@ -236,6 +199,9 @@ class Recorder:
                     self.grants.pop((session, number), None)
                 elif (session, number) in self.grants:
                     self.grants[session, number] = list(without(self.grants[session, number], *extent(item.command)))
+            case Move(located=located, reservation=number) if (session, item.number) not in self.answers:
+                self.grants.pop((session, number), None)
+                self.pins.pop((session, located), None)
             case Release(located=number):
                 self.pins.pop((session, number), None)
                 self.saves.taken.pop((session, number), None)
@@ -283,6 +249,7 @@ class Recorder:
             self.saves.refused(name, command, answer.result)
             return
         self.saves.answered(name, command, answer.result)
+        self.moves.answered(name, command, answer.result)
         match command, answer.result:
             case Allocate(), Allocated():
                 self.allocated(name, command, answer.result)

@@ -50,7 +50,7 @@ from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES, FieldSpec
 from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
-from tests.simulation.record import PlannedColumn, part_places
+from tests.simulation.places import PlannedColumn, part_places
 from tests.simulation.rows import Value, checksum, content
 
 PARTITION = "train"

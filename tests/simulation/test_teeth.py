@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
+from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
@@ -158,6 +160,35 @@ def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(saves, "drop", lambda state, partition: 0)
 
 
+def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    def credulous(self: Drains, command: Any, partition: Any, field: Any, pinned: Any) -> Any:
+        return np.flatnonzero(partition.rows.holds(command.rows, command.births))
+
+    patch.setattr(Drains, "_unchanged", credulous)
+
+
+def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    found = Drains._found
+
+    def careless(self: Drains, session: Any, number: int, *more: Any) -> Any:
+        page = found(self, session, number, *more)
+        if number in session.pins:
+            self.state.extents.unpin(session.pins[number])
+            session.pins[number] = session.pins[number][:0]
+        return page
+
+    patch.setattr(Drains, "_found", careless)
+
+
+def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
+    switch = Drains._switch
+
+    def forgetful(self: Drains, partition: Any, field: Any, command: Any, room: Any, kept: Any, pinned: Any) -> None:
+        switch(self, partition, field, command, room, kept, pinned[:0])
+
+    patch.setattr(Drains, "_switch", forgetful)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
@@ -181,6 +212,9 @@ def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
         the_end_of_a_session_forgets_what_it_staged,
         restarts_forget_saves,
         what_is_published_over_is_kept,
+        moves_do_not_look_again,
+        what_is_found_is_not_pinned,
+        moves_keep_what_was_pinned,
     ],
 )
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
