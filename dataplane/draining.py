@@ -224,18 +224,8 @@ def _copy(
 
 
 def _switch(page: c.FoundCells, unit: int, located: int, reservation: int) -> c.Move:
-    return c.Move(
-        partition=page.partition,
-        field=page.field,
-        unit=unit,
-        rows=page.rows,
-        births=page.births,
-        index=page.index,
-        offsets=page.offsets,
-        lengths=page.lengths,
-        located=located,
-        reservation=reservation,
-    )
+    found = ("partition", "field", "rows", "births", "index", "offsets", "lengths")
+    return c.Move(**{name: getattr(page, name) for name in found}, unit=unit, located=located, reservation=reservation)
 
 
 def _naming(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:

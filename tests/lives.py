@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,22 @@ class Lives:
         return self.units[-1]
 
     def close(self) -> None:
-        for unit in self.units:
-            unit.stop()
-        self.stop()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.stop)
+            for unit in self.units:
+                ends.callback(unit.stop)
+
+
+@contextlib.contextmanager
+def one_unit(state_dir: Path) -> Iterator[Lives]:
+    """A service that forgets all at its end, with one storage unit; tests start more."""
+    lives = Lives(state_dir)
+    try:
+        lives.start(durable=False)
+        lives.unit()
+        yield lives
+    finally:
+        lives.close()
 
 
 class Proxy:

@@ -10,7 +10,7 @@ import torch
 
 from dataplane import DataPlaneClient, SampleNotFoundError, connect, failpoints
 from dataplane.errors import StorageUnitError
-from tests.lives import Lives, wait_until
+from tests.lives import Lives, one_unit, wait_until
 
 ROWS = [torch.arange(100), torch.arange(7)]
 
@@ -18,17 +18,12 @@ ROWS = [torch.arange(100), torch.arange(7)]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Lives]:
     """A service with two storage units, whose rows are all in the first."""
-    lives = Lives(tmp_path / "state")
-    try:
-        lives.start(durable=False)
-        lives.unit()
+    with one_unit(tmp_path / "state") as lives:
         with connect(lives.address) as client:
             client.register_partition("p", ["x"], None, ["train"])
             client.put_samples(["a", "b"], "p", {"x": ROWS})
         lives.unit()
         yield lives
-    finally:
-        lives.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from dataplane import DataPlaneClient, DrainError, InvalidRequestError, Shared, connect, failpoints
 from dataplane.config import MIB
 from dataplane.errors import ChecksumError
-from tests.lives import Lives, wait_until
+from tests.lives import Lives, one_unit, wait_until
 
 FIELDS = ["tokens", "score", "text", "prompt", "matrix"]
 
@@ -24,13 +24,8 @@ FIELDS = ["tokens", "score", "text", "prompt", "matrix"]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Lives]:
     """A service with one storage unit; tests start more."""
-    lives = Lives(tmp_path / "state")
-    try:
-        lives.start(durable=False)
-        lives.unit()
+    with one_unit(tmp_path / "state") as lives:
         yield lives
-    finally:
-        lives.close()
 
 
 def content(*numbers: int) -> dict[str, Any]:

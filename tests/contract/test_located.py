@@ -12,20 +12,15 @@ import torch
 
 from dataplane import DataPlaneClient, KVBatchMeta, SampleNotFoundError, StaleSampleError, failpoints
 from dataplane.errors import FieldNotProducedError
-from tests.lives import Lives, wait_until
+from tests.lives import Lives, one_unit, wait_until
 
 GUESSED, LOOKED_UP, BOTH = ["copy", "answer"], ["answer", "copy"], ["copy", "answer", "copy"]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Lives]:
-    lives = Lives(tmp_path / "state")
-    try:
-        lives.start(durable=False)
-        lives.unit()
+    with one_unit(tmp_path / "state") as lives:
         yield lives
-    finally:
-        lives.close()
 
 
 @pytest.fixture
