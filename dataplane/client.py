@@ -463,7 +463,8 @@ class DataPlaneClient:
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:
         """Forget a storage unit for good, so that its process can end. With rows living there it is a ValueError, or
-        with `force=True` clears those rows: `drain` it first. ValueError for an unknown unit, too."""
+        with `force=True` clears those rows: `drain` it first. Whoever asks for one of them is told (`lost` and `causes`
+        of the KeyError; the last 4,096 of a partition are remembered). ValueError for an unknown unit, too."""
         self._run(draining.forget, unit, force)
 
     def close(self) -> None:
