@@ -71,6 +71,9 @@ class StorageUnit:
         self._stopped = False
 
     def start(self) -> Self:
+        """Returns when the controller has taken it; at once where that has been before."""
+        if self._link is not None:
+            return self
         _require_disk(self._config)
         try:
             self._start()

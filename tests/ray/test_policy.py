@@ -118,7 +118,8 @@ def test_samples_go_to_ranks_on_their_own_host(
     with monkeypatch.context() as there:
         there.setattr(unit, "boot_id", lambda: "there")
         there.setattr(opening, "boot_id", lambda: "there")
-        far = unit.StorageUnit(replace(service.config, address=None), service.address).start()
+        far = unit.StorageUnit(replace(service.config, address=None), service.address)
+        far.start()
         client = build_data_plane_client(service.config, bootstrap=False)
     with far, client:
         for i in range(8):

@@ -19,12 +19,6 @@ from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchEr
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def others() -> set[threading.Thread]:
-    """Threads that were there before any of this module's."""
-    return set(threading.enumerate())
-
-
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: None) -> Iterator[Cluster]:
     with Cluster(num_nodes=1) as cluster:
@@ -120,7 +114,7 @@ def test_channels_are_for_workers_the_driver_and_async_code(group: WorkerGroup[T
         cluster.connect_channel(name).close()
 
 
-def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker], others: set[threading.Thread]) -> None:
+def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker]) -> None:
     """All clusters of a process have one link, which the first to be shut down closes."""
     with Cluster() as cluster:
         channel = cluster.create_channel("short")
@@ -129,7 +123,6 @@ def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker], 
         channel.close()
         channel.disconnect()
     assert DIRECTORY_VARIABLE not in os.environ
-    left = set(threading.enumerate()) - others
-    assert {thread.name for thread in left if thread.name.startswith("tq-")} == set()
+    assert {thread.name for thread in threading.enumerate() if thread.name.startswith("tq-")} == set()
     with pytest.raises(GroupEndedError):
         group.rank()
