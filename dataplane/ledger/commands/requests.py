@@ -80,7 +80,7 @@ class Allocate(Command, frozen=True, kw_only=True):
     being drained.
 
     `moving`: room for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
-    after all puts that wait.
+    after all updates that wait, and new rows that there is room for.
     """
 
     partition: str
