@@ -8,13 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from dataplane import failpoints
 from dataplane.lockfile import is_held, open_own
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
+from tests.profiles import budget
 
 SHARED_MEMORY = Path("/dev/shm")
+
+settings.register_profile("ours", budget(100))
+settings.load_profile("ours")
 
 # Hypothesis tries the constants that it finds in whatever modules are loaded. Examples are the same whichever tests ran
 # before only if it does not.

@@ -18,6 +18,8 @@ from dataplane.cli.own import own_service
 from dataplane.config import MIB
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from tests.conftest import litter
 from tests.lives import wait_until
 from tests.web_client import ask
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[DataPlaneConfig]:

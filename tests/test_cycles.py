@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from dataplane import DataPlaneClient, FieldSpec, connect, serve
@@ -16,6 +17,8 @@ from dataplane.config import MIB
 from dataplane.ledger import commands as c
 from dataplane.types import FieldKind
 from tests.ledger_driver import Client, Driver
+
+pytestmark = pytest.mark.slow
 
 KIB = 1024
 FIELDS = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ()), "y": FieldSpec(FieldKind.JAGGED, "uint8", ())}

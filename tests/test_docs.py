@@ -111,6 +111,7 @@ def address() -> Iterator[str]:
 RUN = [block for block in shell_blocks() if not block.why_not]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in RUN if "pip install" not in block.code], ids=lambda b: b.name)
 def test_shell(block: Block, address: str) -> None:
     done = in_process_of_its_own(["bash", "-euo", "pipefail", "-c", block.code], TQ_ADDRESS=address)

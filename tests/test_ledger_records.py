@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.control.codec import RESULTS
@@ -19,6 +19,7 @@ from dataplane.ledger.records import RecordError, decode, encode
 from tests.control_values import of_type, plain
 from tests.ledger_driver import Driver
 from tests.ledger_values import canonical
+from tests.profiles import budget
 from tests.test_ledger_replay import a_busy_day
 
 INT64 = st.integers(0, (1 << 63) - 1)
@@ -30,7 +31,7 @@ def kinds(module: Any, base: type) -> list[type]:
 
 
 @pytest.mark.parametrize("kind", kinds(inputs, c.Input), ids=lambda kind: str(kind.__name__))
-@settings(deadline=None)
+@budget(30)
 @given(data=st.data())
 def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
     item = data.draw(of_type(kind))
@@ -38,7 +39,7 @@ def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: str(kind.__name__))
-@settings(deadline=None)
+@budget(30)
 @given(data=st.data(), session=INT64, number=INT64, watermark=INT64, waiting=st.lists(INT64, max_size=3).map(tuple))
 def test_calls(
     kind: type[c.Command], data: st.DataObject, session: int, number: int, watermark: int, waiting: tuple[int, ...]

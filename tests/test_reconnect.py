@@ -21,6 +21,8 @@ from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, WAIT_S, Lives, Proxy, wait_until
 from tests.test_control_channel import in_fork
 
+pytestmark = pytest.mark.slow
+
 FIELDS = ["x", "n"]
 
 

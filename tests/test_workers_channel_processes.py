@@ -38,6 +38,8 @@ from workers.channel.settings import Settings, broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
 from workers.errors import NameNotFoundError, WorkerLostError
 
+pytestmark = pytest.mark.slow
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 

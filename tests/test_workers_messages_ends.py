@@ -19,6 +19,8 @@ from workers.errors import (
 )
 from workers.messages import Messenger
 
+pytestmark = pytest.mark.slow
+
 A, B = address(0), address(1)
 BIG = 3 << 20
 """float32 values that take several chunks."""

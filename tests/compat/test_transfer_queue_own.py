@@ -25,6 +25,8 @@ from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import CheckpointError, PartitionDroppedError, SchemaError, UnsupportedValueError
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SMALL = {"capacity_bytes": 32 * MIB}
 

@@ -17,6 +17,8 @@ from dataplane import DataPlaneClient, Server, connect, serve
 from dataplane.checkpoint import files, manifest
 from tests.faults.dying import Dying
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 IDS = [f"s{number}" for number in range(5)]
 Kill = Callable[..., None]

@@ -19,6 +19,8 @@ import torch
 from dataplane import DataPlaneClient, Server, connect, serve
 from tests.faults.dying import Dying
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 Victim = Callable[..., Dying]

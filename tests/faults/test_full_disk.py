@@ -21,6 +21,8 @@ from dataplane import DataPlaneClient, StateDirError, connect, failpoints, serve
 from dataplane.kept import discard
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60
 DISK_BYTES = 24 << 20
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.hosts import Guest, Hosts, missing, wait_until
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"hosts of its own: {missing()}")
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"hosts of its own: {missing()}"), pytest.mark.slow]
 
 SEEN = "[[u.name, u.host, u.live_bytes > 0, u.connected] for u in client.stats().units]"
 

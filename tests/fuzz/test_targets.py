@@ -12,6 +12,8 @@ from tests.fuzz.target import Standing, Target
 from tests.fuzz.targets import TARGETS
 from tests.profiles import budget
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _services() -> Iterator[None]:

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.ray.standing import alive_actors, call_until_dead
 from workers import RayVirtualCluster, RayWorkerBuilder
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 STARTERS = "tests.ray.starters"
 INITIALIZER = "IsolatedWorkerInitializer"
 

@@ -22,7 +22,7 @@ from workers.channel import (
 )
 from workers.directory import Directory, DirectoryClient, Kind
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 WAIT_S = 60.0
 CAPACITY = 64 << 20

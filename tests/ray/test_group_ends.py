@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from workers import MultiWorkerFuture, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dataplane.compat import rendezvous
 from tests.ray.plain_job import job
 from workers.rendezvous import NAME, NAMESPACE, RayRendezvous
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 SMALL = {"capacity_bytes": 32 << 20}
 

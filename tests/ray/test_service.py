@@ -23,7 +23,7 @@ from workers import LaunchedService, ServiceStartError, launch_service
 from workers.resolver import resolve_actor
 from workers.service.asking import unit_actors
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SMALL = {"capacity_bytes": 16 << 20}
 
 

@@ -16,7 +16,7 @@ from dataplane.kept import discard
 from workers import launch_service
 from workers.service.asking import unit_actors
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
 @pytest.fixture

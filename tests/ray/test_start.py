@@ -27,7 +27,7 @@ from workers import (
     actors,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 STARTERS = "tests.ray.starters"
 INITIALIZER = "IsolatedWorkerInitializer"
 

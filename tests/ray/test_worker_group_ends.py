@@ -16,7 +16,7 @@ from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNo
 from workers.directory import Kind
 from workers.errors import NameInUseError, NameNotFoundError, WorkerLostError
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

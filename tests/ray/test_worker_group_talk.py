@@ -16,7 +16,7 @@ from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrat
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchError, WorkerLostError
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

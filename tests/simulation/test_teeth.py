@@ -23,6 +23,8 @@ from tests.profiles import budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
 
+pytestmark = pytest.mark.slow
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -16,7 +16,7 @@ from tests.secure import tls
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOKEN = "open-sesame-7f3a"
 

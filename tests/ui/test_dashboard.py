@@ -9,7 +9,7 @@ from dataplane import DataPlaneClient, Server, connect
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, visit: Visitor) -> None:

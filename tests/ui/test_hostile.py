@@ -12,7 +12,7 @@ from dataplane import Server, connect
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 EVIL = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=2</script>"

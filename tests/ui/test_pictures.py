@@ -10,7 +10,7 @@ from dataplane import DataPlaneClient, Server, connect, serve
 from tests.ui import scene
 from tests.ui.conftest import Visit, Visitor
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PIXEL = """(canvas, [x, y]) => {
   const ratio = canvas.width / canvas.clientWidth;
