@@ -118,7 +118,7 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
     ]
     found = [item for item in told(ledger) if not (isinstance(item, c.SessionAlive) and item.session == 9)]
     assert [msgspec.to_builtins(item) for item in found] == [msgspec.to_builtins(item) for item in expected]
-    assert added == [1, 1]
+    wait_until(lambda: added == [1, 1], "the link hears that the unit was added once more")
     assert not link.lost.is_set()
 
 
