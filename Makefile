@@ -62,7 +62,8 @@ $(BENCH_VENV)/.ready: pyproject.toml constraints.txt benchmarks/constraints.txt
 
 dist: setup ## wheel and source archive in dist/, the wheel tried in an empty environment
 	@rm -rf dist out/empty
-	@$(BIN)/python -m build -o dist
+	@mkdir -p out
+	@$(BIN)/python -m build -o dist > out/dist.log 2>&1 || { cat out/dist.log; exit 1; }
 	@$(PYTHON) -m venv out/empty
 	@out/empty/bin/pip install -q $(PIP_ARGS) -c constraints.txt torch==2.13.0
 	@out/empty/bin/pip install -q $(PIP_ARGS) -c constraints.txt dist/*.whl
