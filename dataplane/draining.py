@@ -187,7 +187,7 @@ def _move(desk: Desk, unit: int, found: Sent) -> Operation[c.Moved]:
             except ChecksumError as error:
                 raise (yield from _naming(error, page)) from error
             failpoints.hit("move.before_switch")
-            return (yield Send(_switch(page, unit, found.number, room.number))).result  # type: ignore[no-any-return]
+            return (yield Send(move_of(page, unit, located=found.number, reservation=room.number))).result  # type: ignore[no-any-return]
         except BaseException:
             yield from give_back(desk, room.number, unfinished)
             raise
@@ -223,7 +223,8 @@ def _copy(
     desk.roads.write(placements, [column], reservation, unfinished)
 
 
-def _switch(page: c.FoundCells, unit: int, located: int, reservation: int) -> c.Move:
+def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) -> c.Move:
+    """The command that points found cells at their copies. unit: where they were found."""
     found = ("partition", "field", "rows", "births", "index", "offsets", "lengths")
     return c.Move(**{name: getattr(page, name) for name in found}, unit=unit, located=located, reservation=reservation)
 

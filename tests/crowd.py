@@ -11,7 +11,7 @@ import torch
 from dataplane import AsyncDataPlaneClient, connect_async
 from dataplane.descriptors import allow_more
 
-CLAIM_S = 400.0
+PATIENCE_S = 400.0
 AT_ONCE = 4
 """So many sessions of a process are opened, or closed, at once."""
 
@@ -33,7 +33,7 @@ async def one_turn(client: AsyncDataPlaneClient, sample_id: str) -> None:
 
 
 async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
-    meta = await client.claim_meta(partition, "train", ["x"], 1, timeout_s=CLAIM_S)
+    meta = await client.claim_meta(partition, "train", ["x"], 1, timeout_s=PATIENCE_S)
     found = await client.get_data(meta)
     (sample_id,) = meta.sample_ids
     assert found["x"].unbind()[0].tolist() == content(sample_id), sample_id
@@ -43,7 +43,7 @@ async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
 async def member(address: str, group: int, count: int, say: Connection) -> None:
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, say.recv)
-    patience = {"connect_timeout_s": CLAIM_S, "call_timeout_s": CLAIM_S}
+    patience = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
     clients = [connect_async(address, **patience) for _ in range(count)]
     for first in range(0, count, AT_ONCE):
         some = enumerate(clients[first : first + AT_ONCE], first)

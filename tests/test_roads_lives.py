@@ -87,15 +87,28 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     roads.close()
 
 
-def test_a_call_under_way_in_a_life_that_is_over_says_so(
-    unit: Unit, roads: Roads, held_up: tuple[threading.Event, threading.Event]
+@pytest.mark.parametrize(
+    ("later", "kind", "message"),
+    [
+        ({"epoch": EPOCH + 1}, ServiceRestartedError, f"storage unit {UNIT} belongs to epoch 4, expected 3"),
+        ({"unit": UNIT + 1}, StorageUnitError, "does not list it"),
+    ],
+    ids=["another life", "let go of"],
+)
+def test_a_call_under_way_at_a_unit_that_is_over_says_so(
+    unit: Unit,
+    roads: Roads,
+    held_up: tuple[threading.Event, threading.Event],
+    later: dict[str, int],
+    kind: type[Exception],
+    message: str,
 ) -> None:
     came, _ = held_up
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(roads.gather, [ROW], {UNIT})
         assert came.wait(WAIT_S)
-        roads.learn([changed(unit.info, epoch=EPOCH + 1)])
-        with pytest.raises(ServiceRestartedError, match=f"storage unit {UNIT} belongs to epoch 4, expected 3"):
+        roads.learn([changed(unit.info, **later)])
+        with pytest.raises(kind, match=message):
             reading.result(WAIT_S)
 
 
@@ -192,18 +205,6 @@ def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: Roa
         connection.read([0], [8], timeout_s=1.0)
     with pytest.raises(StorageUnitError, match="does not list it"):
         roads.gather([ROW], {UNIT})
-
-
-def test_a_call_under_way_at_a_unit_that_is_let_go_of_says_so(
-    unit: Unit, roads: Roads, held_up: tuple[threading.Event, threading.Event]
-) -> None:
-    came, _ = held_up
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(roads.gather, [ROW], {UNIT})
-        assert came.wait(WAIT_S)
-        roads.learn([changed(unit.info, unit=UNIT + 1)])
-        with pytest.raises(StorageUnitError, match="does not list it"):
-            reading.result(WAIT_S)
 
 
 def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:

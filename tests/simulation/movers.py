@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from dataplane.draining import move_of
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from tests.ledger_values import value_places
@@ -75,20 +76,7 @@ def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
                 for at in range(0, len(data), PIECE):
                     yield Write(there, offset + at, data[at : at + PIECE], grant)
         yield Drain()
-        yield Ask(
-            c.Move(
-                partition=found.partition,
-                field=found.field,
-                unit=unit,
-                rows=found.rows,
-                births=found.births,
-                index=found.index,
-                offsets=found.offsets,
-                lengths=found.lengths,
-                located=page.number,
-                reservation=room.number,
-            )
-        )
+        yield Ask(move_of(found, unit, located=page.number, reservation=room.number))
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
         for place in sorted({placement.unit for placement in room.result.placements}):

@@ -1,4 +1,4 @@
-"""What the supervisor asks of Ray, and of the controller."""
+"""What the supervisor, and whoever ends a service, asks of Ray and of the controller."""
 
 from __future__ import annotations
 

@@ -257,9 +257,9 @@ def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation
 def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
     """The fields of the samples of a meta, of one that is in it twice twice."""
     samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
-    first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
-    if len(first) < meta.size:
-        distinct = list(dict.fromkeys(samples))
+    distinct = list(dict.fromkeys(samples))
+    if len(distinct) < meta.size:
+        first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
         data = yield from get_batch(desk, meta.select_samples([first[sample] for sample in distinct]))
         return _repeated(data, distinct, samples)
     parts = yield from named(desk, meta)
