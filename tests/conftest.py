@@ -12,11 +12,16 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from dataplane import failpoints
+from dataplane.control.grpc_import import import_grpc_door
 from dataplane.lockfile import is_held, open_own
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.profiles import budget
 
 SHARED_MEMORY = Path("/dev/shm")
+
+# As a service of ours does it, before a test imports grpc itself: with gRPC's fork support, which is on by default, a
+# forked child dies now and then.
+import_grpc_door()
 
 settings.register_profile("ours", budget(100))
 settings.load_profile("ours")

@@ -7,9 +7,12 @@ import os
 import threading
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.alone import alone
+from tests.lives import wait_until
 from tests.messengers import Here, address, elsewhere, here, one_road, until_it_fails
 from workers.directory import Directory, Kind
 from workers.errors import (
@@ -187,21 +190,26 @@ def test_a_name_is_one_workers(one_road: Here) -> None:
     one_road.worker(A).close()
 
 
-def test_nothing_is_left_open() -> None:
-    def once(shared_memory: bool) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_nothing_is_left_open(shared_memory: bool) -> None:
+    alone(_send_again_and_again, shared_memory)
+
+
+def _send_again_and_again(shared_memory: bool) -> None:
+    def once() -> None:
         workers = Here(shared_memory)
         a, b = workers.workers(2)
         a.send(torch.ones(BIG), B, async_op=True)
         b.recv(A)
         workers.close()
 
-    for shared_memory in (True, False):
-        once(shared_memory)
-        before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-        for _ in range(3):
-            once(shared_memory)
-        assert len(os.listdir("/proc/self/fd")) <= before
-        assert threading.active_count() == threads
+    once()
+    process = psutil.Process()
+    before, threads = process.num_fds(), threading.active_count()
+    for _ in range(3):
+        once()
+    assert threading.active_count() == threads
+    wait_until(lambda: process.num_fds() <= before, "no more descriptors than before")
 
 
 def test_the_directory_has_no_entry_after_close() -> None:

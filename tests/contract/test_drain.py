@@ -15,6 +15,7 @@ import torch
 from dataplane import DataPlaneClient, DrainError, InvalidRequestError, Shared, connect, failpoints
 from dataplane.config import MIB
 from dataplane.errors import ChecksumError
+from tests.faults.forks import forks
 from tests.lives import Lives, one_unit, wait_until
 
 FIELDS = ["tokens", "score", "text", "prompt", "matrix"]
@@ -220,11 +221,14 @@ def test_who_drains_may_be_killed_and_the_service_restarted(tmp_path: Path) -> N
 
 def killed_at(point: str, address: str) -> int:
     """The exit code of a child that drains unit 1 and dies at that failpoint."""
-    child = os.fork()
-    if child == 0:
-        try:
-            failpoints.arm(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            connect(address, reconnect_s=60.0).drain(1, 60)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    child = forks.Process(target=_drain_and_die, args=(point, address))
+    child.start()
+    child.join(120)
+    code = child.exitcode
+    assert code is not None
+    return code
+
+
+def _drain_and_die(point: str, address: str) -> None:
+    failpoints.arm(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    connect(address, reconnect_s=60.0).drain(1, 60)
