@@ -23,7 +23,7 @@ from dataplane.ledger.commands import Input, UnitInfo
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TOKEN = "sesame"
 EPOCH = 3
 UNIT = 7

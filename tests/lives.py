@@ -20,7 +20,7 @@ from dataplane.unit import StorageUnit
 CONFIG = DataPlaneConfig(
     capacity_bytes=16 * MIB, heartbeat_s=0.1, session_timeout_s=30.0, call_timeout_s=60.0, reconnect_s=60.0
 )
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def wait_until(come: Callable[[], Any], what: str = "", within_s: float = WAIT_S) -> Any:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class _Watch(logging.Handler):

@@ -40,8 +40,8 @@ from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.limits import Limits
 from tests.control_service import ScriptedLedger
 
-QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=5.0, call_timeout_s=20.0)
-WAIT_S = 20.0
+QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
+WAIT_S = 60.0
 CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1, timeout_s=60.0)
 
 Open = Callable[..., Channel]

@@ -25,7 +25,7 @@ from dataplane.types import PROTOCOL_VERSION
 from tests.control_service import ScriptedLedger
 
 CONFIG = DataPlaneConfig(heartbeat_s=5.0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
 
 

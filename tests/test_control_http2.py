@@ -13,7 +13,7 @@ from h2.events import DataReceived, RequestReceived
 
 from dataplane.control import http2
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SETTINGS, PING, HEADERS, DATA, RST, GOAWAY = 4, 6, 1, 0, 3, 7
 MESSAGE = b"\0" + (5).to_bytes(4, "big") + b"hello"
 

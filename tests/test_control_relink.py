@@ -20,7 +20,7 @@ from tests.control_service import ScriptedLedger, add_unit
 from tests.lives import Proxy, wait_until
 
 CONFIG = DataPlaneConfig()
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def ignore(order: c.UnitOrder) -> None:

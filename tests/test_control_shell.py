@@ -23,7 +23,7 @@ from tests.logs import logged
 
 Serve = Callable[..., LedgerShell]
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

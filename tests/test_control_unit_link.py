@@ -18,7 +18,7 @@ from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
 
 CONFIG = DataPlaneConfig()
-WAIT_S = 20.0
+WAIT_S = 60.0
 PINGS_S = 6.0
 """Time for some pings, of which gRPC sends one a second at the most; the third unwelcome one would end the link."""
 

@@ -40,7 +40,7 @@ LIMITS = Limits(
     saves=1,
 )
 LONG = "ü" * 33
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dataplane.warm import WarmMemory
 from tests.bulk_unit import TOKEN, Unit, changed, noise
 
 UNITS = 3
-WAIT_S = 30.0
+WAIT_S = 60.0
 BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
 
 

@@ -47,7 +47,7 @@ from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, Lives
 from tests.secure import tls
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 TOKEN = "open-sesame-7f3a"
 SERVICES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -15,7 +15,7 @@ from dataplane.control.controller import Controller
 from dataplane.errors import ServiceUnavailableError
 from tests.lives import Proxy
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

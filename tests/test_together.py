@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.together import Together
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from workers.service.supervisor import SupervisorActor, _Unit
 from workers.service.views import Plan
 
 HERE, THERE = RayNode(ident="here", host="10.0.0.1"), RayNode(ident="there", host="10.0.0.2")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 async def nothing(*_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from dataplane.host import split_address
 from tests.secure import tls
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

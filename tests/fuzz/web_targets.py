@@ -15,7 +15,7 @@ from dataplane.web.server import HttpServer
 from dataplane.web.site import Guarded, page
 from tests.fuzz.target import FindingError, Standing, Target
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TOKEN = "fuzzed-9c2e"
 _KNOWN = (c.Stats, c.Units)
 

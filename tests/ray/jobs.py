@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def found_by(module: str, timeout_s: float = 170) -> dict[str, Any]:
+def found_by(module: str, timeout_s: float = 560) -> dict[str, Any]:
     """What `module`, started as a program with a directory for Ray's files, printed as JSON on its last line."""
     directory = tempfile.mkdtemp(prefix="tqn", dir="/tmp")
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

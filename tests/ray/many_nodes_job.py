@@ -23,7 +23,7 @@ from dataplane.kept import discard
 from tests.ray.hosts import VARIABLE
 from workers import LaunchedService, launch_service
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 SMALL = {"capacity_bytes": 16 << 20, "heartbeat_s": 0.5, "reconnect_s": 20.0}
 PARTITION = "p"
 

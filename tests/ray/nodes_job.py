@@ -108,7 +108,7 @@ SCENES: list[Callable[[], dict[str, Any]]] = [
 
 def wait_until_free(**wanted: float) -> None:
     """What the scene before gave back is free a moment later; until then Ray may put a node's bundles elsewhere."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while any(ray.available_resources().get(name, 0) < amount for name, amount in wanted.items()):
         if time.monotonic() > end:
             raise TimeoutError(f"{wanted} was to be free, {ray.available_resources()} is")

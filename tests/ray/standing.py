@@ -7,6 +7,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
+from tests.lives import wait_until
+
 
 def alive_placement_groups() -> set[str]:
     """Ids of the placement groups that were not removed."""
@@ -19,6 +21,17 @@ def alive_actors(kind: str = "") -> set[str]:
     return {
         name for name, entry in table.items() if entry["State"] != "DEAD" and entry["ActorClassName"].endswith(kind)
     }
+
+
+def standing() -> set[str]:
+    """Ids of all actors and placement groups that stand."""
+    return alive_actors() | alive_placement_groups()
+
+
+def nothing_but(before: set[str]) -> bool:
+    """Whether it comes to that nothing stands that did not stand `before`, of which some may be gone: Ray ends what
+    nobody has a handle of when it comes to it."""
+    return bool(wait_until(lambda: standing() <= before, "nothing more than before"))
 
 
 def call_until_dead(method: Any, *args: Any) -> None:

@@ -77,7 +77,7 @@ def test_a_maker_in_this_process(place: PlacementGroup, caplog: pytest.LogCaptur
     before = alive_actors(INITIALIZER)
     with caplog.at_level(logging.WARNING, logger="workers"):
         worker = maker.create_worker(place, 0, 0, None, **with_variables(A_CLASS="call", RANK="3"))
-    assert alive_actors(INITIALIZER) == before
+    assert alive_actors(INITIALIZER) <= before
     assert [record.message for record in caplog.records] == [
         "the call overrides variable A_CLASS of Configured._default_options: the class's options are defaults",
         "the builder overrides variable RANK of Configured.configure_worker: a worker has its place's bundle and ranks",

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead
+from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, nothing_but, standing
 from workers import RayVirtualCluster, ResourcesNotReadyError
 from workers import cluster as module
 
@@ -55,18 +55,18 @@ def test_a_unified_placement_group(ray_cluster: None) -> None:
 
 
 def test_nothing_is_reserved_before_use_and_after_the_end(ray_cluster: None) -> None:
-    before = alive_placement_groups()
+    before = standing()
     cluster = RayVirtualCluster([1], use_gpus=False)
     assert cluster.shutdown()
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
     first = cluster.get_placement_groups()
-    assert alive_placement_groups() == before | {first[0].id.hex()}
+    assert alive_placement_groups() - before == {first[0].id.hex()}
     assert cluster.shutdown()
     assert cluster.shutdown()
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
     with cluster:
         assert cluster.get_placement_groups() != first
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
 
 
 @pytest.mark.parametrize("name", ["", "twin"])
@@ -117,7 +117,7 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
         return wait(futures, num_returns=num_returns, timeout_s=timeout_s)
 
     monkeypatch.setattr(module, "wait", wait_and_note)
-    before = alive_placement_groups()
+    before = standing()
     cluster = RayVirtualCluster([100, 1], num_gpus_per_node=100)
     cluster.ready_timeout_s = 1.0
     with caplog.at_level(logging.WARNING, logger="workers"), pytest.raises(ResourcesNotReadyError) as caught:
@@ -132,7 +132,7 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
     assert len(caplog.records) == len(waits) - 1 >= 1
     assert waits[1] > waits[0]
     assert all("asking again" in record.message for record in caplog.records)
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
 
 
 def test_resources_that_come_later_are_waited_for(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +146,11 @@ def test_resources_that_come_later_are_waited_for(ray_cluster: None, monkeypatch
 
 
 def test_a_strategy_ray_does_not_know_leaves_nothing(ray_cluster: None) -> None:
-    before = alive_placement_groups()
+    before = standing()
     cluster = RayVirtualCluster([1], use_gpus=False, placement_group_strategy="TIGHT")
     with pytest.raises(ValueError, match="TIGHT"):
         cluster._init_placement_groups(use_unified_pg=True)
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
     assert not cluster.unified
 
 
@@ -187,7 +187,7 @@ def test_an_end_that_goes_wrong_is_told_and_goes_on(
 
 
 def test_endpoints_are_held_until_they_are_released(cluster: RayVirtualCluster) -> None:
-    before = alive_actors()
+    before = standing()
     held = [cluster.get_available_address_and_port(0, 1), cluster.get_master_address_and_port()]
     held += cluster.hold_endpoints([(0, 0), (1, 0), (0, 1)])
     ports = [port for _, port in held]
@@ -199,16 +199,16 @@ def test_endpoints_are_held_until_they_are_released(cluster: RayVirtualCluster) 
     assert [can_bind(port) for port in ports] == [True, True, False, False, False]
     cluster.release_endpoints(held)
     assert all(can_bind(port) for port in ports)
-    assert alive_actors() == before
+    assert nothing_but(before)
     cluster.release_endpoints(held)
 
 
 def test_endpoints_go_with_their_cluster(ray_cluster: None) -> None:
-    before = alive_actors()
+    before = standing()
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         held = cluster.get_master_address_and_port()
         assert len(alive_actors() - before) == 1
-    assert alive_actors() == before
+    assert nothing_but(before)
     cluster.release_endpoints([held])
 
 

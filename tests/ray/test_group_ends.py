@@ -184,14 +184,14 @@ def test_one_dead_one_stuck_and_one_that_cannot_leave(
 
     group.run_single_worker_single_data("wait_at", 2, str(gates))
     with caplog.at_level(logging.WARNING, logger="workers"):
-        assert group.shutdown(cleanup_method="leave_or_fail", timeout=3.0) is False
+        assert group.shutdown(cleanup_method="leave_or_fail", timeout=8.0) is False
     assert names(left) == ["3"]
     assert_dead(workers)
     assert group.workers == []
     for what in (
         "leaver-0-0: leave_or_fail failed",
         "leaver-0-1: leave_or_fail failed",
-        "leaver-0-2: leave_or_fail did not return within 3.0 s",
+        "leaver-0-2: leave_or_fail did not return within 8.0 s",
     ):
         assert what in caplog.text
     assert "leaver-0-3" not in caplog.text

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What each scene of many_nodes_job.py found."""
-    return found_by("tests.ray.many_nodes_job", timeout_s=560)
+    return found_by("tests.ray.many_nodes_job")
 
 
 def test_each_node_has_a_unit_and_clients_put_on_their_own_hosts(found: dict[str, Any]) -> None:

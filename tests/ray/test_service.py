@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import dataplane
 from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
 from dataplane.folder import own_path
+from tests.lives import wait_until
 from tests.metrics_read import scrape
 from tests.secure import tls
 from tests.web_client import ask
@@ -71,7 +71,7 @@ def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None
 
 
 def test_the_service_takes_no_cpu(service: LaunchedService) -> None:
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    wait_until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], "all CPUs are free")
 
 
 def test_units_are_on_every_node_and_use_shared_memory(service: LaunchedService) -> None:
@@ -151,10 +151,7 @@ def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
         (before,) = client.stats().units
         (actor,) = unit_actors("mended", mended.namespace)
         ray.kill(actor)
-        end = time.monotonic() + 60
-        while [unit.unit for unit in client.stats().units] != [before.unit + 1]:
-            assert time.monotonic() < end, client.stats().units
-            time.sleep(0.1)
+        wait_until(lambda: [unit.unit for unit in client.stats().units] == [before.unit + 1], "another unit")
         client.put_samples(["kept"], "p", {"x": torch.ones(1, 2)})
         assert client.list_samples("p").sample_ids == ["kept"]
 

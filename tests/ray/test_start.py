@@ -16,7 +16,8 @@ import pytest
 import ray
 from ray.exceptions import ActorHandleNotFoundError, RayActorError
 
-from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead
+from tests.lives import wait_until
+from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, nothing_but, standing
 from tests.ray.starters import Refused
 from workers import (
     NamedSharding,
@@ -126,10 +127,10 @@ def test_the_first_of_a_tied_group_is_told_of_all_its_bundles(cluster: RayVirtua
     ],
 )
 def test_groups_that_do_not_fit(ray_cluster: None, arguments: dict[str, object], message: str) -> None:
-    cluster, before = RayVirtualCluster([2, 1], use_gpus=False), alive_placement_groups()
+    cluster, before = RayVirtualCluster([2, 1], use_gpus=False), standing()
     with pytest.raises(ValueError, match=message):
         RayWorkerGroup(cluster, RayWorkerBuilder("no.such.Class"), **arguments)  # type: ignore[arg-type]
-    assert alive_placement_groups() == before
+    assert nothing_but(before)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -184,15 +185,15 @@ def test_workers_are_constructed_at_the_same_time(cluster: RayVirtualCluster, fi
 
 
 def test_initializers_are_pooled_and_end_with_their_group(cluster: RayVirtualCluster) -> None:
-    before, initializers = alive_actors(), alive_actors(INITIALIZER)
+    before, initializers = standing(), alive_actors(INITIALIZER)
     builder = RayWorkerBuilder(f"{STARTERS}.Starter")
     with RayWorkerGroup(cluster, builder, workers_per_node=[2, 0]) as first:
         assert len(alive_actors(INITIALIZER) - initializers) == 1
         with RayWorkerGroup(cluster, builder, workers_per_node=1):
             assert len(alive_actors(INITIALIZER) - initializers) == 3
-        assert len(alive_actors(INITIALIZER) - initializers) == 1
+        wait_until(lambda: len(alive_actors(INITIALIZER) - initializers) == 1, "the second group's have ended")
         assert environment(first, "RANK") == [["0"], ["1"]]
-    assert alive_actors() == before
+    assert nothing_but(before)
 
 
 def test_a_cluster_that_ends_first_takes_its_groups_with_it(ray_cluster: None) -> None:
@@ -208,7 +209,7 @@ def test_a_cluster_that_ends_first_takes_its_groups_with_it(ray_cluster: None) -
 
 
 def test_what_a_constructor_raises_is_raised_and_nothing_is_left(ray_cluster: None, fifo: str) -> None:
-    before = alive_actors(), alive_placement_groups()
+    before = standing()
     cluster = RayVirtualCluster([3], use_gpus=False)
     with pytest.raises(Refused) as caught:
         RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Refusing", 1, fifo=fifo), name_prefix="bad")
@@ -216,36 +217,36 @@ def test_what_a_constructor_raises_is_raised_and_nothing_is_left(ray_cluster: No
     assert caught.value.code == 7
     assert caught.value.__notes__ == ["raised by worker bad-0-1 (rank 1) in its constructor"]
     assert "raise Refused(7)" in str(caught.value.__cause__)
-    assert (alive_actors(), alive_placement_groups()) == before
+    assert nothing_but(before)
     with RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Starter"), workers_per_node=1) as group:
         assert environment(group, "RANK") == [["0"]]
     cluster.shutdown()
 
 
 def test_a_reservation_outlives_a_failed_start(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
-    before = alive_actors(), alive_placement_groups()
+    before = standing()
     with pytest.raises(WorkerStartError, match=r"worker 1-0 \(rank 0\) died in its constructor: "):
         RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Dying"), workers_per_node=[0, 1])
-    assert (alive_actors(), alive_placement_groups()) == before
+    assert nothing_but(before)
     assert environment(group, "RANK") == [["0"], ["1"], ["2"]]
 
 
 def test_a_reservation_made_by_a_failed_start_outlives_it_if_another_group_is_on_it(ray_cluster: None) -> None:
-    before = alive_placement_groups()
+    before = standing()
     with RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2) as cluster:
         assert cluster.join("another group, that starts at the same time") is False
         with pytest.raises(WorkerStartError, match="died"):
             RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Dying"), workers_per_node=1)
         assert len(alive_placement_groups() - before) == 1
         cluster.leave("another group, that starts at the same time", keep=False)
-        assert alive_placement_groups() == before
+        assert nothing_but(before)
 
 
 def test_more_workers_on_a_bundle_than_it_has_room_for(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
-    before = alive_actors()
+    before = standing()
     with pytest.raises(ValueError, match=r"4 workers on bundle 0 of placement group 1: there is room for .*groups=3;"):
         RayWorkerGroup(cluster, RayWorkerBuilder("no.such.Class"), bundle_indices_list=[(1, [0, 0, 0])])
-    assert alive_actors() == before
+    assert nothing_but(before)
 
 
 def test_an_exception_that_cannot_leave_its_process_is_told_of(cluster: RayVirtualCluster) -> None:
@@ -262,11 +263,11 @@ def test_an_exception_that_cannot_leave_its_process_is_told_of(cluster: RayVirtu
     ],
 )
 def test_workers_that_cannot_be_made(cluster: RayVirtualCluster, name: str, message: str) -> None:
-    before = alive_actors()
+    before = standing()
     with pytest.raises(ValueError, match=message) as caught:
         RayWorkerGroup(cluster, RayWorkerBuilder(name), workers_per_node=[0, 1])
     assert caught.value.__notes__ == ["raised by worker 1-0 (rank 0) being made"]
-    assert alive_actors() == before
+    assert nothing_but(before)
 
 
 class Told(BaseException):
@@ -277,14 +278,14 @@ def test_a_start_that_is_interrupted_leaves_nothing(cluster: RayVirtualCluster, 
     def tell(*_: object) -> None:
         raise Told
 
-    before = alive_actors()
+    before = standing()
     handler = signal.signal(signal.SIGUSR1, tell)
     try:
         with pytest.raises((Told, SystemError)):  # Ray makes the one into the other where it was waiting
             RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Signalling", os.getpid(), fifo), [0, 1])
     finally:
         signal.signal(signal.SIGUSR1, handler)
-    assert alive_actors() == before
+    assert nothing_but(before)
 
 
 def test_late_workers_are_named(ray_cluster: None, fifo: str, monkeypatch: pytest.MonkeyPatch) -> None:
