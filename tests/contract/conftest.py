@@ -47,7 +47,7 @@ class Blocking:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "session_timeout_s": 5.0}
+    settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": 0.5, "session_timeout_s": 20.0}
     with serve({**settings, "bulk_transport": unit_transport()}) as running:
         yield running
 

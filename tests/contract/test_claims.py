@@ -171,8 +171,8 @@ def test_partial_groups_are_released_or_dropped_in_time(client: DataPlaneClient,
 def test_leases_end_are_acknowledged_or_given_back(client: DataPlaneClient, partition: str) -> None:
     register(client, partition, None)
     put(client, partition, 0, 4)
-    lost = client.claim_meta(partition, "train", ["x"], 2, lease_s=0.2)
     kept = client.claim_meta(partition, "train", ["x"], 2, lease_s=60.0)
+    lost = client.claim_meta(partition, "train", ["x"], 2, lease_s=0.2)
     client.ack(kept)
     again = client.claim_meta(partition, "train", ["x"], 2, timeout_s=30.0)
     assert again.sample_ids == lost.sample_ids

@@ -26,7 +26,7 @@ Kill = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = {"capacity_bytes": 32 * MIB, "heartbeat_s": 0.2, "session_timeout_s": 1.0}
+    settings = {"capacity_bytes": 32 * MIB, "heartbeat_s": 0.2, "session_timeout_s": 3.0}
     with serve(settings) as running:
         yield running
 

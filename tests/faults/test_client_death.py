@@ -28,7 +28,7 @@ Victim = Callable[..., Dying]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    settings = {"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2, "session_timeout_s": 1.0}
+    settings = {"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2, "session_timeout_s": 3.0}
     with serve(settings) as running:
         yield running
 
@@ -159,7 +159,7 @@ def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClien
     assert stopped.said() == "there"
     survivor.clear_samples(names(5), "p")
     with (
-        connect(survivor.config.address, heartbeat_s=0.2, put_timeout_s=4.0) as hurried,
+        connect(survivor.config.address, heartbeat_s=0.2, put_timeout_s=6.0) as hurried,
         pytest.raises(TimeoutError, match="victim"),
     ):
         hurried.put_samples(names(7), "p", {"x": rows(7, 2)})

@@ -61,7 +61,7 @@ def killed(member: tuple[Any, Any]) -> bool:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serve({"capacity_bytes": 8 << 20, "heartbeat_s": 0.2, "session_timeout_s": 1.0}) as running:
+    with serve({"capacity_bytes": 8 << 20, "heartbeat_s": 0.2, "session_timeout_s": 3.0}) as running:
         yield running
 
 
