@@ -12,6 +12,8 @@ from dataplane import AsyncDataPlaneClient, connect_async
 from dataplane.descriptors import allow_more
 
 PATIENCE_S = 400.0
+PATIENT = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
+"""Settings of a client, for a service that has a thousand sessions on a machine with few cores."""
 AT_ONCE = 4
 """So many sessions of a process are opened, or closed, at once."""
 
@@ -43,8 +45,7 @@ async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
 async def member(address: str, group: int, count: int, say: Connection) -> None:
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, say.recv)
-    patience = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
-    clients = [connect_async(address, **patience) for _ in range(count)]
+    clients = [connect_async(address, **PATIENT) for _ in range(count)]
     for first in range(0, count, AT_ONCE):
         some = enumerate(clients[first : first + AT_ONCE], first)
         await asyncio.gather(*(one_turn(client, f"{group}-{number}") for number, client in some))

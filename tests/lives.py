@@ -24,11 +24,11 @@ WAIT_S = 60.0
 
 
 def wait_until(come: Callable[[], Any], what: str = "", within_s: float = WAIT_S) -> Any:
-    """What `come()` returns once it is true. It is asked two hundred times a second, for long waits less often."""
+    """What `come()` returns once it is true. It is asked a hundred times a second, for long waits less often."""
     end = time.monotonic() + within_s
     while not (found := come()):
         assert time.monotonic() < end, f"it did not come to {what or come}"
-        time.sleep(0.005 * within_s / WAIT_S)
+        time.sleep(0.01 * within_s / WAIT_S)
     return found
 
 

@@ -45,7 +45,7 @@ class Service:
 
     def end(self) -> None:
         self._process.terminate()
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def hear(pipe: Connection) -> object:
 @pytest.mark.timeout(1200)
 def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, Connection]]) -> None:
     pipes = [pipe for _, pipe in members]
-    with dataplane.connect(service.address) as client:
+    with dataplane.connect(service.address, **crowd.PATIENT) as client:
         client.register_partition("turns", ["x"], SESSIONS, ["train"])
         client.register_partition("parked", ["x"], SESSIONS, ["train"])
         before = service.size()
