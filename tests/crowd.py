@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from dataplane import AsyncDataPlaneClient, connect_async
 from dataplane.descriptors import allow_more
 
 PATIENCE_S = 400.0
-PATIENT = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
+PATIENT: dict[str, Any] = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
 """Settings of a client, for a service that has a thousand sessions on a machine with few cores."""
 AT_ONCE = 4
 """So many sessions of a process are opened, or closed, at once."""
