@@ -10,8 +10,9 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
+    """Ends with this directory's tests: what comes after them runs as where there is no cluster."""
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
     ray.init(
         num_cpus=16, num_gpus=0, include_dashboard=False, _temp_dir=directory, log_to_driver=False, namespace="tests"
