@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import resource
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from dataplane import (
     serve,
 )
 from dataplane.checkpoint import files, manifest
+from tests.lives import wait_until
 from tests.profiles import budget
 
 MIB = 1 << 20
@@ -56,13 +56,13 @@ def bare() -> Iterator[DataPlaneClient]:
     with serve({"capacity_bytes": 32 * MIB}) as server, connect(server.address) as looking:
         with connect(server.address) as opened:
             yield opened
-            assert not looking.stats().partitions
-        for _ in range(6000):
-            (unit,) = looking.stats().units
-            if not unit.live_bytes + unit.reserved_bytes + unit.retired_bytes:
-                return
-            time.sleep(0.01)
-        pytest.fail(f"bytes were left: {unit}")
+            wait_until(lambda: not looking.stats().partitions, "no partition, staged or other")
+        wait_until(lambda: empty(looking), "no byte")
+
+
+def empty(client: DataPlaneClient) -> bool:
+    (unit,) = client.stats().units
+    return not unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
 
 
 def data_file(path: Path) -> Path:
