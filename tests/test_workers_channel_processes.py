@@ -156,8 +156,8 @@ def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) ->
     channel.disconnect()
 
 
-def test_a_forked_child_uses_the_channel_on_its_own(make: Callable[..., Channel]) -> None:
-    channel = make()
+def _use_and_fork(channel: Channel) -> int:
+    """What becomes of a child that uses the channel, too."""
     channel.put(1)
     channel.put(2, async_op=True).wait()
     child = os.fork()
@@ -167,7 +167,12 @@ def test_a_forked_child_uses_the_channel_on_its_own(make: Callable[..., Channel]
             channel.put(channel.get() + channel.get(async_op=True).wait())
             code = 0
         os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_uses_the_channel_on_its_own(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    assert peer.call(_use_and_fork, channel) == 0
     assert channel.get() == 3
 
 

@@ -124,7 +124,7 @@ def test_the_log_says_what_is_waited_for(
     monkeypatch.setattr("workers.messages.work.LOG_EVERY_S", 0.02)
     channel = make()
     with pytest.raises(ChannelTimeoutError):
-        finished(channel.get(key="k", async_op=async_op, timeout_s=0.2))
+        finished(channel.get(key="k", async_op=async_op, timeout_s=1.5))
     assert any("get of channel 'c', key 'k'" in record.message for record in caplog.records)
 
 

@@ -14,6 +14,7 @@ import zmq
 
 from dataplane.errors import InternalError
 from tests.alone import alone
+from tests.late import Late
 from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
@@ -287,6 +288,10 @@ def _serve_again_and_again() -> None:
         once()
     assert threading.active_count() == threads
     wait_until(lambda: process.num_fds() <= before, "no more descriptors than before")
+
+
+def test_an_answer_that_comes_as_its_wait_runs_out_is_taken(client: DirectoryClient) -> None:
+    assert client._wait(Late(()), "an answer") == ()
 
 
 def test_waiting_costs_no_processor_time(directory: Directory, client: DirectoryClient) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.late import Late
 from tests.messengers import Here, address, here, one_road
 from tests.processor import costs_little
-from workers.errors import (
-    MessageBacklogError,
-    MessageTimeoutError,
-)
+from workers.errors import MessageBacklogError, MessageTimeoutError, NameNotFoundError
 from workers.messages import work
 
 A, B, C = address(0), address(1), address(2)
@@ -96,7 +94,7 @@ def test_no_operation_waits_without_a_bound(here: Here) -> None:
 
 def test_the_default_bound(one_road: Here) -> None:
     a = one_road.worker(A, timeout_s=0.1)
-    with pytest.raises(MessageTimeoutError):
+    with pytest.raises((MessageTimeoutError, NameNotFoundError)):
         a.recv(B)
 
 
@@ -106,11 +104,15 @@ def test_a_long_wait_is_logged(
     monkeypatch.setattr(work, "LOG_EVERY_S", 0.02)
     (a,) = one_road.workers(1)
     with pytest.raises(MessageTimeoutError):
-        a.recv(B, timeout_s=0.3)
+        a.recv(B, timeout_s=1.5)
     with pytest.raises(MessageTimeoutError):
-        asyncio.run(a.recv(C, timeout_s=0.3, async_op=True).async_wait())
+        asyncio.run(a.recv(C, timeout_s=1.5, async_op=True).async_wait())
     assert "g:0: recv from g:1: waiting for" in caplog.text
     assert "g:0: recv from g:2: waiting for" in caplog.text
+
+
+def test_what_is_done_as_a_wait_runs_out_is_not_lost() -> None:
+    assert work.AsyncWork(Late("done"), "recv").wait(0.01) == "done"
 
 
 def test_waiting_costs_no_processor_time(one_road: Here) -> None:

@@ -153,16 +153,16 @@ def the_supervisor_dies(scene: Scene) -> dict[str, Any]:
     before = scene.live()
     pid = ray.get(scene.service._supervisor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
-    scene.wait(lambda: again(scene.service), "the supervisor is back")
+    scene.wait(lambda: again(scene.service, len(before)), "the supervisor is back")
     return {
         "units": sorted(unit.name for unit in scene.service.units()) == sorted(before),
         "rows": scene.live() == before,
     }
 
 
-def again(service: LaunchedService) -> bool:
+def again(service: LaunchedService, units: int) -> bool:
     try:
-        return all(unit.state == "serving" for unit in service.units()) and bool(service.units())
+        return [unit.state for unit in service.units()] == ["serving"] * units
     except ray.exceptions.RayError:
         return False
 
@@ -176,6 +176,7 @@ def a_node_comes_back(nodes: Cluster, directory: str) -> dict[str, Any]:
         names = [scene.units_of(node)]
         scene.client.put_samples(["a", "b"], PARTITION, {"x": [torch.full((1000,), 6.0) for _ in range(2)]})
         nodes.remove_node(node, allow_graceful=False)
+        scene.wait(lambda: not service.units(), "the unit of the node that died is no unit any more")
         node = nodes.add_node(num_cpus=1, env_vars={VARIABLE: "fourth"}, labels={"pool": "storage"})
         names.append(scene.wait(lambda: scene.units_of(node), "a unit on the node that came back"))
         read = scene.read(["a", "b"])

@@ -119,14 +119,14 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
     monkeypatch.setattr(module, "wait", wait_and_note)
     before = standing()
     cluster = RayVirtualCluster([100, 1], num_gpus_per_node=100)
-    cluster.ready_timeout_s = 1.0
+    cluster.ready_timeout_s = 5.0
     with caplog.at_level(logging.WARNING, logger="workers"), pytest.raises(ResourcesNotReadyError) as caught:
         cluster.get_placement_groups()
     for said in (
         "asked for 101 bundles of 1 CPU, 1 GPU on 2 nodes ([100, 1], each node's together)",
         "the Ray cluster has 16 CPU, of which free ",
         "on nodes of (16 CPU)",
-        "Not reserved within 1 s",
+        "Not reserved within 5 s",
     ):
         assert said in str(caught.value)
     assert len(caplog.records) == len(waits) - 1 >= 1

@@ -16,6 +16,7 @@ from dataplane import KVBatchMeta, build_data_plane_client, kv_first_write, unit
 from dataplane.control import opening
 from dataplane.errors import FieldNotProducedError, StaleSampleError
 from dataplane.host import boot_id
+from tests.ray.standing import call_until_dead
 from workers import (
     LaunchedService,
     NamedSharding,
@@ -62,7 +63,7 @@ def policy(service: LaunchedService) -> Iterator[TQPolicy]:
                 assert time.monotonic() < deadline, f"the workers and the driver left: {client.stats().sessions}"
                 time.sleep(0.05)
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(workers[0].what_was_seen.remote())
+            call_until_dead(workers[0].what_was_seen)
 
 
 def seen(policy: TQPolicy) -> list[dict[str, Any]]:

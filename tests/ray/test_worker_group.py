@@ -179,7 +179,7 @@ def test_waits_that_end_before_the_call(
     for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
         caplog.clear()
         with pytest.raises(CallWaitTimeoutError):
-            wait(timeout=0.3)
+            wait(timeout=1.5)
         assert "Talker.wait_at on calls:0: waiting for" in caplog.text
     assert not call.done()
     open_gates(gates, 0)

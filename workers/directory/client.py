@@ -190,15 +190,13 @@ class DirectoryClient:
         begun, limit_s = time.monotonic(), wait_s + ANSWER_S
         while True:
             left_s = begun + limit_s - time.monotonic()
-            try:
-                return future.result(min(left_s, LOG_EVERY_S))
-            except FutureTimeout:
-                if future.done():
-                    raise
-                if left_s <= LOG_EVERY_S:
-                    why = f"waited {limit_s:.1f} s for {what}"
-                    raise errors.DirectoryLostError(address=self.address, why=why) from None
-                _log.warning("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
+            with contextlib.suppress(FutureTimeout):
+                future.exception(min(left_s, LOG_EVERY_S))
+            if future.done():
+                return future.result()
+            if left_s <= LOG_EVERY_S:
+                raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
+            _log.warning("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
 
     # --- the thread -----------------------------------------------------------------------------------------------
 

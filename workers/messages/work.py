@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -54,11 +55,10 @@ class AsyncWork(Generic[T]):
         while True:
             waited_s = time.monotonic() - begun
             left_s = LOG_EVERY_S if timeout is None else min(LOG_EVERY_S, timeout - waited_s)
-            try:
-                return self._result(self._future.result(max(left_s, 0)))
-            except FutureTimeout:
-                if self._future.done():
-                    raise
+            with contextlib.suppress(FutureTimeout):
+                self._future.exception(max(left_s, 0))
+            if self._future.done():
+                return self._result(self._future.result())
             waited_s = time.monotonic() - begun
             if timeout is not None and waited_s >= timeout:
                 raise MessageTimeoutError(what=self._what, waited_s=waited_s)
