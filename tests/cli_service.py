@@ -29,6 +29,11 @@ class Service:
         self.first_line = self.process.stdout.readline()
         self.address = self.first_line.split()[-1]
 
+    @property
+    def complaints(self) -> list[str]:
+        """Lines that it wrote on stderr until its end, but for those of a busy machine."""
+        return [line for line in self.errors.splitlines() if "stood still" not in line]
+
     def end(self, number: int) -> int:
         self.process.send_signal(number)
         _, self.errors = self.process.communicate(timeout=60)

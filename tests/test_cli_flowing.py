@@ -49,7 +49,7 @@ def test_samples_and_bytes_a_second(security: dict[str, Any]) -> None:
             client.put_samples(["a", "b"], "train", {"x": torch.zeros(2, 256)})
             client.get_samples(["a"], "train", ["x"])
         place = where(server.http_address, server.address)
-        wait_until(lambda: flow(place, config, 60).puts > 0)
+        wait_until(lambda: flow(place, config, 60).gets > 0)
         found = flow(place, config, 60)
         assert found.puts == pytest.approx(2 / 60)
         assert found.put_bytes == pytest.approx(2048 / 60)

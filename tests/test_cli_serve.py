@@ -77,7 +77,7 @@ def test_it_says_where_it_is_as_text(services: list[Service]) -> None:
     assert ask(address, "/healthz").text == "ok\n"
     assert 'tq_unit_connected{name="unit-0",unit="1"} 1.0' in ask(address, "/metrics").text
     assert service.end(signal.SIGTERM) == 0
-    assert service.errors == ""
+    assert service.complaints == []
 
 
 def test_it_says_where_it_is_as_json(services: list[Service]) -> None:
@@ -88,7 +88,7 @@ def test_it_says_where_it_is_as_json(services: list[Service]) -> None:
     with connect(told["address"]) as client:
         assert client.stats().units == ()
     assert service.end(signal.SIGTERM) == 0
-    assert service.errors == ""
+    assert service.complaints == []
 
 
 def test_a_public_host_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_serve_status_and_a_clean_end(
         with pytest.raises(ConnectionError, match="token"):
             connect(service.address, token=wrong)
     assert end(service) == 0
-    assert service.errors == ""
+    assert service.complaints == []
     assert not litter(service.files)
 
 

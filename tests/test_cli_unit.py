@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import dataplane
+from tests.ports import free_ports
 
 
 def test_a_unit_says_when_its_controller_is_gone() -> None:
@@ -35,8 +36,7 @@ def test_a_unit_says_that_it_is_ready_in_json() -> None:
 
 
 def test_a_unit_listens_where_it_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = str(held.getsockname()[1])
+    port = str(free_ports())
     with dataplane.serve({"units": 0}) as server:
         command = [sys.executable, "-m", "dataplane", "unit", server.address, "--capacity", "8m", "--port", port]
         unit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

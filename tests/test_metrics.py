@@ -302,6 +302,11 @@ def test_a_unit_wants_the_token_too() -> None:
         assert scrape(address, Authorization="Bearer secret").value("tq_bulk_read_bytes_total") == 0
 
 
+def counted_read(address: str) -> Scrape | None:
+    found = scrape(address)
+    return found if found.value("tq_bulk_request_seconds_count", verb="read") else None
+
+
 def test_a_unit_counts_what_goes_to_other_hosts_and_whom_it_refuses() -> None:
     with (
         serve({**CONFIG, "units": 0}) as server,
@@ -312,7 +317,7 @@ def test_a_unit_counts_what_goes_to_other_hosts_and_whom_it_refuses() -> None:
             client.register_partition("p", ["x"], None, [])
             client.put_samples(["a"], "p", {"x": torch.zeros(1, 1000)})
             client.get_samples(["a"], "p", ["x"])
-            found = scrape(address)
+            found = wait_until(lambda: counted_read(address), "the read, which is counted once its answer is sent")
             assert found.value("tq_bulk_written_bytes_total") == 4000
             assert found.value("tq_bulk_read_bytes_total") == 4000
             assert found.value("tq_bulk_requests_total", verb="write", outcome="ok") == 1

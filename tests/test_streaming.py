@@ -183,7 +183,7 @@ def test_a_wait_ends_in_what_is_missing_and_may_go_on(
     put(client, partition, [0])
     fields = ["input_ids"]
     with StreamingDataLoader(
-        client, partition, "train", fields, batch_size=2, timeout_s=0.5, prefetch=prefetch
+        client, partition, "train", fields, batch_size=2, timeout_s=2.0, prefetch=prefetch
     ) as stream:
         with pytest.raises(ClaimTimeoutError, match=r"for 2 samples.*; 1 were ready"):
             next(iter(stream))

@@ -168,6 +168,7 @@ def test_more_at_once_than_are_taken_are_hung_up_on(
         for thread in threads:
             thread.join(WAIT_S)
         assert got == [200, 200]
+        wait_until(lambda: server._slots._value == 2, "both places are free")
         assert ask(server.address, "/").status == 200
     assert [record.getMessage() for record in caplog.records] == [
         "more than 2 HTTP requests at once: 1 not taken so far"
@@ -186,7 +187,7 @@ def test_who_draws_a_handshake_out_gives_its_place_up(monkeypatch: pytest.Monkey
         wait_until(lambda: server._open, "the slow one's turn")
         assert raw(server.address, b"x") == b""
         assert slow.recv(1) == b""
-        wait_until(lambda: not server._open)
+        wait_until(lambda: server._slots._value == 1, "its place is free")
         assert ask(server.address, "/", context=context()).status == 200
 
 

@@ -221,7 +221,10 @@ def test_a_field_keeps_its_dtype_and_tags_are_small_scalars(client: tq.TransferQ
 # --- batches
 
 
-def test_get_meta_waits_on_the_service_and_says_what_was_missing(client: tq.TransferQueueClient) -> None:
+def test_get_meta_waits_on_the_service_and_says_what_was_missing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "4")
+    start()
+    client = tq.get_client()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.get_meta, ["v", "w"], 2, "later", task_name="t")
         made = client.put(values(2), partition_id="later")
@@ -237,7 +240,10 @@ def test_get_meta_waits_on_the_service_and_says_what_was_missing(client: tq.Tran
         client.get_meta(["v"], 1, "later", mode="steal", task_name="t")
 
 
-def test_who_waits_for_a_partition_that_is_cleared_is_told(client: tq.TransferQueueClient) -> None:
+def test_who_waits_for_a_partition_that_is_cleared_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "60")
+    start()
+    client = tq.get_client()
     client.put(values(1), partition_id="p")
     parked = threading.Event()
 
