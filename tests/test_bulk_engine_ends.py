@@ -10,6 +10,7 @@ from dataplane.bulk.by_engine import UnitEngine, open_slots
 from dataplane.bulk.server import BulkServer
 from dataplane.bulk.slots import SLOTS
 from dataplane.config import DataPlaneConfig
+from tests.alone import alone
 from tests.bulk_unit import WAIT_S, Unit
 from tests.engine import require_engine
 
@@ -51,6 +52,10 @@ def test_closed_memory_is_out_of_reach(slots):
 
 
 def test_closing_leaves_no_more_than_one_engine_behind():
+    alone(_open_and_close_again_and_again)
+
+
+def _open_and_close_again_and_again():
     def kept():
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 

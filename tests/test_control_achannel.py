@@ -11,7 +11,7 @@ import pytest
 
 from dataplane import failpoints
 from dataplane.config import DataPlaneConfig
-from dataplane.control import achannel, calls
+from dataplane.control import calls
 from dataplane.control.achannel import AsyncChannel
 from dataplane.control.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
@@ -164,7 +164,6 @@ def test_a_dead_address_is_an_error_at_once() -> None:
 
 
 def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(achannel, "CLOSE_S", 0.2)
     monkeypatch.setattr(calls, "RESEND_S", 0.1)
     monkeypatch.setattr(calls.Outgoing.__init__, "__defaults__", (0.1,))
     controller = Controller(QUICK, ledger=ledger, epoch=1).start()

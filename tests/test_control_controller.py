@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -20,23 +19,13 @@ from dataplane.errors import ServiceUnavailableError
 from dataplane.host import split_address
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger
+from tests.ports import free_ports
 
 CONFIG = DataPlaneConfig(heartbeat_s=0.1)
 
 
-def free_pair() -> int:
-    """A port that is free, as is the next."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
-
-
 def test_it_listens_where_it_is_told() -> None:
-    port = free_pair()
+    port = free_ports(2)
     with Controller(replace(CONFIG, port=port)) as controller:
         assert controller.address == f"127.0.0.1:{port}"
         for each in (port, port + 1):
@@ -45,7 +34,7 @@ def test_it_listens_where_it_is_told() -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["grpc", "zmq"])
 def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(which: int) -> None:
-    port = free_pair()
+    port = free_ports(2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + which))
         taken.listen()

@@ -57,13 +57,13 @@ class HeldUnit:
     """The unit's thread, stopped just before it carries out the first write that reaches it, until `go_on`.
 
     `began`: the thread is there; `given_up`: the client's write has ended, one way or another. Writes wait for the unit
-    for `patience_s`.
+    for `patience_s` from then on.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on, self.given_up = threading.Event(), threading.Event(), threading.Event()
         self.patience_s = 0.3
-        carry_out, send = BulkServer._write, UnitConnection.write
+        carry_out, send, written = BulkServer._write, UnitConnection.write, UnitConnection._written
 
         def held(server: BulkServer, *request: Any) -> int:
             self.began.set()
@@ -76,8 +76,13 @@ class HeldUnit:
             finally:
                 self.given_up.set()
 
+        def once_it_began(connection: UnitConnection, *call: Any) -> None:
+            assert self.began.wait(WAIT_S)
+            written(connection, *call)
+
         monkeypatch.setattr(BulkServer, "_write", held)
         monkeypatch.setattr(UnitConnection, "write", watched)
+        monkeypatch.setattr(UnitConnection, "_written", once_it_began)
 
     def interrupt_between_frames(self) -> None:
         """Arm an interrupt in the client's second request, once its first is with the unit."""
