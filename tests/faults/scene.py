@@ -237,6 +237,7 @@ class Scene:
             if meta.size:
                 verify(client, meta)
                 drained += meta.sample_ids
+                client.clear_samples(meta, PARTITION)  # there may be no room for anything else
             elif not client.why_blocked(PARTITION, TASK).leased:
                 break
             else:
