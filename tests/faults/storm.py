@@ -40,10 +40,11 @@ POKES = {
     "unit.report.after": "consumer-near",
     "unit.attach": "consumer-near",
     "unit.attached": "consumer-near",
-    "unit.fence.before": "producer-far",
-    "unit.fence.after": "producer-far",
+    "unit.fence.before": "producer-near",
+    "unit.fence.after": "producer-near",
 }
-"""Who has to begin a new life for somebody to come by such a place soon. At the far unit it is the far consumer."""
+"""Who has to begin a new life for somebody to come by such a place soon. At the far unit it is the far one, as clients
+have to do with the unit of their own host before all."""
 
 
 class Storm:
@@ -162,8 +163,8 @@ class Storm:
 
     def _until_it_obeyed(self, player: Player, order: Order, before: int) -> None:
         poke = POKES.get(order.at)
-        if poke == "consumer-near" and player.name == "south":
-            poke = "consumer-far"
+        if poke and player.name == "south":
+            poke = poke.replace("-near", "-far")
         end = time.monotonic() + PROGRESS_S
         while not player.await_obeyed(before, POKE_S if poke else PROGRESS_S):
             if player.process.exitcode is not None or time.monotonic() > end:
