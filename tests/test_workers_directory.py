@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import pytest
 import zmq
 
 from dataplane.errors import InternalError
-from tests.alone import alone
+from tests.alone import alone, leaves_nothing_open
 from tests.late import Late
-from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
 from workers.address import WorkerAddress
@@ -281,13 +279,7 @@ def _serve_again_and_again() -> None:
         with Directory.serve() as directory, DirectoryClient(directory.address) as client:
             client.register_group("g", {})
 
-    once()
-    process = psutil.Process()
-    before, threads = process.num_fds(), threading.active_count()
-    for _ in range(3):
-        once()
-    assert threading.active_count() == threads
-    wait_until(lambda: process.num_fds() <= before, "no more descriptors than before")
+    leaves_nothing_open(once)
 
 
 def test_an_answer_that_comes_as_its_wait_runs_out_is_taken(client: DirectoryClient) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.alone import alone
+from tests.alone import alone, leaves_nothing_open
 from tests.lives import wait_until
 from tests.messengers import Here, address, elsewhere, here, one_road, until_it_fails
 from workers.directory import Directory, Kind
@@ -203,13 +203,7 @@ def _send_again_and_again(shared_memory: bool) -> None:
         b.recv(A)
         workers.close()
 
-    once()
-    process = psutil.Process()
-    before, threads = process.num_fds(), threading.active_count()
-    for _ in range(3):
-        once()
-    assert threading.active_count() == threads
-    wait_until(lambda: process.num_fds() <= before, "no more descriptors than before")
+    leaves_nothing_open(once)
 
 
 def test_the_directory_has_no_entry_after_close() -> None:
