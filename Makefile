@@ -4,10 +4,13 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 BIN := $(VENV)/bin
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+# Most tests wait rather than compute, so there are more processes than cores.
+PYTEST_ARGS ?= -n 4
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-async test test-slow soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: demo demo-async test test-fast test-slow coverage soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -33,12 +36,21 @@ demo-async: setup ## the same, asynchronously: rollouts go on while the policy t
 test: setup ## the test suite
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
+test-fast: setup ## its tests without sockets, processes and Ray: the ones to run after each edit
+	@$(BIN)/python -m pytest -m "not integration and not slow and not ray and not browser and not gpu" -n 2
+
+coverage: setup ## the test suite, and which lines of each module it reaches; fails where a module has less than 60 percent
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report --sort=cover | awk '{print} /\.py/ && $$NF + 0 < 60 {low = 1} END {exit low}'
+
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 soak: setup ## half an hour of faults under rising load, then the ledger's model test and simulator, twenty times longer
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
-	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 
 faults: setup ## every process of a working service dies and stops at every failpoint, links break; ARGS="--seed N" again
 	@$(BIN)/python -m tests.faults.storm $(ARGS)

@@ -1,23 +1,35 @@
-"""Around every test: nothing may stay in shared memory, no child process may outlive the suite."""
+"""Around every test: nothing may stay in shared memory, no child process may outlive the suite, and what is marked as
+pure opens no socket and starts no process."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from xdist.remote import Producer
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from dataplane import failpoints
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.lockfile import is_held, open_own
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
+from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
+from tests.lives import wait_until
+from tests.parallel import ByPlace, rank
 from tests.profiles import budget
 
-SHARED_MEMORY = Path("/dev/shm")
+END_S = 300.0
+"""How long the test process may take to end after its last test."""
+IMPURE = ("integration", "slow", "ray", "gpu", "browser")
+"""Marks of tests that may open sockets and start processes."""
 
 # As a service of ours does it, before a test imports grpc itself: with gRPC's fork support, which is on by default, a
 # forked child dies now and then.
@@ -54,12 +66,64 @@ def litter(before: set[str]) -> set[str]:
     return {name for name in our_files() - before if abandoned(SHARED_MEMORY / name)}
 
 
+def pytest_configure() -> None:
+    default_signals()
+    own_shared_memory()
+    Outside(_refuse)
+
+
+def pytest_unconfigure() -> None:
+    """A thread or a process that does not end must not keep the run from ending."""
+    faulthandler.dump_traceback_later(END_S, exit=True, file=sys.__stderr__)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: rank(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return ByPlace(config, log)
+
+
+class _Test:
+    """The test that runs."""
+
+    name = ""
+    pure = False
+
+
+def _refuse(what: str) -> None:
+    if _Test.pure:
+        pytest.fail(f"{_Test.name} did {what}: mark it `integration`")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _Test.name, _Test.pure = item.nodeid, not any(item.get_closest_marker(name) for name in IMPURE)
+    try:
+        return (yield)
+    finally:
+        _Test.pure = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A child that a test forks, and in which something raises, ends: else it would go on as a second test process."""
+    process = os.getpid()
+    try:
+        return (yield)
+    finally:
+        if os.getpid() != process:
+            traceback.print_exc()
+            os._exit(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     files = our_files()
     yield
-    left = litter(files)
-    assert not left, f"left in /dev/shm: {sorted(left)}"
+    wait_until(lambda: not litter(files), lambda: f"nothing left in /dev/shm but {sorted(litter(files))}")
     children = psutil.Process(os.getpid()).children(recursive=True)
     ours = [child for child in children if "multiprocessing" not in " ".join(_command_line(child))]
     assert not ours, f"left running: {[(child.pid, _command_line(child)) for child in ours]}"

@@ -23,13 +23,21 @@ CONFIG = DataPlaneConfig(
 WAIT_S = 60.0
 
 
-def wait_until(come: Callable[[], Any], what: str = "", within_s: float = WAIT_S) -> Any:
-    """What `come()` returns once it is true. It is asked a hundred times a second, for long waits less often."""
+def wait_until(come: Callable[[], Any], what: str | Callable[[], str] = "", within_s: float = WAIT_S) -> Any:
+    """What `come()` returns once it is true. It is asked a hundred times a second, for long waits less often. `what` is
+    waited for: the error says so."""
     end = time.monotonic() + within_s
     while not (found := come()):
-        assert time.monotonic() < end, f"it did not come to {what or come}"
+        assert time.monotonic() < end, f"waited {within_s} s for {_text(what, come)}; the last answer was {found!r}"
         time.sleep(0.01 * within_s / WAIT_S)
     return found
+
+
+def _text(what: str | Callable[[], str], come: Callable[[], Any]) -> str:
+    if callable(what):
+        return what()
+    code = getattr(come, "__code__", None)
+    return what or (f"{code.co_filename}:{code.co_firstlineno}" if code else repr(come))
 
 
 class Lives:

@@ -89,6 +89,7 @@ def test_a_refusal_of_the_kernel_is_told_the_same_way(arena, monkeypatch):
     assert arena.backed_bytes == 0
 
 
+@pytest.mark.integration
 def test_full_tmpfs_is_an_error_and_no_signal(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", tmp_path], capture_output=True)
     if mounted.returncode != 0:
@@ -194,6 +195,7 @@ def test_close_removes_the_file_and_is_idempotent():
     assert not arena.path.exists()
 
 
+@pytest.mark.integration
 def test_a_forked_child_that_closes_leaves_the_file(arena):
     child = os.fork()
     if child == 0:
@@ -218,6 +220,7 @@ def test_sweep_takes_what_nobody_holds_and_nothing_else(tmp_path, arena):
     assert all(each.exists() for each in (aside, other, link))
 
 
+@pytest.mark.integration
 def test_an_arena_of_a_killed_unit_is_swept():
     code = (
         "import os, signal; from dataplane.arena import Arena;"
@@ -241,6 +244,7 @@ def test_default_capacity_leaves_room(monkeypatch):
     assert default_capacity(SHM) == MIB
 
 
+@pytest.mark.integration
 def test_arena_and_bulk_need_no_torch():
     code = "import sys, dataplane.arena, dataplane.bulk.client, dataplane.bulk.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,6 +18,8 @@ from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import UNIT, WAIT_S, Peer, Process, Unit, noise
 from tests.engine import require_engine, use_at_once
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig(bulk_transport="mooncake")
 
 

@@ -29,6 +29,8 @@ from tests.alone import alone
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Process, Unit, changed, interrupt_when, noise
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def unit():

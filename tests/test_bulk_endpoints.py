@@ -9,6 +9,8 @@ from dataplane.bulk.endpoints import bind, candidates
 from dataplane.errors import ServiceUnavailableError
 from tests.bulk_unit import WAIT_S
 
+pytestmark = pytest.mark.integration
+
 NOBODY = 65534
 
 

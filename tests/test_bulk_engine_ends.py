@@ -51,6 +51,7 @@ def test_closed_memory_is_out_of_reach(slots):
     assert not slots.try_peer(source, time.monotonic() + WAIT_S)
 
 
+@pytest.mark.integration
 def test_closing_leaves_no_more_than_one_engine_behind():
     alone(_open_and_close_again_and_again)
 
@@ -79,6 +80,7 @@ def test_transfers_that_do_not_end_keep_their_memory(monkeypatch, caplog):
     assert "1 transfers do not end" in caplog.text
 
 
+@pytest.mark.integration
 def test_a_server_that_cannot_start_gives_its_engine_back(monkeypatch):
     closed = []
     monkeypatch.setattr(UnitEngine, "close", lambda self: closed.append(self))

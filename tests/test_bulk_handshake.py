@@ -9,6 +9,8 @@ from dataplane.errors import AuthenticationError, ServiceRestartedError, Storage
 from dataplane.ledger.commands import SessionAttached
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def unit():

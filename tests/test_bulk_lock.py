@@ -32,6 +32,7 @@ def test_a_lock_is_held_until_closed(lock):
     peer.drop()
 
 
+@pytest.mark.integration
 def test_the_name_stays_while_a_forked_child_holds_the_lock(lock):
     """A storage unit that is restarted meanwhile finds by the name that somebody may still have views."""
     end = os.pipe()
@@ -52,6 +53,7 @@ def test_the_name_stays_while_a_forked_child_holds_the_lock(lock):
         os.close(fd)
 
 
+@pytest.mark.integration
 def test_a_forked_child_cannot_drop_the_parents(lock):
     peer = PeerLock.open(str(lock.path), directories=[SHM])
     assert isinstance(peer, PeerLock)

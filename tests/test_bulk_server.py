@@ -19,6 +19,8 @@ from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, noise
 from tests.logs import logged
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def unit():

@@ -59,6 +59,7 @@ def test_a_fenced_session_is_forgotten_alone():
 # --- over the wire ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("way", ["interrupt", "timeout"])
 def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypatch, way):
     """The requests of a failed write wait at the unit; none that is looked at after the stop touches the arena."""
@@ -94,6 +95,7 @@ def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypat
     assert unit.arena.data[:3].tobytes() == b"abc", "other puts go on"
 
 
+@pytest.mark.integration
 def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(

@@ -29,6 +29,8 @@ from dataplane.checkpoint import files, manifest, saving
 from dataplane.control import wire
 from dataplane.roads import Roads
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 
 

@@ -30,6 +30,8 @@ from dataplane.checkpoint import files, manifest
 from tests.lives import wait_until
 from tests.profiles import budget
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 FEW = budget(150)
 

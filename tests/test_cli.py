@@ -100,11 +100,13 @@ def test_wrong_arguments_get_one_line_and_exit_code_2(
     assert line.endswith("--help`")
 
 
+@pytest.mark.integration
 def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("verb", ["status", "ls", "show a", "why train policy", "top --once --interval 0.1", "shrink"])
 def test_tokens_and_certificates_are_shown(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, secured: str
@@ -151,6 +153,7 @@ def hostile() -> Iterator[str]:
         yield server.address
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -189,6 +192,7 @@ def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["ls", "--address", "127.0.0.1:1"]) == 130
 
 
+@pytest.mark.integration
 def test_a_reader_that_has_enough_gets_no_traceback(secured: str) -> None:
     files = [f"--tls-{name}={tls()[f'tls_{name}_file']}" for name in ("cert", "key", "ca")]
     command = [sys.executable, "-m", "dataplane", "ls", "--address", secured, *files]
@@ -204,6 +208,7 @@ def test_durabilities_are_those_of_the_settings() -> None:
     assert get_args(get_type_hints(Memory)["durability"]) == DURABILITIES
 
 
+@pytest.mark.integration
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import contextlib, io, sys\nfrom dataplane.cli import main\n"
@@ -216,6 +221,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded & {"torch", "tensordict", "numpy", "zmq", "grpc", "google", "ray", "pydantic"}
 
 
+@pytest.mark.integration
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("tq 0.")

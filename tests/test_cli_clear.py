@@ -11,6 +11,8 @@ from dataplane import DataPlaneClient
 from dataplane.cli import main
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 
 def left(client: DataPlaneClient) -> list[str]:
     return list(client.list_samples("train").sample_ids)

@@ -12,6 +12,8 @@ from dataplane import DataPlaneClient
 from dataplane.cli import main
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 TQ = "import sys; from dataplane.cli import main; sys.exit(main())"
 
 

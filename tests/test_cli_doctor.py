@@ -21,6 +21,8 @@ from dataplane.config import GIB, MIB
 from dataplane.memory import Room
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from dataplane.config import MIB
 from dataplane.unit import StorageUnit
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 OTHER = DataPlaneConfig(capacity_bytes=8 * MIB)
 
 

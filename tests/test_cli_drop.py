@@ -12,6 +12,8 @@ from dataplane.config import MIB
 from dataplane.unit import StorageUnit
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 
 def test_a_unit_without_rows_goes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with serve({"capacity_bytes": 8 * MIB, "units": 2}) as server, connect(server.address) as client:

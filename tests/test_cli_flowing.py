@@ -19,6 +19,8 @@ from dataplane.config import MIB
 from tests.lives import wait_until
 from tests.secure import tls
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize(
     ("text", "place"),

@@ -13,6 +13,8 @@ from dataplane.control.channel import Channel
 from dataplane.ledger import commands as c
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 
 def test_partitions(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0

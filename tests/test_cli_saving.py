@@ -12,6 +12,8 @@ from dataplane import connect
 from dataplane.cli import main
 from dataplane.config import MIB
 
+pytestmark = pytest.mark.integration
+
 
 def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "c")

@@ -10,6 +10,8 @@ from dataplane import DataPlaneClient
 from dataplane.cli import main
 from tests.cli_service import filled  # noqa: F401
 
+pytestmark = pytest.mark.integration
+
 
 def test_one_sample(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "b"]) == 0

@@ -11,6 +11,8 @@ from dataplane import connect, serve
 from dataplane.cli import main
 from dataplane.config import MIB
 
+pytestmark = pytest.mark.integration
+
 
 def test_partitions_fields_and_tasks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with serve({"capacity_bytes": 8 * MIB}) as server, connect(server.address) as client:

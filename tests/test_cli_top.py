@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import threading
 
@@ -18,8 +17,11 @@ from dataplane import DataPlaneClient
 from dataplane.cli import main
 from dataplane.cli.watching import Rates, look, rates
 from dataplane.control.channel import Channel
+from tests.children import Child
 from tests.cli_service import filled  # noqa: F401
 from tests.lives import wait_until
+
+pytestmark = pytest.mark.integration
 
 TOP = [sys.executable, "-m", "dataplane", "top", "--interval", "0.1"]
 
@@ -67,22 +69,21 @@ def test_rates_are_of_what_came_and_went(filled: DataPlaneClient) -> None:
 
 
 def test_json_goes_on_line_by_line_until_interrupted(filled: DataPlaneClient) -> None:
-    with subprocess.Popen([*TOP, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with Child([*TOP, "--json"]) as process:
         for _ in range(2):
-            told = json.loads(process.stdout.readline())
+            told = json.loads(process.line())
             assert told["seconds"] > 0
             assert told["report"]["partitions"][0]["partition"] == "train"
             assert told["rates"]["train"]["born"] == 0
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+        code, _, errors = process.finish()
+    assert (code, errors) == (0, "")
 
 
 def test_a_terminal_shows_it_in_place_until_interrupted(filled: DataPlaneClient) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(TOP, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    with Child(TOP, env=environment, terminal=theirs) as process:
         os.close(theirs)
         seen = b""
         while b"policy" not in seen:
@@ -104,16 +105,12 @@ def test_a_terminal_shows_it_in_place_until_interrupted(filled: DataPlaneClient)
 def test_a_service_that_goes_is_exit_1(filled: DataPlaneClient) -> None:
     address = filled.config.address
     code = "from dataplane import serve\nwith serve({'units': 0}) as s:\n print(s.address, flush=True)\n input()"
-    service = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert service.stdout is not None
-    other = service.stdout.readline().strip()
-    assert other != address
-    with subprocess.Popen(
-        [*TOP, other, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["report"]["units"] == []
-        service.communicate("\n", timeout=60)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    with Child([sys.executable, "-c", code]) as service:
+        other = service.line()
+        assert other != address
+        with Child([*TOP, other, "--json"]) as process:
+            assert json.loads(process.line())["report"]["units"] == []
+            service.finish("\n")
+            exit_code, _, errors = process.finish()
+    assert exit_code == 1
     assert errors.startswith(f"tq: no data plane service at {other}")

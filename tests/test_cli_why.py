@@ -13,6 +13,8 @@ from dataplane.cli import main
 from tests.cli_service import filled  # noqa: F401
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 
 def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["why", *arguments]) == 0

@@ -21,6 +21,8 @@ from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.types import PROTOCOL_VERSION
 
+pytestmark = pytest.mark.integration
+
 DAY_NS = 24 * 3600 * 10**9
 SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=2.0)

@@ -18,6 +18,8 @@ from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFo
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger
 
+pytestmark = pytest.mark.integration
+
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1, timeout_s=60.0)
 

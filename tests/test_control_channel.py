@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,7 +37,10 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.limits import Limits
+from tests.children import Child
 from tests.control_service import ScriptedLedger
+
+pytestmark = pytest.mark.integration
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 WAIT_S = 60.0
@@ -378,12 +380,8 @@ def test_the_end_of_a_client_process_is_told_at_once(scripted: Controller, ledge
         "import sys; from dataplane.config import DataPlaneConfig; from dataplane.control.channel import Channel\n"
         "channel = Channel.open(DataPlaneConfig(address=sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, scripted.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "open\n"
+    with Child([sys.executable, "-c", script, scripted.address]) as child:
+        assert child.line() == "open"
         assert ledger.of(c.SessionSilent) == []
         child.kill()
         (silent,) = ledger.wait_for(c.SessionSilent)

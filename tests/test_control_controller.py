@@ -21,6 +21,8 @@ from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig(heartbeat_s=0.1)
 
 

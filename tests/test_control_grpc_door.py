@@ -24,6 +24,8 @@ from dataplane.pb import control_pb2_grpc
 from dataplane.types import PROTOCOL_VERSION
 from tests.control_service import ScriptedLedger
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig(heartbeat_s=5.0)
 WAIT_S = 60.0
 OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)

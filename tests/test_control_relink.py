@@ -20,6 +20,8 @@ from tests.control_service import ScriptedLedger, add_unit
 from tests.lives import Proxy, wait_until
 from tests.logs import logged
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig()
 WAIT_S = 60.0
 

@@ -21,6 +21,8 @@ from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
 from tests.logs import logged
 
+pytestmark = pytest.mark.integration
+
 Serve = Callable[..., LedgerShell]
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
 WAIT_S = 60.0

@@ -17,6 +17,8 @@ from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequ
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig()
 WAIT_S = 60.0
 PINGS_S = 6.0

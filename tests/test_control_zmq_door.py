@@ -19,6 +19,8 @@ from dataplane.control.secret import Secret
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.ledger import commands as c
 
+pytestmark = pytest.mark.integration
+
 WAIT_MS = 20_000
 CALLS = 20
 

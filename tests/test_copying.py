@@ -162,6 +162,7 @@ def test_an_interrupted_caller_waits_for_the_others(monkeypatch: pytest.MonkeyPa
     copier.close()
 
 
+@pytest.mark.integration
 def test_a_forked_child_copies_alone() -> None:
     copier = Copier(3)
     runs: list[Run] = [(np.zeros(8 * MIB, np.uint8), np.ones(8 * MIB, np.uint8))]

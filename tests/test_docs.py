@@ -67,6 +67,7 @@ def test_there_are_some() -> None:
     assert CLUSTERS
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", OTHERS, ids=lambda script: script[0].name)
 def test_python(script: list[Block]) -> None:
     assert not any(block.file for block in script), "files are for scripts with processes of their own"

@@ -72,6 +72,7 @@ def test_it_goes_on_from_an_image_and_what_came_after(tmp_path: Path) -> None:
     third.close()
 
 
+@pytest.mark.integration
 def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IMAGE_AFTER_RECORDS", 50)
     monkeypatch.setattr(module, "SMALL_BYTES", 0)
@@ -165,6 +166,7 @@ def test_a_long_log_is_gone_through_only_once(tmp_path: Path, monkeypatch: pytes
     second.close()
 
 
+@pytest.mark.integration
 def test_a_failed_image_is_told_and_the_journal_grows_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,6 +305,7 @@ def test_an_orderly_stop_survives_a_boot_but_memory_does_not(
     second.close()
 
 
+@pytest.mark.integration
 def test_the_process_that_makes_images_says_what_is_wrong(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dataplane.durable", str(tmp_path), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

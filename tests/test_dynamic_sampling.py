@@ -8,6 +8,8 @@ import torch
 from dataplane import DataPlaneClient, KVBatchMeta, connect, serve
 from dataplane.dynamic_sampling import DynamicSampler, split_by_spread
 
+pytestmark = pytest.mark.integration
+
 
 def meta_of(*samples: tuple[str, object, object]) -> KVBatchMeta:
     tags = [{"group": group, "reward": reward} for _, group, reward in samples]

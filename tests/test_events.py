@@ -33,6 +33,8 @@ from dataplane.config import MIB
 from dataplane.events import OnEvent
 from tests.contract.conftest import Blocking
 
+pytestmark = pytest.mark.integration
+
 Opener = Callable[..., Any]
 
 

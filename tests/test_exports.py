@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import dataplane
+
+pytestmark = pytest.mark.integration
 
 EXPECTED = [
     "ADVANTAGES",

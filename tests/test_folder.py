@@ -38,6 +38,7 @@ def test_it_may_inherit_the_bit_of_a_volume_with_a_group(tmp_path: Path) -> None
     assert not own_path(tmp_path).exists()
 
 
+@pytest.mark.integration
 def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> None:
     with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
         client.stats()
@@ -49,6 +50,7 @@ def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> Non
         assert {mode(path) for path in locks} == {0o600}
 
 
+@pytest.mark.integration
 def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others_may_look_into(tmp_path: Path) -> None:
     before = os.umask(0)
     state = tmp_path / "state"
@@ -65,6 +67,7 @@ def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others
     assert set(found.values()) == {0o600}
 
 
+@pytest.mark.integration
 def test_who_leaves_last_removes_it(tmp_path: Path) -> None:
     with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server:
         with connect(server.address) as client:
@@ -109,6 +112,7 @@ def test_what_cannot_be_made_there_at_all_is_an_error(tmp_path: Path) -> None:
         in_own_directory(tmp_path, make)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("wrong", ["link", "file", "mode", "owner"])
 def test_one_that_another_may_have_prepared_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str

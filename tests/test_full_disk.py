@@ -18,6 +18,8 @@ from dataplane.errors import ArenaSpaceError, CapacityTimeoutError
 from dataplane.folder import own_directory
 from dataplane.memory import Room
 
+pytestmark = pytest.mark.integration
+
 CAPACITY = 100 * MIB
 SERVICE = {"capacity_bytes": CAPACITY}
 

@@ -36,6 +36,7 @@ def test_a_host_beyond_loopback_needs_a_guard_and_the_refusal_names_each() -> No
             require_guard_beyond_loopback(host, guarded=False)
 
 
+@pytest.mark.integration
 def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
     assert reachable_host("127.0.0.1") == "127.0.0.1"
     assert reachable_host("localhost") == "localhost"
@@ -43,6 +44,7 @@ def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
     assert resolve_host("127.0.0.1") == "127.0.0.1"
 
 
+@pytest.mark.integration
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -41,6 +41,7 @@ def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:
         assert journal.directory.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.integration
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
@@ -132,6 +133,7 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
     Journal.open(tmp_path).close()
 
 
+@pytest.mark.integration
 def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     journal.append(b"one")

@@ -25,6 +25,8 @@ from dataplane.types import PROTOCOL_VERSION
 from dataplane.unit import StorageUnit
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 CONFIG = DataPlaneConfig(capacity_bytes=MIB)
 LIMITS = Limits(
     in_flight=8,

@@ -17,6 +17,8 @@ from dataplane.control.channel import Channel
 from dataplane.ledger.commands import Abort
 from tests.columns_helpers import nested_of
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 ROWS = 64
 NAMES = itertools.count()

@@ -58,6 +58,7 @@ def test_probes_do_not_mistake_each_other_for_holders(tmp_path):
         assert not is_held(two.fileno()), "a probe under way is no holder"
 
 
+@pytest.mark.integration
 def test_a_forked_child_keeps_the_lock(tmp_path):
     path = tmp_path / "file"
     fd = create_locked(path)

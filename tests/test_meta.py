@@ -177,6 +177,7 @@ def test_repr_is_short() -> None:
     assert repr(KVBatchMeta("train", None, [])) == "KVBatchMeta('train', 0 samples)"
 
 
+@pytest.mark.integration
 def test_meta_schema_and_packing_import_no_torch() -> None:
     program = "import sys, dataplane.meta, dataplane.packing, dataplane.schema; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -24,6 +24,8 @@ from tests.lives import wait_until
 from tests.metrics_read import Scrape, scrape
 from tests.web_client import WAIT_S, ask
 
+pytestmark = pytest.mark.integration
+
 CONFIG = {"capacity_bytes": 8 * MIB, "http_port": 0}
 
 

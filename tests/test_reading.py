@@ -12,6 +12,8 @@ from dataplane import DataPlaneClient, Server, connect, failpoints, serve
 from dataplane.errors import SessionExpiredError
 from dataplane.ledger.commands import FenceSession
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 ROWS = 8
 FIRST, SECOND = torch.full((ROWS, MIB // 8), 1), torch.full((ROWS, MIB // 8), 2)

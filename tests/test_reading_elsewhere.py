@@ -12,6 +12,8 @@ from dataplane import DataPlaneClient, SampleNotFoundError, connect, failpoints
 from dataplane.errors import StorageUnitError
 from tests.lives import Lives, one_unit, wait_until
 
+pytestmark = pytest.mark.integration
+
 ROWS = [torch.arange(100), torch.arange(7)]
 
 

@@ -12,6 +12,8 @@ from dataplane.errors import CallTimeoutError, ClaimTimeoutError, RolloutAborted
 from dataplane.replay import GROUP, ReplayBuffer, Reservation
 from dataplane.staleness import InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
 
+pytestmark = pytest.mark.integration
+
 BATCH = 4
 WAIT_S = 60.0
 _names = itertools.count()

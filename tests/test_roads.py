@@ -16,6 +16,8 @@ from dataplane.types import FieldKind, FieldSpec
 from dataplane.warm import WarmMemory
 from tests.bulk_unit import TOKEN, UNIT, Unit, noise
 
+pytestmark = pytest.mark.integration
+
 TOKENS = FieldSpec(FieldKind.JAGGED, "int64", ())
 LOGPROBS = FieldSpec(FieldKind.DENSE, "float32", (6,))
 

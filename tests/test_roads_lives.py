@@ -24,6 +24,8 @@ from dataplane.warm import WarmMemory
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 ROW = c.FieldLocations(
     name="x",
     spec=FieldSpec(FieldKind.DENSE, "uint8", (64,)),

@@ -17,6 +17,8 @@ from dataplane.types import FieldKind, FieldSpec
 from dataplane.warm import WarmMemory
 from tests.bulk_unit import TOKEN, Unit, changed, noise
 
+pytestmark = pytest.mark.integration
+
 UNITS = 3
 WAIT_S = 60.0
 BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())

@@ -18,6 +18,8 @@ from dataplane.ledger import commands as c
 from dataplane.types import FieldKind
 from tests.bulk_unit import Unit
 
+pytestmark = pytest.mark.integration
+
 SMALL = {"capacity_bytes": 128 * MIB}
 
 

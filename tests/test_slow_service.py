@@ -15,6 +15,8 @@ from dataplane.control.controller import Controller
 from dataplane.errors import ServiceUnavailableError
 from tests.lives import Proxy
 
+pytestmark = pytest.mark.integration
+
 WAIT_S = 60.0
 
 

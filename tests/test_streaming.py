@@ -17,6 +17,8 @@ from dataplane.errors import ClaimTimeoutError, ClientClosedError, PartitionNotF
 from tests.gloo import Ranks
 from tests.mixin_worker import worker_on
 
+pytestmark = pytest.mark.integration
+
 NEVER_S = 600.0
 TASKS = ["train", "other"]
 _numbers = itertools.count()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from dataplane import connect
 from tests.lives import one_unit
+
+pytestmark = pytest.mark.integration
 
 
 def test_a_unit_that_was_started_is_not_started_twice(tmp_path: Path) -> None:

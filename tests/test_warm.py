@@ -95,6 +95,7 @@ def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
         assert not memory.any()
 
 
+@pytest.mark.integration
 def test_a_forked_child_keeps_what_it_inherited() -> None:
     memory = WarmMemory(64 * MIB)
     array = memory.take(MIB)

@@ -26,6 +26,8 @@ from tests.lives import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, ask, context, raw
 
+pytestmark = pytest.mark.integration
+
 
 def echo(request: Request) -> Response:
     if request.path == "/defect":

@@ -26,6 +26,8 @@ from tests.lives import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, Answer, ask, context
 
+pytestmark = pytest.mark.integration
+
 TOKEN = "open-sesame-7f3a"
 PATHS = ["/", "/metrics", "/api/stats", "/api/matrix?partition=train", "/api/memory?unit=1", "/api/waits"]
 PATHS += ["/api/why?partition=train&task=policy", "/api/sample?partition=train&id=a", "/api/flow", "/api/timeline"]

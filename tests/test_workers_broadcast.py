@@ -18,6 +18,8 @@ from tests.gloo import RankDied, Ranks
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
 from workers.siblings import ReplicaGroupError, ReplicaLostError
 
+pytestmark = pytest.mark.integration
+
 NEVER_S = 3600.0
 """The deadline of fetches whose errors must not wait for it: longer than `tests.gloo` waits for a scenario."""
 

@@ -20,6 +20,8 @@ from workers.channel import (
 from workers.channel import pump as pump_module
 from workers.errors import NotSerializableError
 
+pytestmark = pytest.mark.integration
+
 # --- items -----------------------------------------------------------------------------------------------------------
 
 

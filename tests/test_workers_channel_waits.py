@@ -31,6 +31,8 @@ from workers.channel import (
 from workers.channel.items import Parcel
 from workers.channel.settings import Settings
 
+pytestmark = pytest.mark.integration
+
 # --- handles ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ from workers.directory.state import Registry
 from workers.directory.wire import End, Failed, Found, Gone, Listing, Lookup, Register, Reply
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
 
+pytestmark = pytest.mark.integration
+
 G0 = WorkerAddress("g", 0)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import workers
+
+pytestmark = pytest.mark.integration
 
 NAMES = [
     "AsyncWork",

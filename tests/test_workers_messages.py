@@ -17,6 +17,8 @@ from tests.messengers import Here, address, here, one_road
 from workers.address import WorkerAddress
 from workers.messages import Messenger, WithPayload
 
+pytestmark = pytest.mark.integration
+
 A, B, C = address(0), address(1), address(2)
 BIG = 3 << 20
 """float32 values that take several chunks."""

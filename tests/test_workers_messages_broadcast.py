@@ -13,6 +13,8 @@ from workers.errors import GroupOptionsError, NotSerializableError, SourceFailed
 from workers.messages import CollectiveGroupOptions, Messenger, groups
 from workers.messages.slabs import OwnSlab
 
+pytestmark = pytest.mark.integration
+
 BIG = 3 << 20
 
 

@@ -17,6 +17,8 @@ from workers.errors import (
 )
 from workers.messages import CollectiveGroupOptions
 
+pytestmark = pytest.mark.integration
+
 A, B = address(0), address(1)
 BIG = 3 << 20
 """float32 values that take several chunks."""

@@ -16,6 +16,8 @@ from tests.processor import costs_little
 from workers.errors import MessageBacklogError, MessageTimeoutError, NameNotFoundError
 from workers.messages import work
 
+pytestmark = pytest.mark.integration
+
 A, B, C = address(0), address(1), address(2)
 BIG = 3 << 20
 """float32 values that take several chunks."""

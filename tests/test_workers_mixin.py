@@ -30,6 +30,8 @@ from workers.mixin import PolicyWorker, TQWorkerMixin
 from workers.ranks import is_replica_leader
 from workers.siblings import ReplicaGroupError, ReplicaLostError
 
+pytestmark = pytest.mark.integration
+
 # --- fetch ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ from tests.gloo import Ranks
 from tests.mixin_service import alone, client, partition, server  # noqa: F401
 from tests.mixin_worker import LENGTHS, Worker, put, worker_on
 
+pytestmark = pytest.mark.integration
+
 
 def test_shipped_packing_metadata_is_trusted(alone: Worker) -> None:
     alone.cfg = {"sequence_packing": {"enabled": True}}

@@ -9,6 +9,8 @@ import pytest
 
 from workers.ports import PortKeeper
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def keeper() -> Iterator[PortKeeper]:

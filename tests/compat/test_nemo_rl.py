@@ -77,6 +77,7 @@ def test_configurations_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         build_data_plane_client(cfg, bootstrap=False)
 
 
+@pytest.mark.integration
 def test_a_worker_attaches_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
     cfg = {"enabled": True, "impl": "transfer_queue", "dataplane": {"capacity_bytes": 32 << 20}}

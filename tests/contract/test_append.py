@@ -12,6 +12,8 @@ import torch
 from dataplane import DataPlaneClient, Shared
 from dataplane.errors import ClaimTimeoutError, RowsChangedError, StaleSampleError
 
+pytestmark = pytest.mark.integration
+
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)

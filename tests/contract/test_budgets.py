@@ -12,6 +12,8 @@ import torch
 from dataplane import DataPlaneClient
 from dataplane.errors import CapacityTimeoutError, InvalidRequestError, RequestTooLargeError
 
+pytestmark = pytest.mark.integration
+
 KIB = 1024
 WIDTH = 256
 

@@ -23,6 +23,8 @@ from dataplane.roads import Roads
 
 from .values import DTYPES, random_tensor, same, same_rows
 
+pytestmark = pytest.mark.integration
+
 MORE_DTYPES = [*DTYPES, torch.uint64, torch.complex128]
 IDS = [f"s{number}" for number in range(5)]
 

@@ -12,6 +12,8 @@ import torch
 from dataplane import DataPlaneClient
 from dataplane.errors import ClaimTimeoutError, PartitionNotFoundError, ShareTakenError, TaskNotFoundError
 
+pytestmark = pytest.mark.integration
+
 
 def put(client: DataPlaneClient, partition: str, first: int, last: int, field: str = "x") -> None:
     names = [f"s{n}" for n in range(first, last)]

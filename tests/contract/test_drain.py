@@ -18,6 +18,8 @@ from dataplane.errors import ChecksumError
 from tests.faults.forks import forks
 from tests.lives import Lives, one_unit, wait_until
 
+pytestmark = pytest.mark.integration
+
 FIELDS = ["tokens", "score", "text", "prompt", "matrix"]
 
 

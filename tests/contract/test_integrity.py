@@ -20,6 +20,8 @@ from tests.contract.conftest import MIB, Blocking, unit_transport
 from tests.contract.values import same_rows
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 GROWN = "grown"
 
 VALUES: dict[str, Callable[[], Any]] = {

@@ -20,6 +20,8 @@ from dataplane.errors import ClientClosedError
 from .conftest import settings_of, unit_transport
 from .values import same_rows
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 
 

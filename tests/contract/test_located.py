@@ -14,6 +14,8 @@ from dataplane import DataPlaneClient, KVBatchMeta, SampleNotFoundError, StaleSa
 from dataplane.errors import FieldNotProducedError
 from tests.lives import Lives, one_unit, wait_until
 
+pytestmark = pytest.mark.integration
+
 GUESSED, LOOKED_UP, BOTH = ["copy", "answer"], ["answer", "copy"], ["copy", "answer", "copy"]
 
 

@@ -20,6 +20,8 @@ from dataplane.errors import (
 
 from .values import DTYPES, random_tensor, same, same_rows
 
+pytestmark = pytest.mark.integration
+
 
 def ids(count: int, prefix: str = "s") -> list[str]:
     return [f"{prefix}{n}" for n in range(count)]

@@ -17,6 +17,8 @@ from dataplane.errors import SampleExistsError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 
+pytestmark = pytest.mark.integration
+
 PUTS = 40
 PATIENCE_S = 60.0
 

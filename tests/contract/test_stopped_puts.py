@@ -18,6 +18,8 @@ from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.server import BulkServer
 from dataplane.errors import CallTimeoutError, StorageUnitError
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 WAIT_S = 60.0
 WHOLE = 7

@@ -8,6 +8,8 @@ import torch
 from dataplane import DataPlaneClient, read_columns, write_columns
 from dataplane.errors import StaleSampleError
 
+pytestmark = pytest.mark.integration
+
 NAMES = ["a", "b", "c"]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 import dataplane
+from tests.children import Child
 from tests.ports import free_ports
 
 OWN_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
@@ -83,9 +84,8 @@ def test_who_shares_shared_memory_is_local(
         "on the host": [],
     }[place]
     command = [*there, sys.executable, "-c", CLIENT, address, place]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "there\n"
+    with Child(command) as client:
+        assert client.line() == "there"
         assert attached(port) == local
-        client.communicate(timeout=60)
-    assert client.returncode == 0
+        code, _, errors = client.finish()
+    assert code == 0, errors

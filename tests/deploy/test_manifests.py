@@ -71,6 +71,7 @@ def test_kuberay_takes_it(given: Document) -> None:
         kubernetes_validate.validate(pod, VERSIONS[0], strict=True)
 
 
+@pytest.mark.integration
 def test_compose_takes_it() -> None:
     done = subprocess.run(
         [

@@ -121,12 +121,14 @@ def run(*command: object, at: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.integration
 @promtool
 def test_prometheus_takes_the_rules_and_they_fire_when_they_should() -> None:
     run("promtool", "check", "rules", "tq.rules.yml", at=PROMETHEUS)
     run("promtool", "test", "rules", "tq.rules.test.yml", at=PROMETHEUS)
 
 
+@pytest.mark.integration
 @promtool
 @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
 def test_prometheus_takes_the_scrape_configuration(name: str, tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_prometheus_takes_the_scrape_configuration(name: str, tmp_path: Path) ->
     run("promtool", "check", "config", name, at=tmp_path)
 
 
+@pytest.mark.integration
 @promtool
 def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
     rules = [{"record": f"x{number}", "expr": expr} for number, (_, expr) in enumerate(ASKED)]

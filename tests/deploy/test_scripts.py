@@ -25,16 +25,19 @@ def lint(command: list[str | Path]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.integration
 def test_the_image_file() -> None:
     lint([BINARIES / "hadolint", DOCKERFILE])
 
 
+@pytest.mark.integration
 def test_the_linter_of_image_files_refuses_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp && sudo ls\n")
     with pytest.raises(AssertionError, match="DL3004"):
         lint([BINARIES / "hadolint", tmp_path / "Dockerfile"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("path", SCRIPTS, ids=[path.name for path in SCRIPTS])
 def test_a_script(path: Path) -> None:
     lint([BINARIES / "shellcheck", path])

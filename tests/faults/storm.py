@@ -1,8 +1,9 @@
 """A storm: clients work on a service while its processes and theirs are killed and stopped, their calls disturbed and
 cancelled, and the network between them broken and slowed down, one fault after another.
 
-`python -m tests.faults.storm --seed 7`; `--minutes 30` goes on for so long, with more and more clients. Every fault
-there is comes once, in an order that the seed decides; then more, at random. After each fault everybody must get on
+`python -m tests.faults.storm --seed 7`; `--minutes 30` goes on for so long, with more and more clients; `--parts 3`
+deals the faults to three storms that run at the same time, each on its own service. Every fault there is comes once, in
+an order that the seed decides; then more, at random. After each fault everybody must get on
 with their work, and what was committed must be there; at the end the books must balance: every sample that was put is
 consumed exactly once, every row read was right, and no byte and no session is left. Prints now and then what it does;
 exit code 1, and what went wrong, otherwise.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,20 +50,22 @@ have to do with the unit of their own host before all."""
 
 
 class Storm:
-    """`seed` decides what happens to whom, and when."""
+    """`seed` decides what happens to whom, and when. part: (k, n), the k-th (from 0) of n storms that share faults."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, part: tuple[int, int] = (0, 1)) -> None:
+        self._order, self._part = random.Random(seed), part
+        self.random = random.Random(f"{seed} {part}")
         self.scene = Scene(self.random.choice(["process", "process", "machine"]))
 
     def plan(self, count: int) -> list[Fault]:
-        """`count` faults: each once, then some again; in the order in which they are to happen."""
+        """This part of `count` faults: each once, then some again; in the order in which they are to happen."""
         every = list(every_fault())
         plan: list[Fault] = []
         while len(plan) < count:
-            self.random.shuffle(every)
+            self._order.shuffle(every)
             plan += every
-        return plan[:count]
+        part, parts = self._part
+        return plan[part:count:parts]
 
     def happen(self, fault: Fault) -> None:
         """One fault, and what must be true after it."""
@@ -180,9 +184,16 @@ class Course:
     long it goes on at least, with more and more clients."""
 
     def __init__(
-        self, count: int, seed: int, say: Callable[[str], None], *, every_line: bool = False, minutes: float = 0.0
+        self,
+        count: int,
+        seed: int,
+        say: Callable[[str], None],
+        *,
+        part: tuple[int, int] = (0, 1),
+        every_line: bool = False,
+        minutes: float = 0.0,
     ) -> None:
-        self._storm = Storm(seed)
+        self._storm = Storm(seed, part)
         self._count, self._seed, self._say, self._every_line, self._minutes = count, seed, say, every_line, minutes
         self._begun = self._said_at = time.monotonic()
         self._number = 0
@@ -238,23 +249,41 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=every, help=f"how many (there are {every} different ones)")
     parser.add_argument("--seed", type=int, default=None, help="decides what happens to whom; random if not given")
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long, with more and more clients")
+    parser.add_argument("--parts", type=int, default=1, help="how many storms share the faults and run side by side")
+    parser.add_argument("--part", type=int, default=None, help="only this one of them, from 0")
     parser.add_argument("--verbose", action="store_true", help="a line for every fault")
     arguments = parser.parse_args()
-    seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
-    print(f"a storm of {arguments.faults} faults, seed {seed}", flush=True)
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(1 << 32)
+    if arguments.part is None:
+        print(f"a storm of {arguments.faults} faults, seed {arguments.seed}", flush=True)
+        if arguments.parts > 1:
+            return _side_by_side(arguments)
+    return _storm(arguments, (arguments.part or 0, arguments.parts))
+
+
+def _side_by_side(arguments: argparse.Namespace) -> int:
+    """Run every part in a process of its own."""
+    command = [sys.executable, "-m", "tests.faults.storm", *sys.argv[1:], "--seed", str(arguments.seed)]
+    running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(arguments.parts)]
+    return max(process.wait() for process in running)
+
+
+def _storm(arguments: argparse.Namespace, part: tuple[int, int]) -> int:
+    name = f"part {part[0]}: " if part[1] > 1 else ""
     course = Course(
         arguments.faults,
-        seed,
-        lambda text: print(text, flush=True),
+        arguments.seed,
+        lambda text: print(name + text, flush=True),
+        part=part,
         every_line=arguments.verbose,
         minutes=arguments.minutes,
     )
     try:
         course.run()
     except StormError as error:
-        print(
-            f"{error}\nagain: python -m tests.faults.storm --faults {arguments.faults} --seed {seed}", file=sys.stderr
-        )
+        again = f"--faults {arguments.faults} --seed {arguments.seed} --parts {part[1]} --part {part[0]}"
+        print(f"{name}{error}\nagain: python -m tests.faults.storm {again}", file=sys.stderr)
         return 1
     return 0
 

@@ -16,6 +16,8 @@ from tests.faults.cast import Player
 from tests.faults.houses import HERE, serve_unit
 from tests.lives import Lives, wait_until
 
+pytestmark = pytest.mark.integration
+
 Call = Callable[[DataPlaneClient, KVBatchMeta, Path], Any]
 VERBS: dict[str, Call] = {
     "register_partition": lambda client, meta, path: client.register_partition("p", ["x"], None, ["train"]),

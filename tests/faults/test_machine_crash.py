@@ -25,6 +25,8 @@ from tests.cli_service import Service, services
 from tests.conftest import litter, our_files
 from tests.lives import wait_until
 
+pytestmark = pytest.mark.integration
+
 __all__ = ["services"]  # a fixture
 
 NAMES = [f"s{number}" for number in range(6)]

@@ -11,6 +11,8 @@ import pytest
 from dataplane import DataPlaneClient, Server, connect, serve
 from tests.faults.market import GROUP, PARTITION, TASK, names, produce, start, train
 
+pytestmark = pytest.mark.integration
+
 WAIT_S = 60
 GROUPS = 6
 CLAIM = {"group_size": GROUP, "min_batch_size": GROUP, "lease_s": 600.0}

@@ -10,6 +10,8 @@ import pytest
 
 from tests.faults.network import HOST, Network
 
+pytestmark = pytest.mark.integration
+
 WAIT_S = 60.0
 
 

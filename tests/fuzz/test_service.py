@@ -28,6 +28,8 @@ from dataplane.types import PROTOCOL_VERSION
 from tests.fuzz.control_targets import day
 from tests.fuzz.mutation import damage
 
+pytestmark = pytest.mark.integration
+
 MIB = 1 << 20
 DOOR_MESSAGES = 2000
 GRPC_CALLS = 400
