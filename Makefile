@@ -37,7 +37,7 @@ test: setup ## the test suite
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup ## its tests without sockets, processes and Ray: the ones to run after each edit
-	@$(BIN)/python -m pytest -m "not integration and not slow and not ray and not browser and not gpu" -n 2
+	@TQ_EXAMPLES=0.1 $(BIN)/python -m pytest -m "not integration and not slow and not ray and not browser and not gpu" -n 2
 
 coverage: setup ## the test suite, and which lines of each module it reaches; fails where a module has less than 60 percent
 	@$(BIN)/coverage erase
@@ -50,7 +50,7 @@ test-slow: setup ## its tests that take long each: clusters whose nodes come and
 
 soak: setup ## half an hour of faults under rising load, then the ledger's model test and simulator, twenty times longer
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
-	@TQ_SOAK=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 
 faults: setup ## every process of a working service dies and stops at every failpoint, links break; ARGS="--seed N" again
 	@$(BIN)/python -m tests.faults.storm $(ARGS)

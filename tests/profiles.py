@@ -1,4 +1,5 @@
-"""How long property tests search. `TQ_SOAK=N` multiplies their examples by N and draws fresh ones each run."""
+"""How long property tests search. `TQ_EXAMPLES` multiplies their examples: below 1 for `make test-fast`; above 1 for
+`make soak`, which draws other examples on each run."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-SOAK = int(os.environ.get("TQ_SOAK", "0"))
+FACTOR = float(os.environ.get("TQ_EXAMPLES", "1"))
 
 
 def budget(examples: int, *, steps: int = 50) -> settings:
-    """Settings for one test: fixed examples (the same on every run) unless soaking."""
+    """Settings for one test: `examples` of them, the same on every run unless there are more than that."""
     return settings(
-        max_examples=examples * max(SOAK, 1),
+        max_examples=max(1, round(examples * FACTOR)),
         stateful_step_count=steps,
-        derandomize=not SOAK,
+        derandomize=FACTOR <= 1,
         database=None,
         deadline=None,
         print_blob=True,

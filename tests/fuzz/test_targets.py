@@ -1,4 +1,4 @@
-"""Every target on fixed examples. `TQ_SOAK=N` tries N times as many, fresh ones."""
+"""Every target on fixed examples. `TQ_EXAMPLES=N` tries N times as many, fresh ones."""
 
 from __future__ import annotations
 
