@@ -53,7 +53,7 @@ class Storm:
     """`seed` decides what happens to whom, and when. part: (k, n), the k-th (from 0) of n storms that share faults."""
 
     def __init__(self, seed: int, part: tuple[int, int] = (0, 1)) -> None:
-        self._order, self._part = random.Random(seed), part
+        self._deal, self._part = random.Random(seed), part
         self.random = random.Random(f"{seed} {part}")
         self.scene = Scene(self.random.choice(["process", "process", "machine"]))
 
@@ -62,7 +62,7 @@ class Storm:
         every = list(every_fault())
         plan: list[Fault] = []
         while len(plan) < count:
-            self._order.shuffle(every)
+            self._deal.shuffle(every)
             plan += every
         part, parts = self._part
         return plan[part:count:parts]
