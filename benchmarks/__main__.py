@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.markdown import markdown
 from benchmarks.measure import Machine, quieten
-from benchmarks.plan import Plan, plan
+from benchmarks.plan import plan
 from benchmarks.probes.all import PROBES
 from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome, Race
@@ -25,20 +25,18 @@ def main() -> int:
     quieten()
     console = Console(width=None if sys.stdout.isatty() else 180)
     machine = Machine.here()
-    whole = plan(quick=arguments.quick)
-    chosen = Plan(
-        cases=tuple(case for case in whole.cases if arguments.only in case.name), repetitions=whole.repetitions
-    )
-    console.print(f"{machine}; load {machine.load} before the start; {chosen.repetitions} repetitions in turns")
+    groups = [group for group in plan(quick=arguments.quick) if arguments.only in group.name]
+    console.print(f"{machine}; load {machine.load} before the start")
     begun = time.monotonic()
 
     def progress(name: str) -> None:
         console.print(f"[{time.monotonic() - begun:5.0f} s] {name}", markup=False, highlight=False)
 
     outcomes: list[Outcome] = []
-    if chosen.cases:
-        with Race(arguments.systems) as race:
-            outcomes = race.run(chosen, progress)
+    if groups:
+        needed = {name for group in groups for case in group.cases for name in case.systems}
+        with Race([name for name in arguments.systems if name in needed]) as race:
+            outcomes = race.run(groups, progress)
     figures: list[Figure] = []
     for name, probe in PROBES.items():
         if arguments.only in name:
@@ -60,7 +58,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     names = [entry.name for entry in ENTRIES]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="every row, smaller sweeps, at most two minutes")
+    parser.add_argument("--quick", action="store_true", help="every budget, smaller sweeps and fewer rounds")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains TEXT")
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the files go")

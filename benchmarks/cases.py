@@ -17,7 +17,7 @@ from benchmarks.systems.base import System
 
 PARTS = 8
 """Data-parallel slices."""
-SINGLE_PUTS = 32
+SINGLE_PUTS = 16
 """Puts of one sample in one repetition of SINGLE."""
 
 

@@ -22,11 +22,12 @@ def _budgets(record: dict[str, Any]) -> Iterator[str]:
             each["text"],
             f"{'at most' if each['most'] else 'at least'} {each['needed']:g}",
             f"{each['reached']:,.3g}",
+            f"{each['p25']:,.3g}-{each['p75']:,.3g}" if each["rounds"] > 1 else "",
             _met(each),
         )
         for each in record["budgets"]
     ]
-    yield from _table(("budget", "needed", "reached", ""), rows)
+    yield from _table(("budget", "needed", "reached", "p25-p75", ""), rows)
 
 
 def _met(budget: dict[str, Any]) -> str:
@@ -34,20 +35,16 @@ def _met(budget: dict[str, Any]) -> str:
 
 
 def _ratios(record: dict[str, Any]) -> Iterator[str]:
-    """Others' medians over those of our local road: above 1 we are faster."""
+    """Others' times over those of our local road: above 1 we are faster."""
     rows = []
     for case in record["cases"]:
         ours = case["seconds"].get("local")
         if ours is None or len(case["seconds"]) < 2:
             continue
         spread = f"{ours['p10'] / ours['median']:.2f}-{ours['p90'] / ours['median']:.2f}"
-        ratios = [_ratio(case["seconds"].get(name), ours["median"]) for name in OTHERS]
+        ratios = [f"{case['times_local'][name]:.2f}" if name in case["times_local"] else "" for name in OTHERS]
         rows.append((case["name"], f"{case['bytes'] / 1e6:.0f}", spread, *ratios))
     yield from _table(("work", "MB", "our p10-p90", *OTHERS), rows)
-
-
-def _ratio(spread: dict[str, float] | None, ours: float) -> str:
-    return "" if spread is None else f"{spread['median'] / ours:.2f}"
 
 
 def _figures(record: dict[str, Any]) -> Iterator[str]:

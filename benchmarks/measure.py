@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 MIN_REPETITIONS = 7
-"""The fewest repetitions that a reported median may rest on."""
+"""The fewest rounds that a reported median may rest on."""
+TURN_S = 0.06
+"""How long one side repeats its work in its turn of a round."""
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -27,12 +33,14 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The middle and the tenths at both ends of some repetitions, in the unit of what was measured."""
+    """The median, quartiles and outer tenths of some rounds, in the unit of the measurement."""
 
     median: float
     p10: float
+    p25: float
+    p75: float
     p90: float
-    repetitions: int
+    rounds: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -40,9 +48,44 @@ class Spread:
         return cls(
             median=percentile(values, 0.5),
             p10=percentile(values, 0.1),
+            p25=percentile(values, 0.25),
+            p75=percentile(values, 0.75),
             p90=percentile(values, 0.9),
-            repetitions=len(values),
+            rounds=len(values),
         )
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """`over` / `under`, round by round. Both sides of a quotient come from the same rounds, so that a
+    slow phase of the machine slows both. ValueError if they have different numbers of rounds."""
+    return [first / second for first, second in zip(over, under, strict=True)]
+
+
+def steady(once: Callable[[], float], *, turn_s: float = TURN_S) -> float:
+    """The median of repetitions of `once`, which returns seconds, until `turn_s` have passed; one at least.
+    The garbage collector is off."""
+    end = time.perf_counter() + turn_s
+    taken: list[float] = []
+    with uncollected():
+        while not taken or time.perf_counter() < end:
+            taken.append(once())
+    return percentile(taken, 0.5)
+
+
+def alternating(sides: Sequence[T], rounds: int) -> Iterator[Sequence[T]]:
+    """The sides in the order of each round: forwards, backwards, forwards ..."""
+    for number in range(rounds):
+        yield sides[::-1] if number % 2 else sides
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector is off inside."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,8 @@ class Batch:
 
 @lru_cache(maxsize=2)
 def build(spec: BatchSpec) -> Batch:
-    """The same batch for the same specification, in every process."""
+    """The same batch for the same specification, in every process. Batches of different specifications
+    have different ids, and other fields where there are more, so that a system can hold both."""
     draw = torch.Generator().manual_seed(spec.rows * 31 + spec.length)
     columns: dict[str, Any] = {}
     if spec.shape is Shape.TOKENS:
@@ -66,13 +67,13 @@ def build(spec: BatchSpec) -> Batch:
             columns[name] = torch.rand(spec.rows, generator=draw)
     elif spec.shape is Shape.DENSE:
         for number in range(spec.fields):
-            columns[f"dense_{number}"] = torch.rand(spec.rows, spec.length, generator=draw)
+            columns[f"dense_{spec.fields}_{number}"] = torch.rand(spec.rows, spec.length, generator=draw)
     else:
         for number in range(max(1, spec.fields // 3)):
-            columns[f"dense_{number}"] = torch.rand(spec.rows, spec.length, generator=draw)
+            columns[f"dense_{spec.fields}_{number}"] = torch.rand(spec.rows, spec.length, generator=draw)
             columns[f"jagged_{number}"] = _jagged(_lengths(spec, draw), torch.float32, draw)
             columns[f"text_{number}"] = [f"{WORDS[row % len(WORDS)]} {row} " * 4 for row in range(spec.rows)]
-    return Batch(ids=[f"sample-{row}" for row in range(spec.rows)], columns=columns)
+    return Batch(ids=[f"{spec.rows}x{spec.length}x{spec.fields}-{row}" for row in range(spec.rows)], columns=columns)
 
 
 def digest(columns: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.cases import Case, Op
+from benchmarks.measure import MIN_REPETITIONS
 from benchmarks.payload import BatchSpec, Shape
 
 CEILING = ("memcpy-1", "memcpy-all")
@@ -13,6 +14,7 @@ STORES = ("local", "remote", "TransferQueue", *RAY)
 ALL = (*STORES, "raw-zmq", *CEILING)
 OURS = ("local", "remote")
 LASTING = ("journal", "disk")
+STORED = (Op.PUT, Op.READ)
 
 TOKENS = BatchSpec(shape=Shape.TOKENS, rows=512, length=1848)
 """About 19 MB: 20 bytes a token."""
@@ -23,27 +25,47 @@ FIXED_BYTES = 256_000_000
 QUICK_BYTES = 64_000_000
 
 
+BUDGET_ROUNDS = 15
+"""Rounds of a group that a budget is computed from; the sweeps, and all groups of a quick run, have
+`MIN_REPETITIONS`."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """cases: timed on several systems in turns. repetitions: of each case, for each system."""
+class Group:
+    """Cases that take turns in the same rounds, so that a budget can be a quotient of two of them."""
 
     cases: tuple[Case, ...]
-    repetitions: int
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        return ", ".join(case.name for case in self.cases)
 
 
-def plan(*, quick: bool) -> Plan:
-    """All rows; `quick` has the same rows with fewer points in the sweeps and fewer repetitions."""
-    cases = (*_main(), *_large(quick), *_fields(quick), *_rows(quick), *_lengths(quick), *_shapes())
-    return Plan(cases=cases, repetitions=7 if quick else 15)
+def plan(*, quick: bool) -> list[Group]:
+    """All rows; `quick` has the same rows with fewer points in the sweeps and fewer rounds."""
+    judged = [*_alone(*_main(quick), *_large(quick)), _views(quick), *(_fields(op, (1, 32), quick) for op in STORED)]
+    between = () if quick else (2, 4, 8, 16)
+    sweeps = [_fields(op, (count,), quick) for count in between for op in STORED]
+    sweeps += _alone(*_rows(quick), *_lengths(quick), *_shapes())
+    return [
+        *(Group(cases=cases, rounds=MIN_REPETITIONS if quick else BUDGET_ROUNDS) for cases in judged),
+        *(Group(cases=cases, rounds=MIN_REPETITIONS) for cases in sweeps),
+    ]
 
 
-def _main() -> tuple[Case, ...]:
+def _alone(*cases: Case) -> list[tuple[Case, ...]]:
+    return [(case,) for case in cases]
+
+
+def _main(quick: bool) -> tuple[Case, ...]:
+    step = (*OURS, *LASTING) if quick else (*OURS, *LASTING, "TransferQueue")
     return (
         Case(name="put 19 MB jagged", op=Op.PUT, batch=TOKENS, systems=ALL),
         Case(name="8 padded slices", op=Op.SLICES, batch=TOKENS, systems=ALL),
-        Case(name="read 19 MB", op=Op.READ, batch=TOKENS, systems=("views", *ALL)),
+        Case(name="read 19 MB", op=Op.READ, batch=TOKENS, systems=ALL),
         Case(name="single-sample put", op=Op.SINGLE, batch=TOKENS, systems=(*OURS, "TransferQueue", *RAY)),
-        Case(name="GRPO step", op=Op.STEP, batch=TOKENS, systems=(*OURS, *LASTING, "TransferQueue")),
+        Case(name="GRPO step", op=Op.STEP, batch=TOKENS, systems=step),
     )
 
 
@@ -53,11 +75,20 @@ def _large(quick: bool) -> tuple[Case, ...]:
     batch = QUICK_DENSE if quick else DENSE
     return (
         Case(name="put large dense", op=Op.PUT, batch=batch, systems=systems),
-        Case(name="read large dense", op=Op.READ, batch=batch, systems=("views", *systems)),
+        Case(name="read large dense", op=Op.READ, batch=batch, systems=systems),
     )
 
 
-def _fields(quick: bool) -> tuple[Case, ...]:
+def _views(quick: bool) -> tuple[Case, ...]:
+    """Whole-batch reads that copy nothing, of few bytes and of many."""
+    systems = ("local", "views", "round-trip")
+    return (
+        Case(name="19 MB as views", op=Op.READ, batch=TOKENS, systems=systems),
+        Case(name="large dense as views", op=Op.READ, batch=QUICK_DENSE if quick else DENSE, systems=systems),
+    )
+
+
+def _fields(op: Op, counts: tuple[int, ...], quick: bool) -> tuple[Case, ...]:
     """The same bytes in more and more fields."""
     size = QUICK_BYTES if quick else FIXED_BYTES
     return tuple(
@@ -67,8 +98,7 @@ def _fields(quick: bool) -> tuple[Case, ...]:
             batch=BatchSpec(shape=Shape.DENSE, rows=512, length=size // (512 * 4 * count), fields=count),
             systems=("local",) if quick else ("local", "TransferQueue"),
         )
-        for count in ((1, 32) if quick else (1, 2, 4, 8, 16, 32))
-        for op in (Op.PUT, Op.READ)
+        for count in counts
     )
 
 

@@ -1,32 +1,39 @@
-"""Runs a plan: every case on its systems in turns, A B A B, after warm-up and one comparison of what came back."""
+"""Runs groups of cases in rounds, A B B A, after warm-up and one comparison of what came back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from benchmarks.cases import Case
-from benchmarks.measure import Spread, load
+from benchmarks.measure import Spread, alternating, load, ratios
 from benchmarks.payload import build
-from benchmarks.plan import Plan
+from benchmarks.plan import Group
 from benchmarks.runner import ENTRIES, Entry, Runner
 
-WITHOUT_DATA = ("memcpy-1", "memcpy-all", "raw-zmq")
+WITHOUT_DATA = ("memcpy-1", "memcpy-all", "raw-zmq", "round-trip")
 """Systems that move bytes of no meaning, so that there is nothing to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One case: seconds by system. `cold`: of the very first round, before warm-up. `nbytes` of its batch. `load` when
-    it was done."""
+    """One case: seconds of each round, by system. `cold`: of the very first repetition, before warm-up. `nbytes` of
+    its batch. `load` when its group was done."""
 
     case: Case
     nbytes: int
-    seconds: Mapping[str, Spread]
+    seconds: Mapping[str, Sequence[float]]
     cold: Mapping[str, float]
     load: float
+
+    def times_local(self, name: str) -> float | None:
+        """Seconds of this system over those of our local road, the median of the rounds' quotients."""
+        if not {name, "local"} <= self.seconds.keys():
+            return None
+        return Spread.of(ratios(self.seconds[name], self.seconds["local"])).median
 
 
 class Race:
@@ -57,34 +64,40 @@ class Race:
         self._close()
 
     def _close(self) -> None:
-        for runner in self._runners.values():
-            runner.close()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Runner.close, self._runners.values()))
 
-    def run(self, plan: Plan, progress: Callable[[str], None]) -> list[Outcome]:
-        """Every case of the plan, in order; cases with systems that were not started are run on the others."""
+    def run(self, groups: Sequence[Group], progress: Callable[[str], None]) -> list[Outcome]:
+        """Every case, in order; cases with systems that were not started are run on the others."""
         outcomes = []
-        for case in plan.cases:
-            progress(case.name)
-            outcomes.append(self._case(case, plan.repetitions))
+        for group in groups:
+            progress(group.name)
+            outcomes += self._group(group)
         return outcomes
 
-    def _case(self, case: Case, repetitions: int) -> Outcome:
-        systems = [name for name in case.systems if name in self._of]
-        cold = {name: self._of[name].call("prepare", name, case) for name in systems}
-        self._compare(case, [name for name in systems if name not in WITHOUT_DATA])
-        taken: dict[str, list[float]] = {name: [] for name in systems}
-        for _ in range(repetitions):
-            for name in systems:
-                taken[name].append(self._of[name].call("turn", name, case))
-        for name in systems:
-            self._of[name].call("finish", name)
-        return Outcome(
-            case=case,
-            nbytes=build(case.batch).nbytes,
-            seconds={name: Spread.of(values) for name, values in taken.items()},
-            cold=cold,
-            load=load(),
-        )
+    def _group(self, group: Group) -> list[Outcome]:
+        """The turns of one system on the group's cases are neighbours."""
+        names = dict.fromkeys(name for case in group.cases for name in case.systems if name in self._of)
+        turns = [(name, case) for name in names for case in group.cases if name in case.systems]
+        cold = {(name, case): self._of[name].call("prepare", name, case) for name, case in turns}
+        for case in group.cases:
+            self._compare(case, [name for name, each in turns if each == case and name not in WITHOUT_DATA])
+        taken: dict[tuple[str, Case], list[float]] = {turn: [] for turn in turns}
+        for order in alternating(turns, group.rounds):
+            for name, case in order:
+                taken[name, case].append(self._of[name].call("turn", name, case))
+        for name, case in turns:
+            self._of[name].call("finish", name, case)
+        return [
+            Outcome(
+                case=case,
+                nbytes=build(case.batch).nbytes,
+                seconds={name: taken[name, case] for name, each in turns if each == case},
+                cold={name: cold[name, case] for name, each in turns if each == case},
+                load=load(),
+            )
+            for case in group.cases
+        ]
 
     def _compare(self, case: Case, systems: Sequence[str]) -> None:
         found = {name: self._of[name].call("digests", name, case) for name in systems}

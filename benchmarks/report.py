@@ -13,7 +13,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine
+from benchmarks.measure import Machine, Spread
 from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome
 from benchmarks.runner import ENTRIES
@@ -31,7 +31,8 @@ COLOURS = {
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """One line a case: the median in milliseconds with p10 to p90, and how many times slower than our local road."""
+    """One line a case: the median in milliseconds with p10 to p90, and how many times our local road's, the median
+    of the rounds' quotients."""
     caption = "\n".join(f"{entry.name}: {entry.how}" for entry in ENTRIES)
     table = Table(
         title="median ms, (p10-p90), first: before warm-up, x: times our local road",
@@ -58,19 +59,22 @@ def show_figures(figures: Sequence[Figure], console: Console) -> None:
     for column in ("what", "value", "p10 - p90", "unit", "how"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for figure in figures:
-        spread = "" if figure.spread is None else f"{figure.spread[0]:.3g} - {figure.spread[1]:.3g}"
-        table.add_row(figure.name, f"{figure.value:,.4g}", spread, figure.unit, figure.note)
+        spread = Spread.of(figure.rounds)
+        tenths = "" if spread.rounds == 1 else f"{spread.p10:.3g} - {spread.p90:.3g}"
+        table.add_row(figure.name, f"{spread.median:,.4g}", tenths, figure.unit, figure.note)
     console.print(table)
 
 
 def show_targets(outcomes: Sequence[Outcome], figures: Sequence[Figure], console: Console) -> None:
     """One line a budget."""
     table = Table(title="budgets")
-    for column in ("budget", "needed", "reached", ""):
+    for column in ("budget", "needed", "reached", "p25 - p75", ""):
         table.add_column(column, justify="right" if column in ("needed", "reached") else "left")
-    for target, value in judge(Results.of(outcomes, figures)):
-        verdict = "met" if target.met(value) else "[bold red]missed[/]"
-        table.add_row(target.text, f"{'<=' if target.most else '>='} {target.needed:g}", f"{value:,.3g}", verdict)
+    for target, spread in judge(Results.of(outcomes, figures)):
+        verdict = "met" if target.met(spread.median) else "[bold red]missed[/]"
+        quartiles = "" if spread.rounds == 1 else f"{spread.p25:,.3g} - {spread.p75:,.3g}"
+        needed = f"{'<=' if target.most else '>='} {target.needed:g}"
+        table.add_row(target.text, needed, f"{spread.median:,.3g}", quartiles, verdict)
     console.print(table)
 
 
@@ -88,20 +92,24 @@ def write_json(
                 "bytes": outcome.nbytes,
                 "load": outcome.load,
                 "cold_seconds": dict(outcome.cold),
-                "seconds": {name: asdict(spread) for name, spread in outcome.seconds.items()},
+                "seconds": {name: asdict(Spread.of(rounds)) for name, rounds in outcome.seconds.items()},
+                "times_local": {name: outcome.times_local(name) for name in outcome.seconds},
             }
             for outcome in outcomes
         ],
-        "figures": [asdict(figure) for figure in figures],
+        "figures": [{**asdict(figure), "value": figure.value} for figure in figures],
         "budgets": [
             {
                 "text": target.text,
                 "needed": target.needed,
                 "most": target.most,
-                "reached": value,
-                "met": target.met(value),
+                "reached": spread.median,
+                "p25": spread.p25,
+                "p75": spread.p75,
+                "rounds": spread.rounds,
+                "met": target.met(spread.median),
             }
-            for target, value in judge(Results.of(outcomes, figures))
+            for target, spread in judge(Results.of(outcomes, figures))
         ],
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -118,7 +126,7 @@ def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.5 * len(shown)))
     height = 0.8 / len(CHARTED)
     for place, name in enumerate(CHARTED):
-        rows = [(row, outcome.seconds[name]) for row, outcome in enumerate(shown) if name in outcome.seconds]
+        rows = [(row, Spread.of(outcome.seconds[name])) for row, outcome in enumerate(shown) if name in outcome.seconds]
         medians = [spread.median * 1e3 for _, spread in rows]
         errors = [
             [(spread.median - spread.p10) * 1e3 for _, spread in rows],
@@ -146,12 +154,12 @@ def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
 
 
 def _cell(outcome: Outcome, name: str) -> str:
-    spread, ours = outcome.seconds.get(name), outcome.seconds.get("local")
-    if spread is None:
+    if name not in outcome.seconds:
         return "-"
+    spread, times = Spread.of(outcome.seconds[name]), outcome.times_local(name)
     text = f"{_ms(spread.median)}\n({_ms(spread.p10)}-{_ms(spread.p90)})\nfirst {_ms(outcome.cold[name])}"
-    if ours is not None and spread is not ours:
-        text += f"\n{spread.median / ours.median:.2f}x"
+    if times is not None and name != "local":
+        text += f"\n{times:.2f}x"
     return text
 
 

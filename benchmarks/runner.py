@@ -9,15 +9,16 @@ import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import cases, payload
-from benchmarks.cases import Case
-from benchmarks.measure import cores, quieten
+from benchmarks.cases import Case, Op
+from benchmarks.measure import cores, quieten, steady
 
 REPLY_S = 180.0
-WARM_UP = 2
+WARM_UP = 1
 CACHED_BYTES = 64 << 20
 
 
@@ -107,6 +108,14 @@ ENTRIES: tuple[Entry, ...] = (
         how="the same bytes between two processes over tcp on loopback, warm buffers",
     ),
     Entry(
+        name="round-trip",
+        process="round-trip",
+        module="benchmarks.systems.round_trip",
+        maker="RoundTrip",
+        arguments={},
+        how="64 bytes to another Python process and back over ZMQ on loopback tcp, whatever the work",
+    ),
+    Entry(
         name="memcpy-1",
         process="memcpy",
         module="benchmarks.systems.ceiling",
@@ -161,12 +170,12 @@ class Runner:
 
 
 class _Held:
-    """What the child does. One case at a time for each system."""
+    """What the child does. `_held`: stored batches by system and case."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
         self._systems: dict[str, Any] = {}
-        self._held: dict[str, Any] = {}
+        self._held: dict[tuple[str, str], Any] = {}
 
     def open(self) -> None:
         for entry in self._entries:
@@ -175,37 +184,43 @@ class _Held:
             self._systems[entry.name] = system
 
     def prepare(self, name: str, case: Case) -> float:
-        """Make the batch, store it where the work reads it, and run unmeasured rounds; seconds of the first of them."""
+        """Make the batch, store it where the work reads it, and run unmeasured turns; seconds of the very first
+        repetition."""
         system, batch = self._systems[name], payload.build(case.batch)
-        self._held[name] = system.put(batch) if cases.stored(case.op) else None
-        taken = [self.repeat(name, case) for _ in range(WARM_UP)]
+        self._held[name, case.name] = system.put(batch) if cases.stored(case.op) else None
+        cold = self.repeat(name, case)
+        for _ in range(WARM_UP):
+            self.turn(name, case)
         gc.collect()
-        return taken[0]
+        gc.freeze()
+        return cold
 
     def digests(self, name: str, case: Case) -> list[dict[str, str]]:
         """Of what comes back of the batch."""
         system, batch = self._systems[name], payload.build(case.batch)
-        held = self._held[name] if self._held[name] is not None else system.put(batch)
+        stored = self._held[name, case.name]
+        held = system.put(batch) if stored is None else stored
         found = [payload.digest(columns) for columns in cases.read_back(case.op, system, batch, held)]
-        if self._held[name] is None:
+        if stored is None:
             system.drop(held)
         return found
 
     def turn(self, name: str, case: Case) -> float:
-        """One measured repetition; of batches that caches hold, after one unmeasured: since this system's last turn the
-        others have had the processor."""
-        if payload.build(case.batch).nbytes <= CACHED_BYTES:
+        """Seconds of a repetition, the median of a turn. Batches that caches hold are moved once before, unmeasured:
+        since this system's last turn the others have had the processor. A step is long enough to do that itself."""
+        if case.op is not Op.STEP and payload.build(case.batch).nbytes <= CACHED_BYTES:
             self.repeat(name, case)
-        return self.repeat(name, case)
+        return steady(partial(self.repeat, name, case))
 
     def repeat(self, name: str, case: Case) -> float:
-        return float(cases.repeat(case.op, self._systems[name], payload.build(case.batch), self._held[name]))
+        return float(cases.repeat(case.op, self._systems[name], payload.build(case.batch), self._held[name, case.name]))
 
-    def finish(self, name: str) -> None:
-        held = self._held.pop(name, None)
+    def finish(self, name: str, case: Case) -> None:
+        held = self._held.pop((name, case.name))
         if held is not None:
             self._systems[name].drop(held)
         payload.build.cache_clear()
+        gc.unfreeze()
         gc.collect()
 
     def close(self) -> None:

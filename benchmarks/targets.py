@@ -5,56 +5,60 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from benchmarks.measure import Spread
+from benchmarks.measure import Spread, ratios
 from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome
+from benchmarks.systems.round_trip import at_reference
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a run measured, by name."""
+    """Rounds that a run measured, by name: seconds of cases by system, and figures."""
 
-    cases: Mapping[str, Mapping[str, Spread]]
-    figures: Mapping[str, float]
+    cases: Mapping[str, Mapping[str, Sequence[float]]]
+    figures: Mapping[str, Sequence[float]]
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], figures: Sequence[Figure]) -> Results:
         return cls(
             {outcome.case.name: outcome.seconds for outcome in outcomes},
-            {figure.name: figure.value for figure in figures},
+            {figure.name: figure.rounds for figure in figures},
         )
 
-    def speed(self, case: str, system: str, other: str) -> float:
+    def speed(self, case: str, system: str, other: str) -> list[float]:
         """How many times as fast as `other` the system is. KeyError where one was not measured."""
-        seconds = self.cases[case]
-        return seconds[other].median / seconds[system].median
+        return ratios(self.cases[case][other], self.cases[case][system])
 
-    def growth(self, small: str, large: str) -> float:
-        """Milliseconds of the second figure over those of the first."""
-        return self.figures[large] / self.figures[small]
+    def growth(self, small: str, large: str) -> list[float]:
+        """The second figure over the first."""
+        return ratios(self.figures[large], self.figures[small])
 
-    def slower(self, base: str, case: str, system: str = "local") -> float:
-        """Seconds of `case` over those of `base`."""
-        return self.cases[case][system].median / self.cases[base][system].median
-
-    def beside(self, case: str, system: str, base: str = "local") -> float:
-        """Seconds of one system over those of another."""
-        return 1 / self.speed(case, system, base)
+    def slower(self, base: str, case: str, system: str = "local") -> list[float]:
+        """Seconds of `case` over those of `base`, which is in the same group."""
+        return ratios(self.cases[case][system], self.cases[base][system])
 
     def last(self, prefix: str) -> str:
         """Of the figures `prefix` and a count of samples, the name of the one with the most."""
         found = [name for name in self.figures if re.fullmatch(re.escape(prefix) + r" [\d,]+", name)]
         return max(found, key=lambda name: int(name.rpartition(" ")[2].replace(",", "")))
 
+    def matching(self, pattern: str) -> list[Sequence[float]]:
+        """Rounds of the figures whose name is this pattern, the least median first. ValueError if there is none."""
+        found = [rounds for name, rounds in self.figures.items() if re.fullmatch(pattern, name)]
+        if not found:
+            raise ValueError(f"no figure is {pattern!r}")
+        return sorted(found, key=median)
+
 
 @dataclass(frozen=True)
 class Target:
-    """At least, or with `most` at most, `needed`."""
+    """At least, or with `most` at most, `needed`. `value`: of each round; the median is judged."""
 
     text: str
     needed: float
-    value: Callable[[Results], float]
+    value: Callable[[Results], Sequence[float]]
     most: bool = False
 
     def met(self, value: float) -> bool:
@@ -63,6 +67,7 @@ class Target:
 
 PUT, SLICES, READ = "put 19 MB jagged", "8 padded slices", "read 19 MB"
 STEP = "GRPO step"
+VIEWS, LARGE_VIEWS = "19 MB as views", "large dense as views"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
 TQ = "TransferQueue"
 
@@ -86,7 +91,9 @@ TARGETS: tuple[Target, ...] = (
         lambda r: r.slower("read fixed bytes in 1 field", "read fixed bytes in 32 fields"),
         most=True,
     ),
-    Target("GRPO step with the journal: x the time without", 1.1, lambda r: r.beside(STEP, "journal"), most=True),
+    Target(
+        "GRPO step with the journal: x the time without", 1.1, lambda r: r.speed(STEP, "local", "journal"), most=True
+    ),
     Target("single-sample put: x TransferQueue", 10, lambda r: r.speed("single-sample put", "local", TQ)),
     Target("single-sample puts of 64 clients, /s", 1500, lambda r: r.figures["single-sample puts, 64 clients"]),
     Target("commit -> claim returns, p50 ms", 1, lambda r: r.figures["commit -> claim returns, p50"], most=True),
@@ -106,18 +113,13 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "controller MB per 10^6 samples x 10 fields",
         500,
-        lambda r: max(_per_million(name, value) for name, value in r.figures.items() if "controller memory" in name),
+        lambda r: _per_million(r),
         most=True,
     ),
-    Target("commands of one row per CPU second", 5000, lambda r: _worst(r, "1 row")),
-    Target("commands of 512 rows per CPU second", 1000, lambda r: _worst(r, "512 rows")),
-    Target("19 MB as views, ms", 1, lambda r: r.cases[READ]["views"].median * 1e3, most=True),
-    Target(
-        "large dense as views : 19 MB as views",
-        1.2,
-        lambda r: r.cases[LARGE_READ]["views"].median / r.cases[READ]["views"].median,
-        most=True,
-    ),
+    Target("commands of one row per CPU second", 5000, lambda r: r.matching(r"commands of \w+, 1 row")[0]),
+    Target("commands of 512 rows per CPU second", 1000, lambda r: r.matching(r"commands of \w+, 512 rows")[0]),
+    Target("19 MB as views, ms", 1, lambda r: _views_ms(r), most=True),
+    Target("large dense as views : 19 MB as views", 1.2, lambda r: r.slower(VIEWS, LARGE_VIEWS, "views"), most=True),
     Target("leader broadcast, x jagged bytes", 1.02, lambda r: r.figures["leader broadcast, bytes"], most=True),
     Target(
         "leader broadcast, payload collectives",
@@ -155,41 +157,41 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "tokens of the heaviest rank, x mean, any algorithm",
         1.05,
-        lambda r: max(
-            value for name, value in r.figures.items() if re.fullmatch(r"tokens of the heaviest rank, \w+", name)
-        ),
+        lambda r: r.matching(r"tokens of the heaviest rank, \w+")[-1],
         most=True,
     ),
     Target(
         "split of 10^5 samples, ms, any algorithm",
         100,
-        lambda r: max(value for name, value in r.figures.items() if name.startswith("shard_meta_for_dp of 100,000, ")),
+        lambda r: r.matching("shard_meta_for_dp of 100,000, .*")[-1],
         most=True,
     ),
 )
 
 
-def judge(results: Results) -> list[tuple[Target, float]]:
-    """Each target whose rows were measured, with what was reached."""
+def judge(results: Results) -> list[tuple[Target, Spread]]:
+    """Each target whose rows were measured, with the rounds' values."""
     judged = []
     for target in TARGETS:
         try:
-            judged.append((target, target.value(results)))
-        except (KeyError, ValueError, StopIteration):
+            judged.append((target, Spread.of(target.value(results))))
+        except (KeyError, ValueError, StopIteration):  # not measured
             continue
     return judged
 
 
-def _worst(results: Results, rows: str) -> float:
-    return min(value for name, value in results.figures.items() if re.fullmatch(rf"commands of \w+, {rows}", name))
+def _views_ms(results: Results) -> list[float]:
+    measured = results.cases[VIEWS]
+    return at_reference([each * 1e3 for each in measured["views"]], list(measured["round-trip"]))
 
 
-def _per_million(name: str, megabytes: float) -> float:
+def _per_million(results: Results) -> list[float]:
+    name = next(name for name in results.figures if name.startswith("controller memory"))
     found = re.search(r"([\d,]+) samples", name)
     assert found is not None, name
-    return megabytes * 1e6 / int(found[1].replace(",", ""))
+    return [megabytes * 1e6 / int(found[1].replace(",", "")) for megabytes in results.figures[name]]
 
 
-def _cleared(results: Results) -> float:
-    after = next(name for name in results.figures if name.endswith("every second cleared"))
-    return results.growth(after.partition(", every")[0], after)
+def _cleared(results: Results) -> list[float]:
+    before = results.last("put 512 rows at")
+    return results.growth(before, f"{before}, every second cleared")

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.cases import Case, Op, read_back, repeat, stored
-from benchmarks.measure import MIN_REPETITIONS, Machine, Spread, anonymous_bytes, cpu_seconds, percentile
+from benchmarks.cases import SINGLE_PUTS, Case, Op, read_back, repeat, stored
+from benchmarks.compare import compare
+from benchmarks.measure import (
+    MIN_REPETITIONS,
+    Machine,
+    Spread,
+    alternating,
+    anonymous_bytes,
+    cpu_seconds,
+    percentile,
+    ratios,
+    steady,
+)
 from benchmarks.payload import Batch, BatchSpec, Shape, build, digest, spans
 from benchmarks.plan import plan
 from benchmarks.probes.base import Figure
@@ -17,7 +30,10 @@ from benchmarks.race import Outcome
 from benchmarks.runner import ENTRIES
 from benchmarks.systems.base import Span
 from benchmarks.systems.ceiling import Ceiling
+from benchmarks.systems.round_trip import REFERENCE_S, at_reference
 from benchmarks.targets import TARGETS, Results, Target, judge
+
+pytestmark = pytest.mark.integration
 
 SMALL = BatchSpec(shape=Shape.TOKENS, rows=40, length=16)
 
@@ -33,9 +49,32 @@ def test_percentiles_are_interpolated() -> None:
         percentile([], 0.5)
 
 
-def test_a_spread_is_the_middle_and_the_tenths() -> None:
-    spread = Spread.of([float(value) for value in range(11)])
-    assert (spread.median, spread.p10, spread.p90, spread.repetitions) == (5.0, 1.0, 9.0, 11)
+def test_a_spread_is_the_median_quartiles_and_tenths() -> None:
+    spread = Spread.of([float(value) for value in range(21)])
+    assert (spread.p10, spread.p25, spread.median, spread.p75, spread.p90) == (2.0, 5.0, 10.0, 15.0, 18.0)
+    assert spread.rounds == 21
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    """A machine that becomes ten times slower for some rounds changes no quotient of them."""
+    assert ratios([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]) == [2.0, 2.0, 2.0]
+    with pytest.raises(ValueError, match="shorter"):
+        ratios([1.0, 2.0], [1.0])
+
+
+def test_a_latency_is_scaled_by_the_round_trip_of_its_round() -> None:
+    assert at_reference([1.0, 2.0], [REFERENCE_S, 2 * REFERENCE_S]) == pytest.approx([1.0, 1.0])
+
+
+def test_the_order_of_a_round_alternates() -> None:
+    assert list(alternating("AB", 3)) == ["AB", "BA", "AB"]
+
+
+def test_a_turn_is_the_median_of_its_repetitions() -> None:
+    taken = iter([5.0, 1.0, 2.0])
+    assert steady(lambda: next(taken), turn_s=0.0) == 5.0
+    assert gc.isenabled()
+    assert steady(lambda: float(gc.isenabled()), turn_s=0.0) == 0.0
 
 
 def test_what_the_kernel_says_of_this_process() -> None:
@@ -87,32 +126,37 @@ def test_spans_cover_all_rows_once() -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_row_is_planned(quick: bool) -> None:
     chosen = plan(quick=quick)
-    assert chosen.repetitions >= MIN_REPETITIONS
-    assert len({case.name for case in chosen.cases}) == len(chosen.cases)
-    assert {case.op for case in chosen.cases} == set(Op)
-    assert {case.batch.shape for case in chosen.cases} == set(Shape)
+    cases = _cases(quick)
+    assert all(group.rounds >= MIN_REPETITIONS for group in chosen)
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.op for case in cases} == set(Op)
+    assert {case.batch.shape for case in cases} == set(Shape)
     known = {entry.name for entry in ENTRIES}
-    assert {name for case in chosen.cases for name in case.systems} == known
-    assert all("local" in case.systems for case in chosen.cases)
+    assert {name for case in cases for name in case.systems} == known
+    assert all("local" in case.systems for case in cases)
 
 
 def test_quick_has_the_rows_of_the_whole_plan() -> None:
     def rows(quick: bool) -> set[tuple[Op, Shape]]:
-        return {(case.op, case.batch.shape) for case in plan(quick=quick).cases}
+        return {(case.op, case.batch.shape) for case in _cases(quick)}
 
     assert rows(True) == rows(False)
-    assert len(plan(quick=True).cases) < len(plan(quick=False).cases)
+    assert len(_cases(True)) < len(_cases(False))
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_budget_on_a_case_can_be_judged(quick: bool) -> None:
-    spread = Spread.of([1.0])
     outcomes = [
-        Outcome(case=case, nbytes=1, seconds=dict.fromkeys(case.systems, spread), cold={}, load=0.0)
-        for case in plan(quick=quick).cases
+        Outcome(case=case, nbytes=1, seconds=dict.fromkeys(case.systems, [1.0] * group.rounds), cold={}, load=0.0)
+        for group in plan(quick=quick)
+        for case in group.cases
     ]
     judged = {target.text for target, _ in judge(Results.of(outcomes, _figures()))}
     assert judged == {target.text for target in TARGETS}
+
+
+def _cases(quick: bool) -> list[Case]:
+    return [case for group in plan(quick=quick) for case in group.cases]
 
 
 def _figures() -> list[Figure]:
@@ -137,25 +181,42 @@ def _figures() -> list[Figure]:
         "tokens of the heaviest rank, concatenative",
         "shard_meta_for_dp of 100,000, modified_first_fit_decreasing",
     ]
-    return [Figure(name=name, value=1.0, unit="") for name in names]
+    return [Figure(name=name, rounds=[1.0], unit="") for name in names]
 
 
 # --- budgets --------------------------------------------------------------------------------------------------
 
 
 def test_growth_is_read_off_the_most_samples() -> None:
-    figures = {"read 512 rows by ids at 1,000": 1.0, "read 512 rows by ids at 1,000,000": 3.0}
-    results = Results({}, {**figures, "read 512 rows by ids at 100,000": 2.0})
+    figures = {"read 512 rows by ids at 1,000": [1.0, 2.0], "read 512 rows by ids at 1,000,000": [3.0, 8.0]}
+    results = Results({}, {**figures, "read 512 rows by ids at 100,000": [2.0, 2.0]})
     assert results.last("read 512 rows by ids at") == "read 512 rows by ids at 1,000,000"
-    [(target, value)] = judge(results)
-    assert (target.text, value) == ("512 rows by ids, most samples : 10^3", 3.0)
+    [(target, spread)] = judge(results)
+    assert (target.text, spread.median) == ("512 rows by ids, most samples : 10^3", 3.5)
 
 
 def test_a_ratio_above_one_says_ours_is_faster() -> None:
-    results = Results({"row": {"local": Spread.of([1.0]), "TransferQueue": Spread.of([20.0])}}, {})
-    assert results.speed("row", "local", "TransferQueue") == 20.0
+    results = Results({"row": {"local": [1.0], "TransferQueue": [20.0]}}, {})
+    assert results.speed("row", "local", "TransferQueue") == [20.0]
     at_least, at_most = Target("", 20, lambda _: 0.0), Target("", 20, lambda _: 0.0, most=True)
     assert [at_least.met(19.9), at_least.met(20), at_most.met(20), at_most.met(20.1)] == [False, True, True, False]
+
+
+def test_two_runs_are_compared_budget_by_budget() -> None:
+    def run(*reached: float) -> dict[str, Any]:
+        needed = [("fast", 2.0, False), ("slow", 2.0, False), ("next to nothing", 1.0, True)]
+        return {
+            "budgets": [
+                {"text": text, "needed": limit, "most": most, "reached": value}
+                for (text, limit, most), value in zip(needed, reached, strict=False)
+            ]
+        }
+
+    found = compare(run(10.0, 1.0, 0.001), run(11.4, 1.2, 0.003))
+    assert [(each.text, each.apart) for each in found] == [("fast", False), ("slow", True), ("next to nothing", False)]
+    assert found[1].quotient == pytest.approx(1.2)
+    assert compare(run(1.2), run(1.0))[0].apart
+    assert compare(run(), run(1.0)) == []
 
 
 # --- work -----------------------------------------------------------------------------------------------------
@@ -173,13 +234,13 @@ def test_work_drops_what_it_stored_and_reads_all_slices() -> None:
     for op in (Op.PUT, Op.READ, Op.SLICES, Op.SINGLE):
         held = system.put(batch) if stored(op) else None
         assert repeat(op, system, batch, held) > 0
-    assert Recorder.dropped == 1 + 32
+    assert Recorder.dropped == 1 + SINGLE_PUTS
     assert len(read_back(Op.SLICES, system, batch, system.put(batch))) == 8
     system.close()
 
 
 def test_cases_can_travel_between_processes_and_be_compared() -> None:
-    case = plan(quick=True).cases[0]
+    case = _cases(True)[0]
     assert dataclasses.replace(case) == case
     assert isinstance(case, Case)
     assert hash(case.batch)

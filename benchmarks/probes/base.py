@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.measure import quieten
+from benchmarks.measure import Spread, quieten
 from benchmarks.systems.service import Service
 from dataplane import DataPlaneClient, connect
 
@@ -19,13 +19,17 @@ REPLY_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number. `spread` are its tenths at both ends, where it is a median of repetitions. `note`: what was run."""
+    """One number: the median of `rounds`, of which there is one where repetitions would be the same. `note`: what was
+    run."""
 
     name: str
-    value: float
+    rounds: Sequence[float]
     unit: str
-    spread: tuple[float, float] | None = None
     note: str = ""
+
+    @property
+    def value(self) -> float:
+        return Spread.of(self.rounds).median
 
 
 @contextmanager
@@ -48,12 +52,17 @@ def side_by_side(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]])
     pipes, processes = [], []
     for each in arguments:
         ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_call, args=(theirs, barrier, work, each), daemon=True)
+        process = spawn.Process(target=_call, args=(theirs, barrier, work, each))
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    results = [_result(pipe) for pipe in pipes]
+    try:
+        results = [_result(pipe) for pipe in pipes]
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     for process in processes:
         process.join(REPLY_S)
     return results

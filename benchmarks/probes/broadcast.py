@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import Spread
+from benchmarks.measure import ratios
 from benchmarks.payload import BatchSpec, Shape, build
 from benchmarks.probes.base import Figure, side_by_side
 from dataplane import BatchedDataDict
@@ -29,18 +29,18 @@ def leader_broadcast(*, quick: bool) -> list[Figure]:
         store = str(Path(directory) / "store")
         moved, collectives, fetches, bare = side_by_side(_rank, [(store, rank) for rank in range(WORLD)])[0]
     size = build(TOKENS).nbytes
-    ratio = [fetch / raw for fetch, raw in zip(fetches, bare, strict=True)]
-    spread = Spread.of(ratio)
     return [
         Figure(
-            name="leader broadcast, bytes", value=moved / size, unit="x jagged bytes", note="all collectives together"
+            name="leader broadcast, bytes",
+            rounds=[moved / size],
+            unit="x jagged bytes",
+            note="all collectives together",
         ),
-        Figure(name="leader broadcast, payload collectives", value=collectives, unit=""),
+        Figure(name="leader broadcast, payload collectives", rounds=[collectives], unit=""),
         Figure(
             name="leader broadcast, time",
-            value=spread.median,
+            rounds=ratios(fetches, bare),
             unit="x Gloo broadcast",
-            spread=(spread.p10, spread.p90),
             note="of the same bytes in one tensor, in turns",
         ),
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import ray
 
-from benchmarks.measure import Spread
+from benchmarks.measure import ratios
 from benchmarks.probes.base import Figure
 from benchmarks.systems.ray_session import RaySession
 from workers import Cluster, Worker
@@ -41,15 +42,12 @@ def round_trips(*, quick: bool) -> list[Figure]:
     finally:
         session.close()
     ours, bare = ours[WARM_UP:], bare[WARM_UP:]
-    ratio = Spread.of([mine / theirs for mine, theirs in zip(ours, bare, strict=True)])
     return [
         Figure(
             name="call of a worker group",
-            value=ratio.median,
+            rounds=ratios(ours, bare),
             unit="x bare Ray call",
-            spread=(ratio.p10, ratio.p90),
-            note=f"of one worker, in turns; {Spread.of(ours).median * 1e6:.0f} us, a bare call "
-            f"{Spread.of(bare).median * 1e6:.0f} us",
+            note=f"of one worker, in turns; {median(ours) * 1e6:.0f} us, a bare call {median(bare) * 1e6:.0f} us",
         )
     ]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
 from ray.util.queue import Queue
 
-from benchmarks.measure import MIN_REPETITIONS, Spread
+from benchmarks.measure import MIN_REPETITIONS, alternating, ratios
 from benchmarks.probes.base import Figure
 from benchmarks.systems.ray_session import RaySession
 from workers.channel import Channel, start_brokers
@@ -69,13 +68,11 @@ def _measure(channel: Channel, repetitions: int) -> list[Figure]:
 
     figures = []
     for name, nbytes, through_channel, through_queue in SIZES:
-        ours, theirs = [], []
-        for turn in range(repetitions + WARM_UP):
-            pair = rate(channel, through_channel, nbytes), rate(queue, through_queue, nbytes)
-            if turn >= WARM_UP:
-                ours.append(pair[0])
-                theirs.append(pair[1])
-        figures += _figures(name, nbytes, ours, theirs)
+        sides: list[tuple[Any, int, list[float]]] = [(channel, through_channel, []), (queue, through_queue, [])]
+        for order in alternating(sides, repetitions + WARM_UP):
+            for road, count, rates in order:
+                rates.append(rate(road, count, nbytes))
+        figures += _figures(name, nbytes, *(rates[WARM_UP:] for _, _, rates in sides))
     queue.shutdown()
     return figures
 
@@ -83,14 +80,9 @@ def _measure(channel: Channel, repetitions: int) -> list[Figure]:
 def _figures(name: str, nbytes: int, ours: list[float], theirs: list[float]) -> list[Figure]:
     note = f"{len(ours)} turns each, queues of {PLACES} places; two Ray actors, calls that wait"
 
-    def figure(what: str, unit: str, values: list[float], convert: Callable[[float], float]) -> Figure:
-        spread = Spread.of([convert(value) for value in values])
-        return Figure(name=what, value=spread.median, unit=unit, spread=(spread.p10, spread.p90), note=note)
-
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return [
-        figure(f"channel, {name} items", "/s", ours, lambda rate: rate),
-        figure(f"channel, {name} items, bytes", "MB/s", ours, lambda rate: rate * nbytes / 1e6),
-        figure(f"ray.util.queue.Queue, {name} items", "/s", theirs, lambda rate: rate),
-        figure(f"channel : ray.util.queue.Queue, {name} items", "x", ratios, lambda ratio: ratio),
+        Figure(name=f"channel, {name} items", rounds=ours, unit="/s", note=note),
+        Figure(name=f"channel, {name} items, bytes", rounds=[each * nbytes / 1e6 for each in ours], unit="MB/s"),
+        Figure(name=f"ray.util.queue.Queue, {name} items", rounds=theirs, unit="/s", note=note),
+        Figure(name=f"channel : ray.util.queue.Queue, {name} items", rounds=ratios(ours, theirs), unit="x", note=note),
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator
+from statistics import median
 
+from benchmarks.measure import alternating, ratios
 from benchmarks.payload import Batch, build
 from benchmarks.plan import TOKENS
 from benchmarks.probes.base import PARTITION, Figure
@@ -29,19 +30,18 @@ def cost(*, quick: bool) -> list[Figure]:
             for policy in POLICIES
             for road in ("local", "remote")
         }
-        for turn in range((7 if quick else 15) + WARM_UP):
-            for (policy, road), client in clients.items():
+        for order in alternating(list(clients.items()), (7 if quick else 15) + WARM_UP):
+            for (policy, road), client in order:
                 _turn(client, batch)
                 for op, seconds in _turn(client, batch).items():
-                    if turn >= WARM_UP:
-                        taken.setdefault((policy, road, op), []).append(seconds)
-    middle = {key: statistics.median(seconds) for key, seconds in taken.items()}
+                    taken.setdefault((policy, road, op), []).append(seconds)
+    measured = {key: seconds[WARM_UP:] for key, seconds in taken.items()}
     return [
         Figure(
             name=f"{op} 19 MB, {road}, checksums {policy} : never",
-            value=middle[policy, road, op] / middle["never", road, op],
+            rounds=ratios(measured[policy, road, op], measured["never", road, op]),
             unit="x time",
-            note=f"{1e3 * middle['never', road, op]:.2f} ms without",
+            note=f"{1e3 * median(measured['never', road, op]):.2f} ms without",
         )
         for road, policy in (("local", "across-hosts"), ("local", "always"), ("remote", "across-hosts"))
         for op in ("put", "read")

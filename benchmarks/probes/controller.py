@@ -2,64 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.measure import cpu_seconds
+from benchmarks.measure import MIN_REPETITIONS, cpu_seconds
 from benchmarks.probes.base import PARTITION, Figure, service
 from dataplane import DataPlaneClient, KVBatchMeta
 
 COMMANDS = {"put": 2, "read": 2, "clear": 1}
 """Allocate and Commit; Locate and Release; Clear."""
+PER_ROUND = {1: 250, 512: 50}
+"""Operations of each kind in a round, by their rows: some 50 ms of processor time."""
+WARM_UP = 2
 
 
 def commands(*, quick: bool) -> list[Figure]:
     """Commands per second of processor time of the service's process: puts, reads and clears by shared memory, so that
     the storage unit has no part in it, of one row and of 512, with five fields."""
-    figures = []
-    for rows, rounds in ((1, 300 if quick else 2000), (512, 100 if quick else 500)):
-        with service() as (running, client):
-            for what, count in COMMANDS.items():
-                used = _used(client, running.pid, what, rows, rounds)
-                figures.append(
-                    Figure(
-                        name=f"commands of {what}, {rows} row{'s' * (rows > 1)}",
-                        value=count * rounds / used,
-                        unit="/s of CPU",
-                        note=f"{count * rounds} commands",
-                    )
-                )
-    return figures
+    rounds = MIN_REPETITIONS if quick else 3 * MIN_REPETITIONS
+    rates: dict[str, list[float]] = {}
+    with service() as (running, client):
+        for number in range(rounds + WARM_UP):
+            for rows, count in PER_ROUND.items():
+                for what, step in _steps(client, f"{number}", rows, count):
+                    begun = cpu_seconds(running.pid)
+                    step()
+                    used = cpu_seconds(running.pid) - begun
+                    name = f"commands of {what}, {rows} row{'s' * (rows > 1)}"
+                    rates.setdefault(name, []).append(COMMANDS[what] * count / used)
+    return [
+        Figure(name=name, rounds=each[WARM_UP:], unit="/s of CPU", note=f"{rounds} rounds")
+        for name, each in rates.items()
+    ]
 
 
-def _used(client: DataPlaneClient, pid: int, what: str, rows: int, rounds: int) -> float:
-    """CPU seconds of `rounds` operations, counted in pieces so that preparations are left out."""
+def _steps(client: DataPlaneClient, prefix: str, rows: int, count: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """`count` operations of each kind, on the same samples."""
     columns = {name: torch.arange(rows * 4).reshape(rows, 4) for name in ("a", "b", "c", "d", "e")}
-    piece = 50
-    used = 0.0
-    for first in range(0, rounds, piece):
-        ids = [[f"{what}-{first + n}-{row}" for row in range(rows)] for n in range(piece)]
-        metas: list[KVBatchMeta] = []
+    ids = [[f"{prefix}-{rows}-{number}-{row}" for row in range(rows)] for number in range(count)]
+    metas: list[KVBatchMeta] = []
 
-        def put(ids: list[list[str]] = ids, metas: list[KVBatchMeta] = metas) -> None:
-            metas.extend(client.put_samples(each, PARTITION, columns) for each in ids)
+    def put() -> None:
+        metas.extend(client.put_samples(each, PARTITION, columns) for each in ids)
 
-        def read(metas: list[KVBatchMeta] = metas) -> None:
-            for each in metas:
-                client.get_samples(each, PARTITION, list(columns))
+    def read() -> None:
+        for each in metas:
+            client.get_samples(each, PARTITION, list(columns))
 
-        def clear(metas: list[KVBatchMeta] = metas) -> None:
-            for each in metas:
-                client.clear_samples(each, PARTITION)
+    def clear() -> None:
+        for each in metas:
+            client.clear_samples(each, PARTITION)
 
-        for name, step in (("put", put), ("read", read), ("clear", clear)):
-            taken = _cpu(pid, step)
-            used += taken if name == what else 0.0
-    return max(used, 0.01)
-
-
-def _cpu(pid: int, call: Callable[[], None]) -> float:
-    begun = cpu_seconds(pid)
-    call()
-    return cpu_seconds(pid) - begun
+    yield from (("put", put), ("read", read), ("clear", clear))

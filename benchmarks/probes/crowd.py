@@ -2,66 +2,65 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from benchmarks.measure import MIN_REPETITIONS
 from benchmarks.payload import BatchSpec, Shape, build
 from benchmarks.probes.base import PARTITION, Figure, service, side_by_side
-from dataplane import DataPlaneClient, connect
+from dataplane import DataPlaneClient, KVBatchMeta, connect
 
 CLIENTS = 64
 PROCESSES = 4
+ROUND_S = 0.5
+WARM_UP = 2
 
 
 def small_puts(*, quick: bool) -> list[Figure]:
-    """Single-sample puts (three token rows and two scalars, 37 kB) by 64 sessions, 16 in each of 4 processes."""
-    measured_s = 2.0 if quick else 5.0
+    """Single-sample puts (three token rows and two scalars, 37 kB) by 64 sessions, 16 in each of 4 processes, in rounds
+    between which all is cleared: after the first rounds their pages are warm, as in a long run."""
+    rounds = MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS + 1
     with service(capacity_bytes=2 << 30) as (running, _):
-        counts = side_by_side(_putters, [(running.address, number, measured_s) for number in range(PROCESSES)])
+        counts = side_by_side(_putters, [(running.address, number, rounds + WARM_UP) for number in range(PROCESSES)])
     return [
         Figure(
             name=f"single-sample puts, {CLIENTS} clients",
-            value=sum(counts) / measured_s,
+            rounds=[sum(each) / ROUND_S for each in zip(*counts, strict=True)][WARM_UP:],
             unit="/s",
-            note=f"{CLIENTS} sessions in {PROCESSES} processes, one thread each, for {measured_s:.0f} s",
+            note=f"{CLIENTS} sessions in {PROCESSES} processes, one thread each, {rounds} rounds of {ROUND_S} s",
         )
     ]
 
 
-def _putters(go: Callable[[], Any], address: str, number: int, measured_s: float) -> int:
-    clients = [connect(address) for _ in range(CLIENTS // PROCESSES)]
-    counts = [0] * len(clients)
-    ready = threading.Barrier(len(clients) + 1)
+def _putters(go: Callable[[], Any], address: str, number: int, rounds: int) -> list[int]:
+    """Puts in each round of all sessions of this process."""
     tokens = torch.arange(1848)
     fields = {"input_ids": [tokens], "token_mask": [tokens], "generation_logprobs": [tokens.float()]}
-    scalars = {"reward": torch.zeros(1), "advantage": torch.zeros(1)}
+    columns = {**fields, "reward": torch.zeros(1), "advantage": torch.zeros(1)}
 
-    def put(index: int, client: DataPlaneClient) -> None:
-        prefix = f"{number}-{index}"
-        client.clear_samples(client.put_samples([prefix], PARTITION, {**fields, **scalars}), PARTITION)
-        ready.wait()
-        begun = time.monotonic()
-        held = []
-        while time.monotonic() - begun < measured_s:
-            held.append(client.put_samples([f"{prefix}-{counts[index]}"], PARTITION, {**fields, **scalars}))
-            counts[index] += 1
-        for meta in held:
-            client.clear_samples(meta, PARTITION)
+    def put(index: int, client: DataPlaneClient) -> list[KVBatchMeta]:
+        end = time.monotonic() + ROUND_S
+        held: list[KVBatchMeta] = []
+        while time.monotonic() < end:
+            held.append(client.put_samples([f"{number}-{index}-{len(held)}"], PARTITION, columns))
+        return held
 
-    threads = [threading.Thread(target=put, args=each) for each in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    go()
-    ready.wait()
-    for thread in threads:
-        thread.join()
-    for client in clients:
-        client.close()
-    return sum(counts)
+    counts = []
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(address)) for _ in range(CLIENTS // PROCESSES)]
+        threads = stack.enter_context(ThreadPoolExecutor(len(clients)))
+        for _ in range(rounds):
+            go()
+            held = list(threads.map(put, range(len(clients)), clients))
+            counts.append(sum(map(len, held)))
+            for client, metas in zip(clients, held, strict=True):
+                client.clear_samples(KVBatchMeta.concat(metas), PARTITION)
+    return counts
 
 
 def large_batches(*, quick: bool) -> list[Figure]:
@@ -75,7 +74,7 @@ def large_batches(*, quick: bool) -> list[Figure]:
         figures.append(
             Figure(
                 name=f"put + read 19 MB, {count} client{'s' * (count > 1)}",
-                value=moved / taken / 1e9,
+                rounds=[moved / taken / 1e9],
                 unit="GB/s",
                 note="one process each",
             )

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import Spread
+from benchmarks.measure import alternating, percentile, ratios
 from benchmarks.probes.base import Figure, side_by_side
 from workers.address import WorkerAddress
 from workers.directory import Directory, DirectoryClient
@@ -21,25 +22,25 @@ from workers.messages import Messenger
 WORLD = 4
 NBYTES = 16 << 20
 WARM_UP = 3
+PER_TURN = 5
+"""Broadcasts of one side in its turn; their median counts."""
 SMALL_MESSAGES = 2000
 
 
 def broadcasts(*, quick: bool) -> list[Figure]:
     """16 MB of one worker to three others, in turns with a broadcast of the same bytes in a ready Gloo group."""
-    repetitions = 9 if quick else 31
+    rounds = 9 if quick else 31
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory, Directory.serve() as names:
         store = str(Path(directory) / "store")
-        arguments = [(store, names.address, rank, repetitions) for rank in range(WORLD)]
+        arguments = [(store, names.address, rank, rounds) for rank in range(WORLD)]
         ours, gloo = side_by_side(_rank, arguments)[0]
-    ratio = Spread.of([mine / theirs for mine, theirs in zip(ours, gloo, strict=True)])
     return [
         Figure(
             name="broadcast of 16 MB to 3 workers, time",
-            value=ratio.median,
+            rounds=ratios(ours, gloo),
             unit="x Gloo broadcast",
-            spread=(ratio.p10, ratio.p90),
-            note=f"in a ready group, in turns; {Spread.of(ours).median * 1e3:.1f} ms, at least {min(ours) * 1e3:.1f}; "
-            f"Gloo's {Spread.of(gloo).median * 1e3:.1f} ms, at least {min(gloo) * 1e3:.1f}",
+            note=f"in a ready group, in turns of {PER_TURN}; {median(ours) * 1e3:.1f} ms, Gloo's "
+            f"{median(gloo) * 1e3:.1f} ms",
         )
     ]
 
@@ -50,13 +51,13 @@ def small_messages(*, quick: bool) -> list[Figure]:
         count = SMALL_MESSAGES // 4 if quick else SMALL_MESSAGES
         seconds = side_by_side(_play, [(names.address, rank, count) for rank in range(2)])[0]
     return [
-        Figure(name="small object to a worker and back", value=seconds / count * 1e6, unit="us", note="one at a time")
+        Figure(
+            name="small object to a worker and back", rounds=[seconds / count * 1e6], unit="us", note="one at a time"
+        )
     ]
 
 
-def _rank(
-    go: Callable[[], Any], store: str, names: str, rank: int, repetitions: int
-) -> tuple[list[float], list[float]]:
+def _rank(go: Callable[[], Any], store: str, names: str, rank: int, rounds: int) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -64,7 +65,8 @@ def _rank(
     everyone = [WorkerAddress("probe", each) for each in range(WORLD)]
     values = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8)
     buffer = values.clone() if rank == 0 else torch.zeros_like(values)
-    ours, gloo = [], []
+    ours: list[float] = []
+    gloo: list[float] = []
     with DirectoryClient(names) as client, Messenger(everyone[rank], client) as messenger:
 
         def mine() -> Any:
@@ -72,9 +74,10 @@ def _rank(
 
         go()
         assert torch.equal(mine(), values)
-        for _ in range(repetitions + WARM_UP):
-            ours.append(_timed(mine))
-            gloo.append(_timed(lambda: dist.broadcast(buffer, 0)))
+        sides = ((mine, ours), (lambda: dist.broadcast(buffer, 0), gloo))
+        for order in alternating(sides, rounds + WARM_UP):
+            for call, taken in order:
+                taken.append(percentile([_timed(call) for _ in range(PER_TURN)], 0.5))
         assert torch.equal(buffer, values)
         dist.barrier()
     dist.destroy_process_group()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import Spread
+from benchmarks.measure import uncollected
 from benchmarks.probes.base import Figure
 from dataplane import KVBatchMeta, shard_meta_for_dp
 from dataplane.packing import PackingAlgorithm, get_packer
@@ -43,9 +43,9 @@ def _balance(*, seeds: int) -> list[Figure]:
                 in_turn.append(_unevenness([sum(loads[rank::RANKS]) for rank in range(RANKS)]))
         note = f"worst of {len(ours)} log-normal batches of 256 to 4096 samples, {RANKS} ranks"
         name = f"tokens of the heaviest rank, {algorithm.value}"
-        figures.append(Figure(name=name, value=max(ours), unit="x mean", note=note))
-        turn_note = f"the same bins dealt in turn; median {Spread.of(in_turn).median:.3f}"
-        figures.append(Figure(name=f"{name}, in turn", value=max(in_turn), unit="x mean", note=turn_note))
+        figures.append(Figure(name=name, rounds=[max(ours)], unit="x mean", note=note))
+        turn_note = f"the same bins dealt in turn; median {median(in_turn):.3f}"
+        figures.append(Figure(name=f"{name}, in turn", rounds=[max(in_turn)], unit="x mean", note=turn_note))
     return figures
 
 
@@ -64,21 +64,14 @@ def _times(*, repetitions: int) -> list[Figure]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions):
         for name, arguments in ways.items():
-            gc.collect()
-            start = time.perf_counter()
-            shard_meta_for_dp(meta, dp_world=RANKS, **arguments)
-            taken[name].append((time.perf_counter() - start) * 1e3)
+            with uncollected():
+                start = time.perf_counter()
+                shard_meta_for_dp(meta, dp_world=RANKS, **arguments)
+                taken[name].append((time.perf_counter() - start) * 1e3)
     note = f"with tags, lengths and row handles; {RANKS} ranks, {repetitions} repetitions"
-    spreads = {name: Spread.of(each) for name, each in taken.items()}
     return [
-        Figure(
-            name=f"shard_meta_for_dp of {SAMPLES:,}, {name}",
-            value=spread.median,
-            unit="ms",
-            spread=(spread.p10, spread.p90),
-            note=note,
-        )
-        for name, spread in spreads.items()
+        Figure(name=f"shard_meta_for_dp of {SAMPLES:,}, {name}", rounds=each, unit="ms", note=note)
+        for name, each in taken.items()
     ]
 
 

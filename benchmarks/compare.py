@@ -1,0 +1,62 @@
+"""Two runs, budget by budget: `python -m benchmarks.compare out/first.json out/bench.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPEATABLE = 1.15
+"""Two runs of one tree on one idle machine are at most this factor apart."""
+NEGLIGIBLE = 0.1
+"""Below this share of an upper limit a value counts as the share: noise of next to nothing is no difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A budget that both runs have."""
+
+    text: str
+    first: float
+    second: float
+    least: float
+
+    @property
+    def quotient(self) -> float:
+        return max(self.second, self.least) / max(self.first, self.least)
+
+    @property
+    def apart(self) -> bool:
+        return max(self.quotient, 1 / self.quotient) > REPEATABLE
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Comparison]:
+    """The budgets of two records that `report.write_json` wrote, in the order of the second."""
+    before = {each["text"]: each["reached"] for each in first["budgets"]}
+    return [
+        Comparison(
+            text=each["text"],
+            first=before[each["text"]],
+            second=each["reached"],
+            least=NEGLIGIBLE * each["needed"] if each["most"] else 0.0,
+        )
+        for each in second["budgets"]
+        if each["text"] in before
+    ]
+
+
+def main() -> int:
+    """One line a budget; 1 if any is apart."""
+    first, second = (json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3])
+    found = compare(first, second)
+    for each in found:
+        mark = f"  beyond {REPEATABLE:g}" if each.apart else ""
+        print(f"{each.text:55} {each.first:10.4g} {each.second:10.4g} {each.quotient:6.2f}{mark}")
+    return int(any(each.apart for each in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
