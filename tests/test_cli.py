@@ -111,6 +111,8 @@ def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str])
 def test_tokens_and_certificates_are_shown(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, secured: str
 ) -> None:
+    # A busy machine may take longer than the default of 10 s, for which the command line has no flag.
+    monkeypatch.setitem(DataPlaneConfig.__init__.__kwdefaults__, "connect_timeout_s", 60.0)
     token = tmp_path / "token"
     token.write_text("secret")
     files = [f"--tls-{name}={tls()[f'tls_{name}_file']}" for name in ("cert", "key", "ca")]
