@@ -12,7 +12,7 @@ from typing import Any
 REPEATABLE = 1.15
 """Two runs of one tree on one idle machine are at most this factor apart."""
 NEGLIGIBLE = 0.1
-"""Below this share of an upper limit a value counts as the share: noise of next to nothing is no difference."""
+"""A value below this share of an upper limit is compared as if it were that share: noise of tiny values is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Around every test: nothing may stay in shared memory, no child process may outlive the suite, and what is marked as
-pure opens no socket and starts no process."""
+"""Around every test: nothing may stay in shared memory, no child process may outlive the suite, and only tests with a
+mark of `IMPURE` may open sockets and start processes."""
 
 from __future__ import annotations
 
