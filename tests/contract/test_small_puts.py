@@ -23,18 +23,40 @@ PUTS = 40
 PATIENCE_S = 60.0
 
 
+class Commands(Counter[str]):
+    """What commands the service was given, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: set[int] = set()
+        self.attached: set[int] = set()
+        self._seen: set[tuple[int, int, int]] = set()
+
+    def note(self, ledger: Ledger, item: c.Input) -> None:
+        match item:
+            case c.SessionAttached(session=session):
+                self.attached.add(session)
+            # What is not answered soon is asked again, under its number.
+            case c.Call(session=session, number=number, command=command):
+                if (call := (id(ledger), session, number)) not in self._seen:
+                    self._seen.add(call)
+                    self[type(command).__name__] += 1
+                    if isinstance(command, c.Commit):
+                        self.writers.add(session)
+
+    def wait_until_writers_are_attached(self) -> None:
+        """The service hears of it from the storage unit: without that it grants no room ahead."""
+        until(lambda: self.writers <= self.attached, "the storage unit has not reported that the client attached")
+
+
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     """What commands the service was given."""
-    given: Counter[str] = Counter()
-    seen: set[tuple[int, int, int]] = set()
+    given = Commands()
     honest = Ledger.apply
 
     def apply(self: Ledger, item: c.Input) -> list[c.Output]:
-        # What is not answered soon is asked again, under its number.
-        if isinstance(item, c.Call) and (call := (id(self), item.session, item.number)) not in seen:
-            seen.add(call)
-            given[type(item.command).__name__] += 1
+        given.note(self, item)
         return honest(self, item)
 
     monkeypatch.setattr(Ledger, "apply", apply)
@@ -65,10 +87,12 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.usefixtures("steady")
 def test_a_small_local_put_is_one_command(
-    client: DataPlaneClient, partition: str, road: str, commands: Counter[str]
+    commands: Commands, client: DataPlaneClient, partition: str, road: str
 ) -> None:
     client.register_partition(partition, ["x", "y"], None, [])
     put(client, partition, -1)
+    if road.startswith("local"):
+        commands.wait_until_writers_are_attached()
     commands.clear()
     for number in range(PUTS):
         put(client, partition, number)
@@ -85,7 +109,7 @@ def test_a_small_local_put_is_one_command(
 
 
 @pytest.mark.usefixtures("steady")
-def test_a_large_put_asks_for_room_of_its_own(client: DataPlaneClient, partition: str, commands: Counter[str]) -> None:
+def test_a_large_put_asks_for_room_of_its_own(client: DataPlaneClient, partition: str, commands: Commands) -> None:
     client.register_partition(partition, ["x", "y"], None, [])
     for number in range(3):
         client.put_samples([f"s{number}"], partition, row(number, SMALL_BYTES // 8))
