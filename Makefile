@@ -39,7 +39,8 @@ test: setup ## the test suite
 test-fast: setup ## its tests without sockets, processes and Ray: the ones to run after each edit
 	@TQ_EXAMPLES=0.1 $(BIN)/python -m pytest -m "not integration and not slow and not ray and not browser and not gpu" -n 2
 
-coverage: setup ## the test suite, and the share of each module's lines that it reaches (Ray actors are killed, so theirs do not count)
+coverage: export PYTHONPATH := $(CURDIR)
+coverage: setup ## the test suite, and the share of each module's lines that it reaches
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -m "not slow" $(PYTEST_ARGS)
 	@$(BIN)/coverage combine -q

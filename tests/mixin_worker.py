@@ -40,6 +40,7 @@ class Worker(TQWorkerMixin):
         self.puts: list[list[str]] = []
         self.trained: tuple[Any, ...] | None = None
         self.forwarded: BatchedDataDict[Any] | None = None
+        self.referenced: BatchedDataDict[Any] | None = None
         self.step: list[Any] = []
 
     def _local_coords(self) -> dict[str, int]:
@@ -79,6 +80,7 @@ class Worker(TQWorkerMixin):
         return BatchedDataDict({"logprobs": -data["input_ids"].float()})
 
     def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        self.referenced = data
         return {"reference_logprobs": data["input_ids"].float() / (micro_batch_size or 1)}
 
 

@@ -17,6 +17,7 @@ from dataplane.ledger.commands import FenceSession, SessionGone
 from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import UNIT, WAIT_S, Peer, Process, Unit, noise
 from tests.engine import require_engine, use_at_once
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -381,8 +382,11 @@ def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection
         begin(slots, slot, source)
 
     monkeypatch.setattr(Slots, "begin", refusing)
+    slots = unit.server._engine._slots
+    unused = len(slots._free) + len(slots._left)
     data = noise(9 * MIB)
     connection.write([0], [data], reservation=1, timeout_s=WAIT_S)
+    wait_until(lambda: len(slots._free) + len(slots._left) == unused)
     assert unit.arena.data[: len(data)].tobytes() == data.tobytes()
     assert counts["stored"] < -(-len(data) // CHUNK_BYTES)
 

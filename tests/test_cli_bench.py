@@ -95,6 +95,9 @@ def test_a_service_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
-        assert own._first_line(process) == "ready\n"
-        assert own._end(process) == ""
-        assert process.returncode == -signal.SIGKILL
+        try:
+            assert own._first_line(process) == "ready\n"
+            assert own._end(process) == ""
+            assert process.returncode == -signal.SIGKILL
+        finally:
+            process.kill()

@@ -50,6 +50,7 @@ def test_who_waits(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) 
     assert told["fields"] == ["logprobs"]
     assert told["blocked"]["lacking"] == {"logprobs": 2}
     assert [(wait["client"], wait["wanted"], wait["ready"]) for wait in told["waits"]] == [("rollout-0", 2, 1)]
+    assert json.loads(said(["train", "policy", "--json"], capsys))["waits"] == []
     filled.put_samples(["b"], "train", {"logprobs": [torch.zeros(2)]})
     waiter.join(60)
     assert not waiter.is_alive()

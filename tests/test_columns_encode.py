@@ -184,6 +184,17 @@ def test_token_lengths_that_do_not_fit() -> None:
     assert dense.lengths.tolist() == [1, 1], "a dense column is never cut"
 
 
+@pytest.mark.parametrize("lengths", [[4, 4], [4, 2], [0, 4]])
+def test_padded_rows_that_are_not_contiguous_are_cut_to_their_lengths(lengths: list[int]) -> None:
+    padded = torch.arange(24).view(2, 3, 4).transpose(1, 2)  # [rows, tokens, 3]
+    column = encode_one(padded, 2, JAGGED, token_lengths=lengths)
+    written = np.empty(column.nbytes, np.uint8)
+    column.write(0, 2, written)
+    rows = [row[:length].flatten() for row, length in zip(padded, lengths, strict=True)]
+    assert column.lengths.tolist() == lengths
+    assert written.view(np.int64).tolist() == torch.cat(rows).tolist()
+
+
 def test_empty_list_of_a_field_half_declared() -> None:
     with pytest.raises(InvalidRequestError, match="empty list"):
         encode_one([], 0, JAGGED)

@@ -82,6 +82,11 @@ def test_every_value_comes_back_with_its_type(value: Any) -> None:
     assert same(decode_object(encode_object(value)), value)
 
 
+def test_integers_that_just_fill_their_bytes() -> None:
+    edges = [sign * ((1 << bits) - less) for bits in range(60, 140) for less in (0, 1) for sign in (1, -1)]
+    assert same(decode_object(encode_object(edges)), edges)
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
 def test_tensors_inside(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

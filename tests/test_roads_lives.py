@@ -217,6 +217,7 @@ def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
     last = unit.arena.backed_bytes // 64
     there, beyond = (msgspec.structs.replace(ROW, offsets=np.array([64 * place])) for place in (last - 1, last))
     assert roads.backed([ROW, there])
+    assert not roads.backed([msgspec.structs.replace(there, lengths=np.array([2]))]), "its end is beyond"
     assert not roads.backed([ROW, beyond])
     unit.arena.punch(4096)
     assert not roads.backed([there])

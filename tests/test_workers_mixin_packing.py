@@ -56,13 +56,15 @@ def pack_locally(rank: int, address: str, meta: KVBatchMeta, cfg: dict[str, Any]
     worker.cfg = cfg
     meta = meta.with_fields(["input_ids"])
     worker.get_logprobs_presharded(meta)
+    worker.get_reference_policy_logprobs_presharded(meta)
     worker.train_presharded(meta, "loss")
     worker.begin_train_step_presharded("loss")
     worker.train_microbatch_presharded(meta)
     worker.close_data_plane()
     assert worker.forwarded is not None
+    assert worker.referenced is not None
     assert worker.trained is not None
-    batches = [worker.forwarded, worker.trained[0], worker.step[1]]
+    batches = [worker.forwarded, worker.referenced, worker.trained[0], worker.step[1]]
     return [(batch.micro_batch_lengths, batch.micro_batch_indices, batch.elem_counts_per_gb) for batch in batches]
 
 
@@ -75,7 +77,8 @@ def test_what_the_driver_did_not_pack_a_worker_packs_with_the_budget_of_the_stag
     if isinstance(leader, Exception):
         raise leader
     assert leader == sibling
-    logprob, train, in_parts = leader
+    logprob, reference, train, in_parts = leader
+    assert reference == logprob
     assert train == in_parts
     assert [len(lengths[0]) for lengths, _, _ in (logprob, train)] == ([1, 3] if cfg is PACKED else [2, 4])
     stored = client.get_batch(meta, ["input_ids", "prev_logprobs"], layout="jagged")

@@ -44,7 +44,10 @@ def main() -> None:
             assert "partition train: 2 live" in tq("status", address)
         finally:
             service.terminate()
-            _, errors = service.communicate(timeout=60)
+            try:
+                _, errors = service.communicate(timeout=60)
+            finally:
+                service.kill()
     assert service.returncode == 0, errors
     print(f"the wheel of {importlib.metadata.version('rl-dataplane')} works")
 

@@ -31,7 +31,7 @@ def channels_and_queues(*, quick: bool) -> list[Figure]:
         with DirectoryClient(directory.address) as client:
             brokers = start_brokers({0: ray.get_runtime_context().get_node_id()}, directory.address)
             with Channel.create("probe", maxsize=PLACES, directory=client) as channel:
-                figures = _measure(channel, MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS)
+                figures = _measure(channel, MIN_REPETITIONS if quick else 4 * MIN_REPETITIONS)
             ray.get([each.close.remote() for each in brokers.values()], timeout=WAIT_S)
         return figures
     finally:
