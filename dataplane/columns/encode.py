@@ -55,7 +55,8 @@ class EncodedColumn:
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
     row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
-    changed before the last `write`. checksums: of each value `[K]`, where they are wanted.
+    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the one
+    that the schema declared or had settled on; without it the value might have become another.
     """
 
     name: str
@@ -65,6 +66,7 @@ class EncodedColumn:
     index: Int64s | None
     values: Values
     checksums: UInt32s | None = None
+    by_schema: bool = False
 
     def with_checksums(self) -> EncodedColumn:
         """The same with checksums. Values on an accelerator come to the host for it, once."""
@@ -163,7 +165,8 @@ class _FieldEncoder:
         spec, lengths, values = self._settled(value)
         if not self.spec.accepts(spec):
             raise self._differs(str(spec))
-        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values)
+        by_schema = self.spec.kind is not None
+        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
 
     def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
         index = self._index(shared.index, rows)
