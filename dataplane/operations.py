@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
-from dataplane.columns import EncodedColumn, appended, checked, encode_fields
+from dataplane.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.desk import Desk, Schema
 from dataplane.errors import (
     CapacityTimeoutError,
@@ -60,10 +60,13 @@ def put(
     ids = ids_of(names)
     samples = samples_of(names, ids)
     columns_of_tags = tag_columns(tags, len(ids))
-    if mode == "append" and fields is not None and len(fields.keys()):
+    if fields is not None:
+        require_fields(fields)
+        fields = fields if len(fields.keys()) else None
+    if mode == "append" and fields is not None:
         return (yield from _append(desk, names, ids, partition, fields, tags))
     chosen = c.Mode.UPSERT if mode == "append" else _mode(mode)
-    if fields is None or not len(fields.keys()):
+    if fields is None:
         commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=columns_of_tags)
         committed = (yield from naming(ids, commit)).result
         return _put_meta(ids, partition, (), tags, committed)

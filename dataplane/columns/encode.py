@@ -127,6 +127,13 @@ def encode_fields(
     return columns
 
 
+def require_fields(fields: Any) -> None:
+    """UnsupportedValueError for what holds no fields by name."""
+    if not isinstance(fields, TensorDictBase | Mapping):
+        hint = "Pass a TensorDict or a mapping of field names to N rows each."
+        raise UnsupportedValueError(field="fields", row=None, got=type_name(fields), hint=hint)
+
+
 def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:
     if isinstance(fields, TensorDictBase):
         batch = tuple(fields.batch_size)
@@ -134,8 +141,7 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
             raise InvalidRequestError(
                 f"the TensorDict has batch_size {list(batch)}, expected [{rows}] (one per sample)"
             )
-    elif not isinstance(fields, Mapping):
-        raise InvalidRequestError(f"fields must be a TensorDict or a mapping, got {type_name(fields)}")
+    require_fields(fields)
     named = list(fields.items())
     for name, _ in named:
         if type(name) is not str or not name:
