@@ -157,7 +157,7 @@ class LedgerWriter(LedgerDriver):
             lengths=int64s(lengths),
             index=index_array,
             checksums=checksums,
-            by_schema=not by_schema if self.rarely(data, 12) else by_schema,
+            by_schema=not by_schema if self.rarely(data, 3) else by_schema,
         )
 
     def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
