@@ -123,7 +123,7 @@ def _joined(
     stored = [chosen(found, places[found.name]) for found in located.fields if len(places[found.name])]
     if not stored:
         return list(encoded)
-    units = units_of(stored)
+    units, lengths = units_of(stored), {found.name: found.lengths for found in stored}
     yield from know(desk, units)
 
     def work() -> list[EncodedColumn]:
@@ -132,7 +132,9 @@ def _joined(
             mine = [ids[place] for place in places[found.name].tolist()]
             sources |= checked({found.name: sources[found.name]}, [found], partition, mine)
         return [
-            appended(column, sources[column.name], places[column.name]) if column.name in sources else column
+            appended(column, sources[column.name], lengths[column.name], places[column.name])
+            if column.name in sources
+            else column
             for column in encoded
         ]
 
