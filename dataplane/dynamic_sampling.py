@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from dataplane.client import DataPlaneClient
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InvalidRequestError, first_few
 from dataplane.meta import KVBatchMeta
 from dataplane.replay import GROUP
 from dataplane.types import Scalar
+
+log = logging.getLogger(__name__)
 
 REWARD = "reward"
 """Tag: a sample's reward."""
@@ -37,11 +41,13 @@ def split_by_spread(
 
 
 class DynamicSampler:
-    """Gathers groups with a spread of rewards until whole ones make a batch of `batch_size` samples.
+    """Gathers groups with a spread of rewards until some whole ones make a batch of exactly `batch_size` samples; of
+    several sets that do, the one with the oldest groups.
 
     Each round's samples, tagged with rewards and groups, go to `add`; what it drops is cleared from the service at
-    once, and so is the overflow of the last round. The samples kept stay where they are. `rounds` and `dropped`
-    (samples) count up for ever.
+    once, and so is what is left when a batch is made. The samples kept stay where they are. Of groups of one size, no
+    more are kept than fit a batch: others of that size are never needed. `rounds` and `dropped` (samples) count up for
+    ever.
     """
 
     def __init__(
@@ -64,38 +70,82 @@ class DynamicSampler:
 
     @property
     def missing(self) -> int:
-        """Samples still wanted, in whole groups."""
-        return self._batch_size - len(self._fitting())
+        """Samples still wanted, in whole groups, beside those kept groups that come nearest to a batch."""
+        return self._batch_size - sum(self._fitting(self._sizes()).values())
 
     def add(self, meta: KVBatchMeta) -> KVBatchMeta | None:
         """One round's samples, whole groups of them. The batch of exactly `batch_size` once it is full; else None, and
-        another round is wanted. After a batch the next `add` begins a new one."""
+        another round is wanted. After a batch the next `add` begins a new one. ValueError, and nothing is taken
+        or cleared, for a group that is larger than a batch."""
         kept, dropped = split_by_spread(meta, reward_tag=self._reward_tag, group_tag=self._group_tag, least=self._least)
+        self._refuse_too_large(kept)
         self._clear(dropped)
         self.rounds += 1
         if kept.size:
             self._kept.append(kept)
-        if self.missing:
-            return None
-        gathered, rows = KVBatchMeta.concat(self._kept), self._fitting()
-        chosen = set(rows)
-        self._clear(gathered.subset([row for row in range(gathered.size) if row not in chosen]))
-        self._kept = []
-        return gathered.subset(rows)
+        sizes = self._sizes()
+        taken = self._fitting(sizes)
+        if sum(taken.values()) == self._batch_size:
+            batch = self._keep(taken)
+            self._kept = []
+            return batch
+        useful = self._useful(sizes)
+        if len(useful) < len(sizes):
+            self._kept = [self._keep(useful)]
+            log.warning(
+                "groups of %s samples make no batch of exactly %d so far; more of the same sizes are dropped",
+                first_few(sorted(set(sizes.values()))),
+                self._batch_size,
+            )
+        return None
 
-    def _fitting(self) -> list[int]:
-        """Of all that is kept, rows of the first whole groups that fit the batch."""
-        groups = [tags[self._group_tag] for meta in self._kept for tags in _tags(meta)]
-        sizes: dict[Scalar, int] = {}
-        for group in groups:
-            sizes[group] = sizes.get(group, 0) + 1
-        taken: set[Scalar] = set()
-        total = 0
+    def _refuse_too_large(self, meta: KVBatchMeta) -> None:
+        sizes = self._sizes([*self._kept, meta] if meta.size else [])
         for group, size in sizes.items():
-            if total + size <= self._batch_size:
-                taken.add(group)
-                total += size
-        return [row for row, group in enumerate(groups) if group in taken]
+            if size > self._batch_size:
+                raise InvalidRequestError(
+                    f"group {group!r} has {size} samples and fits no batch of {self._batch_size}; make batches larger"
+                )
+
+    def _sizes(self, metas: Sequence[KVBatchMeta] | None = None) -> dict[Scalar, int]:
+        """Of the kept groups, oldest first."""
+        found = self._kept if metas is None else metas
+        return dict(Counter(tags[self._group_tag] for meta in found for tags in _tags(meta)))
+
+    def _fitting(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
+        """Groups whose sizes add up to a batch, or as near to it as any do; the oldest that do. `sums[i]` has a bit for
+        each sum that some groups from the i-th on make."""
+        groups, most = list(sizes.items()), (1 << self._batch_size + 1) - 1
+        sums = [1]
+        for _, size in reversed(groups):
+            sums.append((sums[-1] | sums[-1] << size) & most)
+        sums.reverse()
+        left = sums[0].bit_length() - 1
+        taken = {}
+        for place, (group, size) in enumerate(groups, 1):
+            if size <= left and sums[place] >> left - size & 1:
+                taken[group] = size
+                left -= size
+        return taken
+
+    def _useful(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
+        """The oldest groups, as many of each size as fit a batch."""
+        seen: Counter[int] = Counter()
+        kept = {}
+        for group, size in sizes.items():
+            seen[size] += 1
+            if seen[size] * size <= self._batch_size:
+                kept[group] = size
+        return kept
+
+    def _keep(self, groups: dict[Scalar, int]) -> KVBatchMeta:
+        """The kept samples of these groups; the others are dropped."""
+        gathered = KVBatchMeta.concat(self._kept)
+        chosen, others = [], []
+        for row, tags in enumerate(_tags(gathered)):
+            (chosen if tags[self._group_tag] in groups else others).append(row)
+        self._clear(gathered.subset(others))
+        return gathered.subset(chosen)
 
     def _clear(self, meta: KVBatchMeta) -> None:
         if meta.size:
@@ -108,5 +158,8 @@ def _tags(meta: KVBatchMeta) -> Sequence[dict[str, Scalar]]:
 
 
 def _deviation(values: Sequence[float]) -> float:
+    """Exactly 0 for equal values, whose mean may be rounded."""
+    if min(values) == max(values):
+        return 0.0
     mean = sum(values) / len(values)
     return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5)

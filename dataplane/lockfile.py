@@ -9,6 +9,7 @@ that two probes at once never look like a holder to each other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -16,21 +17,48 @@ import os
 import re
 import secrets
 import stat
+import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 LOCAL_FILE_SYSTEMS = frozenset(
-    {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
+    {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 )
 """Where a lock taken on this host is seen by this host and nobody else."""
+
+_FILE_SYSTEMS = {
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x2FC12FC1: "zfs",
+    0xF2F52010: "f2fs",
+    0xCA451A4E: "bcachefs",
+    0x794C7630: "overlay",
+    0x9FA0: "proc",
+    0x6969: "nfs",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb2",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+    0x00C36400: "ceph",
+    0x0BD00BD0: "lustre",
+    0x47504653: "gpfs",
+    0x19830326: "beegfs",
+    0x5346414F: "afs",
+    0x73717368: "squashfs",
+    0x958458F6: "hugetlbfs",
+}
+"""By the number that statfs(2) gives; ext2, ext3 and ext4 have one."""
+_STATFS_BYTES = 256
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EXDEV, errno.EPERM})
 
 
 _NO_SUCH_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
 """Whoever made the file would be able to open it; this process is not, or there is none."""
-
-_OCTAL = re.compile(r"\\([0-7]{3})")
 
 ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
 KEPT_ARENA_NAME = re.compile(r"tq-kept-[0-9a-f]{32}")
@@ -152,16 +180,23 @@ def sweep(directory: str | Path) -> list[Path]:
 
 
 def file_system(path: str | Path) -> str:
-    """Type of the file system that `path` is on, as the kernel names it; "" if it cannot be told."""
-    real = os.path.realpath(path)
-    best, found = -1, ""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        left, _, right = line.partition(" - ")
-        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), left.split()[4])
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= best:
-            best, found = len(mount), right.split()[0]
-    return found
+    """Type of the file system that `path`, or what there is of it, is on; "" if it cannot be told. One that this table
+    does not know is its number. The kernel is asked for the path itself: a table of mounts may lack the one that a
+    process in a chroot is on."""
+    real = Path(path).absolute()
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    for folder in (real, *real.parents):
+        if _statfs()(os.fsencode(folder), buffer) == 0:
+            number = int.from_bytes(buffer.raw[:4], sys.byteorder)
+            return _FILE_SYSTEMS.get(number, f"{number:#x}")
+    return ""
+
+
+@functools.cache
+def _statfs() -> Callable[[bytes, ctypes.Array[ctypes.c_char]], int]:
+    function = ctypes.CDLL(None, use_errno=True).statfs
+    function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    return function
 
 
 def is_local(path: str | Path) -> bool:

@@ -157,6 +157,11 @@ SENSELESS: dict[str, Callable[[dict[str, Any]], None]] = {
     "samples before the first": of_cells(Z, first=-1),
     "samples without a list": of_cells(Z, first=None),
     "more samples than values": of_cells(Z, rows=2),
+    "more samples than can be": of_cells(Z, rows=1 << 50),
+    "more values than can be": of_cells(Z, values=1 << 50, rows=1 << 50),
+    "values of no bytes that cannot be": of_cells(
+        Z, values=1 << 50, nbytes=0, spec={"kind": "dense", "dtype": "int64", "inner": [0]}
+    ),
     "an index that is not there": of_cells(Z, shared=True),
     "an open kind": of_cells(Z, spec={}),
     "an unknown dtype": of_cells(Z, spec={"kind": "dense", "dtype": "int128"}),

@@ -56,6 +56,21 @@ def test_no_service_is_no_names_and_no_noise() -> None:
     assert completions("tq ls ", TQ_ADDRESS="") == []
 
 
+HOSTILE = ["train$(touch F)", "train`touch F`", "train;touch F", "train'x", 'train"x', "train\\x", "train x", "train\nx"]
+HOSTILE += ["train&", "train|x", "train>x", "train*", "train?", "train[a]", "train{a,b}", "train!x", "train#x", "~train"]
+HOSTILE += ["--yes", "-y", "=train", "train\x1b[2J", "train\u202e"]
+
+
+def test_names_that_mean_something_to_a_shell_are_left_out(filled: DataPlaneClient) -> None:
+    for name in HOSTILE:
+        filled.register_partition(name, [name], None, [name])
+    filled.register_partition("über/a.b-c_1:2", [*HOSTILE, "plain"], None, [*HOSTILE, "plain"])
+    assert sorted(completions("tq ls ")) == ["train", "über/a.b-c_1:2"]
+    assert completions("tq ls tr") == ["train"]
+    assert completions("tq why über/a.b-c_1:2 ") == ["plain"]
+    assert completions("tq why über/a.b-c_1:2 plain ") == ["plain"]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell(
     shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,7 @@ def test_each_row_is_its_head_and_its_tail(
         np.array(offsets, np.int64),
         np.array([len(head) for head in kept], np.int64),
     )
-    whole = appended(column, stored, places)
+    whole = appended(column, stored, np.array([len(head) for head in kept], np.int64), places)
     target = np.zeros(whole.nbytes, np.uint8)
     whole.write(0, count, target)
     expected = [(head or []) + tail for head, tail in zip(heads, tails[::-1] if shared else tails, strict=True)]

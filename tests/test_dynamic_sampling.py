@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from dataplane import DataPlaneClient, KVBatchMeta, connect, serve
 from dataplane.dynamic_sampling import DynamicSampler, split_by_spread
+from dataplane.types import Scalar
 
 pytestmark = pytest.mark.integration
 
@@ -85,3 +87,54 @@ def test_groups_are_never_cut(client: DataPlaneClient) -> None:
 def test_a_batch_has_samples(client: DataPlaneClient) -> None:
     with pytest.raises(ValueError, match="batch_size=0"):
         DynamicSampler(client, 0)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1e-300, 1 / 3, 1e300, -0.7, 5])
+@pytest.mark.parametrize("count", [2, 3, 8, 11])
+def test_equal_rewards_have_no_spread(reward: float, count: int) -> None:
+    meta = meta_of(*[(f"s{number}", 1, reward) for number in range(count)])
+    assert split_by_spread(meta)[0].size == 0
+
+
+def spread(count: int) -> list[float]:
+    return [float(number) for number in range(count)]
+
+
+def test_groups_that_fit_together_are_found(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 8)
+    assert sampler.add(put(client, 0, {1: spread(4), 2: spread(3)})) is None
+    batch = sampler.add(put(client, 7, {3: spread(4), 4: spread(4)}))
+    assert batch is not None
+    assert [tags["group"] for tags in batch.tags or ()] == [1] * 4 + [3] * 4, "the oldest that fit"
+    assert sorted(client.list_samples("p").sample_ids) == sorted(batch.sample_ids)
+    assert sampler.missing == 8
+
+
+def test_every_set_that_fits_is_found(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 12)
+    for sizes in itertools.product(range(1, 8), repeat=4):
+        groups: dict[Scalar, int] = dict(enumerate(sizes))
+        sums = [sum(some) for count in range(5) for some in itertools.combinations(sizes, count)]
+        assert sum(sampler._fitting(groups).values()) == max(total for total in sums if total <= 12)
+
+
+def test_groups_that_never_make_a_batch_are_not_kept_for_ever(
+    client: DataPlaneClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = DynamicSampler(client, 8)
+    for turn in range(6):
+        assert sampler.add(put(client, 3 * turn, {turn: spread(3)})) is None
+    assert len(client.list_samples("p").sample_ids) == 6
+    assert (sampler.missing, sampler.dropped) == (2, 12)
+    assert "groups of 3 samples make no batch of exactly 8" in caplog.text
+    batch = sampler.add(put(client, 100, {100: spread(2)}))
+    assert batch is not None
+    assert batch.size == 8
+
+
+def test_a_group_larger_than_a_batch_is_an_error(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 3)
+    with pytest.raises(ValueError, match="group 7 has 4 samples and fits no batch of 3"):
+        sampler.add(put(client, 0, {7: spread(4), 8: [1.0, 1.0]}))
+    assert client.list_samples("p").size == 6
+    assert sampler.rounds == sampler.dropped == 0

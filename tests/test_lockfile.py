@@ -1,5 +1,7 @@
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,9 +99,16 @@ def test_file_systems():
     assert is_local("/dev/shm")
 
 
-def test_mount_points_with_odd_names(monkeypatch):
-    text = "1 0 0:1 / / rw - ext4 a b\n2 1 0:2 / /my\\040disk rw - nfs4 a b\n3 1 0:3 / /my rw - xfs a b\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
-    assert file_system("/my disk/x") == "nfs4"
-    assert file_system("/my/x") == "xfs"
-    assert file_system("/mya") == "ext4"
+def test_what_is_not_there_yet_is_where_its_parent_is(tmp_path):
+    assert file_system(tmp_path / "none" / "here") == file_system(tmp_path) != ""
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
+def test_directories_of_a_chroot_are_local_too(tmp_path):
+    (tmp_path / "shm").mkdir()
+    look = "import os, sys; from dataplane.lockfile import file_system; os.chroot(sys.argv[1]); print(file_system('/shm'))"
+    found = subprocess.run(
+        [sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.strip() == file_system(tmp_path)

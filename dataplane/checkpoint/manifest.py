@@ -176,6 +176,12 @@ def _check(manifest: Manifest) -> None:
         for number, *counts in pieces:
             if not 0 <= number < len(manifest.files) or min(counts) < 0:
                 raise ValueError(f"a piece of file {number} with {counts}")
+        for cells in entry.cells:
+            last = cells.rows + (cells.first or 0)
+            if not (cells.values <= cells.rows and 0 <= (cells.first or 0) <= last <= entry.live):
+                raise ValueError(
+                    f"{cells.values} values for {cells.rows} samples from {cells.first} on, of {entry.live} there are"
+                )
         if not all(cells.spec.settled for cells in entry.cells):
             raise ValueError(f"cells of partition {entry.partition!r} whose kind is open")
         if sum(rows.count for rows in entry.rows) != entry.live:

@@ -1,8 +1,13 @@
-"""What shells complete: names of partitions, tasks, fields and units, asked of the service if it answers soon."""
+"""What shells complete: names of partitions, tasks, fields and units, asked of the service if it answers soon.
+
+Others choose these names, and a shell puts them on the operator's line as they are: those that mean anything to a shell,
+or look like an option, are left out and have to be typed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,28 +20,35 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.4
 """How long connecting, and then the answer, may take: somebody has just pressed a key."""
+PLAIN = frozenset("_-./:@+,")
+"""What no shell takes for anything but itself, besides letters and digits."""
 
 
 def partitions(context: typer.Context) -> list[str]:
     """Names of partitions."""
-    return [found.partition for found in _partitions(context)]
+    return _plain(found.partition for found in _partitions(context))
 
 
 def tasks_of(context: typer.Context) -> list[str]:
     """Names of the tasks of the partition that the line names."""
-    return [name for found in _named(context) for name in found.claimed]
+    return _plain(name for found in _named(context) for name in found.claimed)
 
 
 def fields_of(context: typer.Context) -> list[str]:
     """Names of the fields of the partition that the line names, less those it names already."""
     given = context.params.get("fields") or ()
-    return [name for found in _named(context) for name in found.produced if name not in given]
+    return _plain(name for found in _named(context) for name in found.produced if name not in given)
 
 
 def units(context: typer.Context) -> list[str]:
     """Names of storage units."""
     report = _report(context)
-    return [] if report is None else [unit.name for unit in report.units]
+    return [] if report is None else _plain(unit.name for unit in report.units)
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    """Those that may stand on a line of any shell without quotes."""
+    return [name for name in names if name[:1] != "-" and all(sign.isalnum() or sign in PLAIN for sign in name)]
 
 
 def _named(context: typer.Context) -> list[c.PartitionStats]:

@@ -12,15 +12,15 @@ from dataplane.columns.values import FlatValues
 from dataplane.rowcopy import Int64s, gather
 
 
-def appended(column: EncodedColumn, stored: RowSource, places: Int64s) -> EncodedColumn:
-    """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`; other
-    rows are as they are. Copies both into memory of its own; values shared between rows are so no more. `ChecksumError`
+def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, places: Int64s) -> EncodedColumn:
+    """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`, which
+    has `stored_lengths[i]` elements (of no bytes, where the inner shape has a 0); other rows are as they are. Copies both into memory of its own; values shared between rows are so no more. `ChecksumError`
     if stored rows are not what was written.
     """
     values, lengths = column.values, column.lengths
     if column.index is not None:
         values, lengths = values.take(column.index), lengths[column.index]
-    count, unit = len(lengths), column.spec.unit_bytes
+    count = len(lengths)
     tails = np.empty(int(values.sizes.sum()), np.uint8)
     values.write(0, count, tails)
     which = np.full((count, 2), len(stored.buffers), np.int32)
@@ -36,4 +36,6 @@ def appended(column: EncodedColumn, stored: RowSource, places: Int64s) -> Encode
     if stored.check is not None:
         stored.check(joined, starts[places], slice(None))
     flat = FlatValues(joined, starts, totals)
-    return dataclasses.replace(column, lengths=totals // max(unit, 1), sizes=totals, index=None, values=flat)
+    whole = lengths.copy()
+    whole[places] += stored_lengths
+    return dataclasses.replace(column, lengths=whole, sizes=totals, index=None, values=flat)

@@ -128,6 +128,9 @@ def call_to_pb(call: c.Call) -> Message:
 def call_from_pb(method: Method, wire: Any) -> c.Call:
     """The call of a request. Raises `InvalidRequestError` for what is malformed."""
     header = wire.header
+    if min(header.session, header.number, header.watermark) < 0:
+        place = f"session {header.session}, call {header.number}, watermark {header.watermark}"
+        raise InvalidRequestError(f"{method.name}: {place}: none of them may be negative")
     return c.Call(
         session=header.session,
         number=header.number,

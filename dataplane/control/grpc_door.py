@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dataplane.config import TlsFiles
 from dataplane.control import codec, unit_messages
+from dataplane.control.complaints import Complaints, OneLine
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
@@ -47,6 +48,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "tq.v1.Control"
 GET_KEYS = f"/{SERVICE}/GetKeys"
 START_S = 30.0
+LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
 """How long calls under way may take once the door closes."""
 MAX_CALLS = 16384
@@ -71,6 +73,8 @@ class GrpcDoor:
         self._credentials = None if tls is None else server_credentials(tls)
         self._ready = threading.Event()
         self._end_links: Callable[[], None] = lambda: None
+        self._quiet = OneLine(Complaints())
+        logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
         if not self._ready.wait(START_S) or not self._thread.is_alive():
@@ -82,6 +86,7 @@ class GrpcDoor:
         except Exception:
             log.critical("the gRPC door failed: nobody can use it any more", exc_info=True)
         finally:
+            logging.getLogger(LIBRARYS_LOG).removeFilter(self._quiet)
             self._ready.set()
 
     async def _main(self) -> None:
@@ -382,6 +387,9 @@ def _stream(
     )
 
 
+_failures = Complaints()
+
+
 async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
     """End the call with `error`, unless it is ended already. One that nobody expected is logged, and told as what it
     is; the door goes on."""
@@ -390,7 +398,9 @@ async def _refuse(context: Context, request_type: type[Message], error: Exceptio
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
-        log.error("failed on a %s", request_type.DESCRIPTOR.name, exc_info=error)
+        line = _failures.take(f"failed on a {request_type.DESCRIPTOR.name}")
+        if line is not None:
+            log.error("%s", line, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")
     await _abort(context, error)
 

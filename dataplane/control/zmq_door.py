@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control import wire
+from dataplane.control.complaints import Complaints
 from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
 from dataplane.control.secret import Secret
 from dataplane.control.sockets import NOBLOCK, readable, receive, send
@@ -46,6 +47,7 @@ class ZmqDoor:
     def __init__(self, host: str, port: int, secret: Secret, keys: ServerKeys | None = None) -> None:
         self._secret = secret
         self._facts: Facts | None = None
+        self._refusals, self._failures = Complaints(), Complaints()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
@@ -113,11 +115,14 @@ class ZmqDoor:
             else:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
-            if not isinstance(error, AuthenticationError):
-                log.warning("refused a request: %s", error)
+            line = None if isinstance(error, AuthenticationError) else self._refusals.take(f"refused a request: {error}")
+            if line is not None:
+                log.warning("%s", line)
             self._send(caller, wire.refusal(0, error))
         except Exception as error:
-            log.exception("failed on a request")
+            line = self._failures.take("failed on a request")
+            if line is not None:
+                log.exception("%s", line)
             self._send(caller, wire.refusal(0, InternalError(what=repr(error))))
 
     def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:

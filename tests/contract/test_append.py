@@ -129,3 +129,9 @@ def test_old_views_stay_as_they_were_and_no_bytes_are_lost(client: DataPlaneClie
     assert torch.equal(view, torch.arange(1000))
     assert rows(client, partition, ["a"]) == [torch.arange(1000).repeat(6).tolist()]
     assert live() <= 7 * before
+
+
+def test_rows_of_no_bytes_grow_too(client: DataPlaneClient, partition: str) -> None:
+    for count in (3, 0, 2):
+        client.put_samples(["a"], partition, {"empty": [torch.zeros(count, 0)]}, mode="append")
+    assert list(client.get_samples(["a"], partition, ["empty"])["empty"].unbind()[0].shape) == [5, 0]

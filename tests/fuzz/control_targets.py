@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from dataplane.control import codec, unit_messages, wire
@@ -56,6 +57,39 @@ def requests(data: bytes) -> None:
         raise refused
 
 
+HEADER = 3
+HEADER_BYTES = 8 * HEADER
+
+
+def headers(data: bytes) -> None:
+    """Good commands of the day in any place of any session: signed numbers of 64 bits."""
+    feed, ledger = Feed(data), Ledger.restored(_image())
+    calls = [item for item in day().log if isinstance(item, c.Call)]
+    refused: DataPlaneError | None = None
+    while feed:
+        method, body = codec.encode(calls[feed.number(len(calls))])
+        message = codec.METHODS[method].request.FromString(body)
+        place = np.frombuffer(feed.take(HEADER_BYTES).ljust(HEADER_BYTES, b"\xff"), "<i8").tolist()
+        message.header.session, message.header.number, message.header.watermark = place  # type: ignore[attr-defined]
+        try:
+            item = parse(method, message.SerializeToString())
+        except DataPlaneError as error:
+            refused = error
+            continue
+        _journalled(item)
+        for output in ledger.apply(item):
+            _answered(item, output)
+    _still_whole(ledger, data)
+    if refused is not None:
+        raise refused
+
+
+def header_seeds() -> list[bytes]:
+    sessions = sorted({item.session for item in day().log if isinstance(item, c.Call)})
+    places = [(sessions[-1], 900, 900), (sessions[0], 1, 1), (sessions[-1], -1, 900), (-1, 900, 1), (7, 1, -900)]
+    return [bytes([number]) + np.array(place, "<i8").tobytes() for number, place in enumerate(places * 4)]
+
+
 def _journalled(item: c.Input) -> None:
     """What a ledger is given can be written down and read again."""
     back = records.decode(records.encode(item))
@@ -68,10 +102,12 @@ def _answered(item: c.Input, output: c.Output) -> None:
     if isinstance(output, c.FenceSession | c.GrowArena):
         unit_messages.order_from_pb(unit_messages.order_to_pb(output))
         return
+    number = output.number if isinstance(output, c.Answer) else 0
     try:
         body = message_of(output, FACTS).SerializeToString()
+        wire.answer(number, body)
     except DataPlaneError as error:
-        back = wire.Reply.parse(wire.refusal(1, error)).error
+        back = wire.Reply.parse(wire.refusal(number, error)).error
         if type(back) is not type(error) or str(back) != str(error):
             raise FindingError(f"the client reads {back!r} for {error!r}") from error
         return
@@ -212,6 +248,7 @@ def error_seeds() -> list[bytes]:
 
 TARGETS = [
     Target(name="requests", run=requests, seeds=request_seeds),
+    Target(name="headers", run=headers, seeds=header_seeds, examples=300),
     Target(name="unit-reports", run=unit_reports, seeds=report_seeds, allowed=(DataPlaneError, DecodeError)),
     Target(name="unit-orders", run=unit_orders, seeds=order_seeds, allowed=(DataPlaneError, DecodeError)),
     Target(name="answers", run=answers, seeds=answer_seeds, examples=300),

@@ -80,6 +80,7 @@ def test_a_service_outlives_thousands_of_damaged_messages(service: Service) -> N
     works(service)
     before = service.sizes()
     with session(service) as opened:
+        attack_headers(service, opened.session)
         attack_door(service, opened.session)
         attack_grpc(service, opened.session)
         attack_units(opened)
@@ -161,6 +162,21 @@ def attack_door(service: Service, session: int) -> None:
         with dealer(door(service)) as other:
             other.send_multipart([method.encode(), b"", body])
             assert other.poll(WAIT_MS)
+
+
+def attack_headers(service: Service, session: int) -> None:
+    """Commands in places that cannot be are answered all the same, on both ports."""
+    with dealer(door(service)) as peer, grpc.insecure_channel(service.address) as channel:
+        stats = channel.unary_unary("/tq.v1.Control/Stats", bytes, bytes)
+        for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (-(1 << 63), -(1 << 63), -(1 << 63)), (1 << 62, 1, 1)):
+            request = control_pb2.StatsRequest()
+            request.header.session, request.header.number, request.header.watermark = place
+            body = request.SerializeToString()
+            peer.send_multipart([b"Stats", b"", body])
+            assert peer.poll(WAIT_MS), place
+            assert peer.recv_multipart()[1] in (b"InvalidRequestError", b"SessionExpiredError")
+            with pytest.raises(grpc.RpcError):
+                stats(body, timeout=WAIT_MS / 1000)
 
 
 def attack_grpc(service: Service, session: int) -> None:

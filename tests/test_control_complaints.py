@@ -1,0 +1,35 @@
+"""What strangers send fills no log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dataplane.control.complaints import Complaints, OneLine
+
+
+def test_one_line_is_let_through_and_the_next_says_how_many_were_not() -> None:
+    now = [0.0]
+    complaints = Complaints(10.0, lambda: now[0])
+    assert complaints.take("refused:\n  a thing") == "refused: a thing"
+    assert [complaints.take("again") for _ in range(3)] == [None] * 3
+    now[0] = 10.0
+    assert complaints.take("once more") == "once more (and 3 more such requests before)"
+    now[0] = 20.0
+    assert complaints.take("last") == "last"
+
+
+def test_a_traceback_of_a_library_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    library = logging.getLogger("a library")
+    quiet = OneLine(Complaints())
+    library.addFilter(quiet)
+    for _ in range(3):
+        try:
+            raise ValueError("it\nbroke")
+        except ValueError:
+            library.exception("failed on %s", "a call")
+    library.warning("no traceback")
+    library.warning("no traceback")
+    assert caplog.messages == ["failed on a call: ValueError('it\\nbroke')", "no traceback", "no traceback"]
+    assert "Traceback" not in caplog.text
