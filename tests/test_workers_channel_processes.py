@@ -72,7 +72,8 @@ def _put_forever(channel: Channel, size: int) -> None:
 
 def _keep_reserved(channel: Channel) -> None:
     with channel._links[0]._line("a test") as line:  # type: ignore[union-attr]
-        line.ask(wire.Reserve(line.number(), CAPACITY // 2, False), "a test", time.monotonic() + 10)
+        reserve = wire.Reserve(line.number(), channel._settings.ident, b"", CAPACITY // 2, False)
+        line.ask(reserve, "a test", time.monotonic() + 10)
     kept()["channel"] = channel
 
 
@@ -374,8 +375,8 @@ def test_a_broker_that_is_killed_is_waited_for(directory: DirectoryClient) -> No
         old.get()
     for each in (old, new):
         each.disconnect()
-    for peer in (first, second):
-        peer.stop()
+    first.stop()
+    second.stop()
 
 
 def test_a_broker_whose_end_the_directory_has_yet_to_notice(

@@ -175,6 +175,8 @@ class Channel:
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Put `item` at the end of its key's queue; returns when it is there. weight: what it counts in `get_batch`.
+        Where there is no memory for it, it waits, and later puts under its key behind it; smaller ones of other keys
+        and channels may pass it.
 
         `NotSerializableError`, `ItemTooLargeError`, or `ChannelClosedError`: then nothing was put, and the channel is
         as it was.
