@@ -132,6 +132,7 @@ class StorageUnit:
             forced=self._arena.forced,
             recheck=opened.recheck,
             instead_of=opened.lost,
+            anew=opened.anew,
             curve_key="" if keys is None else keys.public,
         )
 

@@ -21,6 +21,7 @@ import msgspec
 
 from dataplane.config import DataPlaneConfig
 from dataplane.descriptors import allow_more
+from dataplane.errors import DataPlaneError
 from dataplane.unit import StorageUnit
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Said:
+    """The line that the process of a unit writes on standard output: that it is ready, or why it is not."""
+
+    unit: str = ""
+    http: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the process of a unit is told."""
 
@@ -89,15 +99,15 @@ class UnitProcesses:
         self._watchers: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
-        """Returns when every unit is registered. SystemExit, with the exit code of a unit that could not start; what is
-        wrong is on standard error."""
+        """Returns when every unit is registered. OSError that says which could not start, and why."""
         names = [f"unit-{number}" for number in range(count)]
         for number, name in enumerate(names):
             self._told[name] = self._config.of_unit(number)
             self._start(name)
         for name in names:
-            if not self._await_ready(self._processes[name]):
-                raise SystemExit(self._processes[name].wait(END_S) or 1)
+            why = self._await_ready(self._processes[name])
+            if why:
+                raise OSError(f"storage unit {name} cannot start: {why}")
         for name in names:
             self._watchers.append(threading.Thread(target=self._watch, args=(name,), name=f"tq-{name}", daemon=True))
             self._watchers[-1].start()
@@ -122,9 +132,13 @@ class UnitProcesses:
                 process.stdin.flush()
 
     @staticmethod
-    def _await_ready(process: subprocess.Popen[bytes]) -> bool:
+    def _await_ready(process: subprocess.Popen[bytes]) -> str:
+        """Why the unit did not start; "": it did."""
         assert process.stdout is not None
-        return bool(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            return f"its process ended with code {process.wait(END_S)}"
+        return msgspec.json.decode(line, type=Said).error
 
     def _watch(self, name: str) -> None:
         ends: deque[float] = deque(maxlen=RESTARTS + 1)
@@ -141,7 +155,9 @@ class UnitProcesses:
                     return self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
                 log.warning("storage unit %s ended with code %d: starting it again", name, code)
                 self._start(name)
-                self._await_ready(self._processes[name])
+                why = self._await_ready(self._processes[name])
+                if why:
+                    log.warning("storage unit %s did not start again: %s", name, why)
         except Exception as error:
             log.exception("cannot watch storage unit %s", name)
             self._on_end(f"storage unit {name} cannot be started again: {error}")
@@ -171,17 +187,21 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
     gone first."""
     with unit as running:
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
-        text = f"storage unit {running.name} ready{metrics}"
-        facts = {"unit": running.name, "http": running.http_url or None}
-        print(msgspec.json.encode(facts).decode() if json else text, flush=True)  # noqa: T201
+        said = Said(unit=running.name, http=running.http_url or None)
+        print(_line(said) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
         lost = running.lost
         stop.when(lost)
         stop.wait()
         return lost.is_set() and not stop.asked
 
 
+def _line(said: Said) -> str:
+    facts = {name: fact for name, fact in asdict(said).items() if name != "error" or fact}
+    return msgspec.json.encode(facts).decode()
+
+
 def main() -> int:
-    """Exit code 1 if the controller goes first, and does not come back in time."""
+    """Exit code 1 if the unit cannot start, or the controller goes first and does not come back in time."""
     stop = Stop()
     allow_more()
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), Settings)
@@ -193,7 +213,12 @@ def main() -> int:
             stop.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop))
+    try:
+        return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop, json=True))
+    except (DataPlaneError, ValueError, OSError) as error:
+        with contextlib.suppress(BrokenPipeError):  # the service is gone
+            print(_line(Said(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
+        return 1
 
 
 if __name__ == "__main__":

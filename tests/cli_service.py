@@ -27,7 +27,7 @@ class Service:
         )
         assert self.process.stdout is not None
         self.first_line = self.process.stdout.readline()
-        self.address = self.first_line.split()[-1]
+        self.address = (self.first_line.split() or [""])[-1]
 
     @property
     def complaints(self) -> list[str]:

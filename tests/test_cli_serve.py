@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dataplane.unit_process import UnitProcesses
 from tests.cli_service import Service, child_of, services  # noqa: F401
 from tests.conftest import litter
 from tests.lives import wait_until
+from tests.ports import free_ports
 from tests.web_client import ask
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,33 @@ def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_
     assert service.end(signal.SIGTERM) == 0
     assert "storage unit unit-0 ended with code -9: starting it again" in service.errors
     assert len(discard(tmp_path / "state", ["/dev/shm"])) == 1
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_unit_that_cannot_start_is_one_line(services: list[Service], tmp_path: Path, state: bool) -> None:
+    first = free_ports(3)
+    with socket.create_server(("127.0.0.1", first + 1)):
+        where = ("--state-dir", str(tmp_path)) if state else ()
+        service = Service("--http-port", str(first), "--units", "2", *where)
+        services.append(service)
+        assert service.process.wait(60) == 1
+    assert service.process.stderr is not None
+    (line,) = service.process.stderr.read().splitlines()
+    assert line.startswith("tq: storage unit unit-0 cannot start: "), line
+    assert str(first + 1) in line
+    assert not service.first_line
+    discard(tmp_path, ["/dev/shm"])
+
+
+def test_an_arena_directory_that_is_none_is_one_line(services: list[Service], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    service = Service("--arena-dir", str(tmp_path / "file"))
+    services.append(service)
+    assert service.process.wait(60) == 1
+    assert service.process.stderr is not None
+    (line,) = service.process.stderr.read().splitlines()
+    assert line.startswith("tq: "), line
+    assert str(tmp_path / "file") in line
 
 
 def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:

@@ -209,12 +209,14 @@ class Handles(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
 
 class ColumnSizes(_message.Message):
-    __slots__ = ("name", "sizes")
+    __slots__ = ("name", "sizes", "by_schema")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     name: str
     sizes: bytes
-    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("column", "first", "last", "unit", "offset")
@@ -231,18 +233,20 @@ class Placement(_message.Message):
     def __init__(self, column: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class CommitColumn(_message.Message):
-    __slots__ = ("name", "spec", "lengths", "index", "checksums")
+    __slots__ = ("name", "spec", "lengths", "index", "checksums", "by_schema")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: FieldSpec
     lengths: bytes
     index: bytes
     checksums: bytes
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
 class FieldLocations(_message.Message):
     __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums", "serials")
@@ -427,7 +431,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +447,7 @@ class AddUnit(_message.Message):
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -458,7 +463,8 @@ class AddUnit(_message.Message):
     curve_key: str
     protocol_version: int
     shrinks: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ...) -> None: ...
+    anew: bool
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit", "ticket")

@@ -33,6 +33,34 @@ def _registered(client: DataPlaneClient, partition: str) -> None:
     client.register_partition(partition, ["input_ids"], None, ["train"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"fields": [torch.zeros(2)]}, "fields.*list"),
+        ({"fields": torch.zeros(2)}, "fields.*Tensor"),
+        ({"fields": "x"}, "fields.*str"),
+        ({"tags": ["a", "b"]}, "tags.*str"),
+        ({"tags": [{"n": 1}, None]}, "tags.*row 1.*NoneType"),
+        ({"tags": [{1: 1}, {}]}, "tags.*names"),
+        ({"tags": 5}, "tags.*int"),
+        ({"fields": [torch.zeros(2)], "mode": "append"}, "fields.*list"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(
+    client: DataPlaneClient, partition: str, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(TypeError, match=named):
+        client.put_samples(["a", "b"], partition, **arguments)
+    assert client.list_samples(partition).size == 0
+
+
+def test_a_put_of_neither_fields_nor_tags_makes_samples(client: DataPlaneClient, partition: str) -> None:
+    assert client.put_samples(["a"], partition).fields is None
+    assert client.put_samples(["a"], partition, {}, mode="update").size == 1
+    client.put_samples(["b"], partition, TensorDict({}, batch_size=[]))
+    assert client.list_samples(partition).sample_ids == ["a", "b"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_dense_and_jagged(client: DataPlaneClient, partition: str, dtype: torch.dtype) -> None:
     dense = random_tensor((4, 3), dtype)
