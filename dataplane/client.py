@@ -213,8 +213,9 @@ class DataPlaneClient:
     ) -> BatchedDataDict[Any]:
         """`get_data` then `materialize`, in one copy: rows go from the arena straight into the padded tensors.
 
-        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or `pad_to_seqlen` if that is more
-        (ValueError if it is less), filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
+        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or, for per-token ones (see
+        `materialize`; `meta.sequence_lengths` are the tokens), `pad_to_seqlen` if that is more (ValueError if less),
+        filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
         device: where the tensors end.
         """
         batch = self._run(

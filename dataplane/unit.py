@@ -85,11 +85,7 @@ class StorageUnit:
     def _start(self) -> None:
         self._stopped = False
         config = self._config
-        self._folder = own_directory(config.arena_dir)
-        for directory in lock_directories(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # who left last has removed it
-                sweep(directory)
-                sweep_kept(directory)
+        self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         self._link.open(
             self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
@@ -254,6 +250,23 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def sweep_leftovers(config: DataPlaneConfig) -> None:
+    """Remove what units that were killed have left. OSError where the directories cannot be had."""
+    _sweep(config)
+    for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
+        leave(shared)
+
+
+def _sweep(config: DataPlaneConfig) -> Path:
+    """This user's directory for arenas, without those that nobody will ask for."""
+    folder = own_directory(config.arena_dir)
+    for directory in lock_directories(folder):
+        with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+            sweep(directory)
+            sweep_kept(directory)
+    return folder
 
 
 def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import subprocess
 import sys
 import threading
@@ -22,45 +21,23 @@ import msgspec
 from dataplane.config import DataPlaneConfig
 from dataplane.descriptors import allow_more
 from dataplane.errors import DataPlaneError
-from dataplane.unit import StorageUnit
+from dataplane.memory import memory_rooms
+from dataplane.stopping import Stop
+from dataplane.unit import StorageUnit, sweep_leftovers
 
 log = logging.getLogger(__name__)
 
-END_S = 60.0
-"""A unit that is told to end, or that does not begin, takes up to so long."""
+END_S = 12.0
+"""A unit that is told to end takes up to so long; then it is killed. With what its controller takes, a service ends
+within half a minute."""
+KILL_S = 2.0
+UNIT_BYTES = 32 << 20
+"""What the process of a unit takes at least, besides its arena."""
+UNIT_FILES = 4
+"""Open files that a unit costs the process of its controller."""
 RESTARTS = 5
 WITHIN_S = 60.0
 """A unit that ends more often than this within this time is not started again."""
-
-
-class Stop:
-    """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
-
-    def _asked(self, *_: object) -> None:
-        self.asked = True
-        self._event.set()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def when(self, event: threading.Event) -> None:
-        """Set this as soon as `event` is."""
-
-        def wait() -> None:
-            event.wait()
-            self.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def wait(self) -> None:
-        """Blocks until a signal asks to stop: that is what a server does."""
-        self._event.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +73,23 @@ class UnitProcesses:
         self._stopping = False
         self._told: dict[str, DataPlaneConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ready: set[str] = set()
+        self._ending = threading.Lock()
+        self._over = False
         self._watchers: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
-        """Returns when every unit is registered. OSError that says which could not start, and why."""
+        """Returns when every unit is registered, or once `stop` is called, from another thread. OSError that says which
+        could not start, and why."""
         names = [f"unit-{number}" for number in range(count)]
         for number, name in enumerate(names):
             self._told[name] = self._config.of_unit(number)
-            self._start(name)
+            if not self._start(name):
+                return
         for name in names:
-            why = self._await_ready(self._processes[name])
+            why = self._await_ready(name)
+            if self._stopping:
+                return
             if why:
                 raise OSError(f"storage unit {name} cannot start: {why}")
         for name in names:
@@ -116,11 +100,12 @@ class UnitProcesses:
         """The process of a unit, at present."""
         return self._processes[name].pid
 
-    def _start(self, name: str) -> None:
-        """Nothing once they are to end."""
+    def _start(self, name: str) -> bool:
+        """False, and nothing, once they are to end."""
         with self._guard:
             if self._stopping:
-                return
+                return False
+            self._ready.discard(name)
             command = [sys.executable, "-m", "dataplane.unit_process"]
             # A group of its own: a terminal's SIGINT is for the service, which then ends its units.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
@@ -131,14 +116,19 @@ class UnitProcesses:
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
                 process.stdin.flush()
 
-    @staticmethod
-    def _await_ready(process: subprocess.Popen[bytes]) -> str:
+            return True
+
+    def _await_ready(self, name: str) -> str:
         """Why the unit did not start; "": it did."""
+        process = self._processes[name]
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             return f"its process ended with code {process.wait(END_S)}"
-        return msgspec.json.decode(line, type=Said).error
+        why = msgspec.json.decode(line, type=Said).error
+        if not why:
+            self._ready.add(name)
+        return why
 
     def _watch(self, name: str) -> None:
         ends: deque[float] = deque(maxlen=RESTARTS + 1)
@@ -154,8 +144,9 @@ class UnitProcesses:
                 if len(ends) > RESTARTS and ends[-1] - ends[0] < WITHIN_S:
                     return self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
                 log.warning("storage unit %s ended with code %d: starting it again", name, code)
-                self._start(name)
-                why = self._await_ready(self._processes[name])
+                if not self._start(name):
+                    return None
+                why = self._await_ready(name)
                 if why:
                     log.warning("storage unit %s did not start again: %s", name, why)
         except Exception as error:
@@ -169,17 +160,60 @@ class UnitProcesses:
                 stream.close()
 
     def stop(self) -> None:
-        """End them. Takes seconds at most. Idempotent."""
+        """End them. Those that are not ready yet are killed, and those that take longer than `END_S`. Idempotent."""
         with self._guard:
             self._stopping = True
-        for process in self._processes.values():
-            if process.stdin is not None:
+        with self._ending:
+            if self._over:
+                return
+            self._over = True
+            killed = self._end()
+            for watcher in self._watchers:
+                watcher.join(KILL_S)
+            if killed:
+                with contextlib.suppress(OSError):
+                    sweep_leftovers(self._config)
+
+    def _end(self) -> bool:
+        """Whether one of them had to be killed."""
+        processes = self._processes
+        for name, process in processes.items():
+            assert process.stdin is not None
+            if name in self._ready:
                 process.stdin.close()
-        for watcher in self._watchers:
-            watcher.join(END_S)
-        for process in self._processes.values():
-            process.wait(END_S)
+            else:
+                process.kill()
+        end, late = time.monotonic() + END_S, []
+        for name, process in processes.items():
+            if not _ended(process, max(0.0, end - time.monotonic())):
+                log.warning("storage unit %s did not end within %.0f s, and is killed", name, END_S)
+                process.kill()
+                late.append(process)
+        for process in late:
+            _ended(process, KILL_S)
+        for process in processes.values():
             self._close(process)
+        return bool(late) or any(name not in self._ready for name in processes)
+
+
+def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+        return True
+    return False
+
+
+def require_room(count: int) -> None:
+    """ValueError where this machine, or this process, has not enough for so many units."""
+    files = allow_more()
+    fit = {f"it may have {files:,} open files, of which a unit takes {UNIT_FILES}": files // UNIT_FILES}
+    for room in memory_rooms():
+        fit[f"{room.limit} leaves {room.free_bytes:,} bytes, of which a unit takes {UNIT_BYTES:,}"] = (
+            room.free_bytes // UNIT_BYTES
+        )
+    why, most = min(fit.items(), key=lambda each: each[1])
+    if count > most:
+        raise ValueError(f"{count:,} storage units: there is room for {most:,} here, since {why}. Start fewer.")
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:

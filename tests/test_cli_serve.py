@@ -8,6 +8,8 @@ import queue
 import select
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,63 @@ def test_serve_status_and_a_clean_end(
     assert end(service) == 0
     assert service.complaints == []
     assert not litter(service.files)
+
+
+def test_a_unit_that_stands_still_does_not_keep_its_service_from_ending(services: list[Service]) -> None:
+    service = Service("--units", "1")
+    services.append(service)
+    unit = psutil.Process(child_of(service))
+    unit.suspend()
+    assert service.end(signal.SIGTERM) == 0
+    assert service.complaints == ["storage unit unit-0 did not end within 12 s, and is killed"]
+    assert not unit.is_running()
+    assert not litter(service.files)
+
+
+def test_a_service_whose_units_are_starting_ends_when_it_is_told(services: list[Service]) -> None:
+    service = Service("--units", "2", await_ready=False)
+    services.append(service)
+    serving = psutil.Process(service.process.pid)
+
+    def started() -> list[psutil.Process]:
+        return [each for each in serving.children() if "dataplane.unit_process" in each.cmdline()]
+
+    wait_until(lambda: len(started()) == 2)
+    units = started()
+    for unit in units:
+        unit.suspend()
+    assert service.end(signal.SIGTERM) == 0
+    assert not any(unit.is_running() for unit in units)
+    assert not litter(service.files)
+
+
+def test_more_units_than_there_is_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--units", "99999999"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("tq: 99,999,999 storage units: there is room for "), text
+    assert text.count("\n") == 1
+
+
+_INTERRUPTED = """
+import os, signal, sys
+import dataplane.cli
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(dataplane.cli.main(["serve", "--units", "0"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("importing", "code"), [("dataplane.cli.app", -signal.SIGINT), ("dataplane.control.controller", 0)]
+)
+def test_an_interrupt_while_it_is_imported_is_no_traceback(importing: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED, importing], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_path: Path) -> None:

@@ -92,9 +92,12 @@ class DirectoryClient:
         asked = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
         return self._one(asked, f"registering worker {address}")
 
-    def register_channel(self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True) -> Entry:
-        """Take a channel's name. owned: it is lost when this process dies. `NameInUseError` while another has it."""
-        asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned)
+    def register_channel(
+        self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True, returns: bool = False
+    ) -> Entry:
+        """Take a channel's name. owned: it is lost when this process dies; returns: another process registers it again
+        then, and who looks it up meanwhile waits. `NameInUseError` while another has it."""
+        asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
         return self._one(asked, f"registering channel {name!r}")
 
     # --- what is found --------------------------------------------------------------------------------------------
@@ -133,6 +136,11 @@ class DirectoryClient:
 
         return unsubscribe
 
+    def lost(self) -> Future[tuple[Entry, ...]]:
+        """A future that fails with `DirectoryLostError` once every call does: the directory is gone, it has given this
+        process up, or `close` was called."""
+        return self._enter(next(self._numbers), None)
+
     # --- ends -----------------------------------------------------------------------------------------------------
 
     def end(self, kind: Kind, name: str, incarnation: int | None = None, why: str = "it ended") -> Entry | None:
@@ -163,24 +171,42 @@ class DirectoryClient:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _ask_register(
-        self, kind: Kind, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool
+        self,
+        kind: Kind,
+        name: str,
+        endpoints: tuple[str, ...],
+        facts: Facts,
+        *,
+        owned: bool,
+        returns: bool = False,
     ) -> Future[tuple[Entry, ...]]:
-        number = next(self._numbers)
-        return self._ask(
-            wire.Register(number=number, kind=kind, name=name, endpoints=endpoints, facts=facts, owned=owned)
+        request = wire.Register(
+            number=next(self._numbers),
+            kind=kind,
+            name=name,
+            endpoints=endpoints,
+            facts=facts,
+            owned=owned,
+            returns=returns,
         )
+        return self._ask(request)
 
     def _ask(self, request: Any) -> Future[tuple[Entry, ...]]:
         if self._pid != os.getpid():
             raise RuntimeError("a forked process needs a DirectoryClient of its own")
+        future = self._enter(request.number, request)
+        self._waker.wake()
+        return future
+
+    def _enter(self, number: int, request: wire.Request | None) -> Future[tuple[Entry, ...]]:
         future: Future[tuple[Entry, ...]] = Future()
         with self._guard:
             if self._lost is not None:
                 future.set_exception(self._lost)
                 return future
-            self._calls[request.number] = future
-            self._outbox.append(request)
-        self._waker.wake()
+            self._calls[number] = future
+            if request is not None:
+                self._outbox.append(request)
         return future
 
     def _one(self, future: Future[tuple[Entry, ...]], what: str, wait_s: float = 0.0) -> Entry:

@@ -67,7 +67,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """owned: the entry is lost when the process that registers it dies."""
+    """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
+    name again, over this one if need be, and whoever looks it up meanwhile waits."""
 
     number: int
     kind: Kind
@@ -75,6 +76,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     endpoints: tuple[str, ...]
     facts: Facts
     owned: bool
+    returns: bool = False
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
