@@ -33,8 +33,8 @@ class FixedList(list[_Value]):
             hint="Take a new meta with subset, slice, drop or stamp_tags, or a copy with list().",
         )
 
-    append = extend = insert = remove = pop = clear = sort = reverse = _refuse  # type: ignore[assignment]
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FixedList, (list(self),)

@@ -153,7 +153,7 @@ class LedgerDriver(SpaceChecks):
         if isinstance(error, SampleNotFoundError | StaleSampleError) and late is None:
             self.budgets.check_told(command, error)
         if isinstance(command, Ack | Nack | Extend) and isinstance(error, StaleSampleError):
-            self.settle(command, error.positions)
+            self.conclude(command, error.positions)
         if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
             self.model.reserved.pop((name[0], command.reservation or 0), None)
         if isinstance(command, Move):
@@ -228,7 +228,7 @@ class LedgerDriver(SpaceChecks):
                 assert name not in self.withdrawn
                 model.found_cells(name, command, result)
             case ((Ack() | Nack() | Extend()), ClaimsSettled()):
-                dead = set(range(len(command.samples))) - self.settle(command, ())
+                dead = set(range(len(command.samples))) - self.conclude(command, ())
                 assert result.cleared.tolist() == sorted(dead)
             case Move(), Moved():
                 model.moved(name, command, result)
@@ -242,7 +242,7 @@ class LedgerDriver(SpaceChecks):
             case _:
                 self.plain_effect(name, command)
 
-    def settle(self, command: Ack | Nack | Extend, refused: Sequence[int]) -> set[int]:
+    def conclude(self, command: Ack | Nack | Extend, refused: Sequence[int]) -> set[int]:
         """Done to all samples of the command that live, but to those at the places that were refused; the places of
         all that live."""
         settled = self.model.settled(self.model.partitions[command.partition], command)

@@ -428,10 +428,10 @@ class Model(ClaimModel):
 def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | None) -> bool:
     """Whether a command of that claim has its way with a sample that is held so."""
     if not isinstance(command, Nack):
-        return held is not None and held.open and held.claim == claim
+        return held is not None and held.open and held.claim == claim != 0
     if held is None:
         return True
-    return held.until is None if claim is None else held.claim == claim and not held.acked
+    return held.until is None if claim is None else held.claim == claim != 0 and not held.acked
 
 
 def handles(samples: Samples) -> list[tuple[int, int]]:
