@@ -119,16 +119,16 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         ids = _names("sample_ids", self.sample_ids)
-        fields = None if self.fields is None else _names("fields", self.fields)
-        tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
-        if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
-            raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
         kept = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
         if kept and self._named is not None and ids != self._named:
             raise InvalidRequestError(
                 "sample_ids were replaced beside row handles, sequence_lengths or tags that belong to other samples; "
                 "take subset, slice or drop of the meta, or make a KVBatchMeta of the new ids"
             )
+        fields = None if self.fields is None else _names("fields", self.fields)
+        tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
+        if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
+            raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
         values = {
             "sample_ids": ids,
             "fields": fields,
