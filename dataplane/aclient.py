@@ -188,17 +188,17 @@ class AsyncDataPlaneClient:
         )
         return await self._run(claiming.claim, command, dp_rank)
 
-    async def ack(self, meta: KVBatchMeta) -> None:
+    async def ack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.ack`."""
-        await self._run(claiming.about_claimed, c.Ack, meta)
+        return await self._run(claiming.about_claimed, c.Ack, meta)
 
-    async def nack(self, meta: KVBatchMeta) -> None:
+    async def nack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.nack`."""
-        await self._run(claiming.about_claimed, c.Nack, meta)
+        return await self._run(claiming.about_claimed, c.Nack, meta)
 
-    async def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
+    async def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """See `DataPlaneClient.extend`."""
-        await self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
+        return await self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
 
     async def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient.check_consumption_status`."""

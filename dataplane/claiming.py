@@ -9,14 +9,16 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dataplane.desk import Desk
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.operations import name_tuple, naming
 from dataplane.samples import meta_of, samples_of, scalar
 from dataplane.schema import DROPPED_SAMPLES
-from dataplane.steps import Operation, Send
+from dataplane.steps import Operation, Post, Send
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 PREDICATE_OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
@@ -27,12 +29,23 @@ def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatc
     if command.batch_size < 1:
         raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
     claimed = yield Send(command)
-    meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
+    try:
+        meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
+    except BaseException:
+        yield Post(_undo(command, claimed.result))
+        raise
     if dp_rank is not None:
         meta.extra_info["dp_rank"] = dp_rank
     if claimed.result.dropped:
         meta.extra_info[DROPPED_SAMPLES] = list(claimed.result.dropped)
     return meta
+
+
+def _undo(command: c.Claim, claimed: c.Claimed) -> c.Nack:
+    """What was claimed goes back, and nothing else."""
+    samples = c.Samples(rows=claimed.rows, births=claimed.births)
+    claims = np.full(len(claimed.rows), claimed.claim, np.int64)
+    return c.Nack(partition=command.partition, task=command.task, samples=samples, claims=claims)
 
 
 def claim_command(
@@ -83,16 +96,26 @@ def _predicate(number: int, part: tuple[str, str, Any]) -> c.Predicate:
     return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
 
 
-def about_claimed(desk: Desk, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any) -> Operation[None]:
-    """Acknowledge, give back or extend what `meta` claimed."""
-    if not meta.task_name:
-        raise InvalidRequestError("this meta was not claimed by a task; pass one that claim_meta returned")
-    command = make(partition=meta.partition_id, task=meta.task_name, samples=samples_of(meta), **more)
-    yield from naming(list(meta.sample_ids), command)
+def about_claimed(
+    desk: Desk, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any
+) -> Operation[list[str]]:
+    """Acknowledge, give back or extend what `meta` claimed; the ids of those samples that were cleared meanwhile."""
+    if not isinstance(meta, KVBatchMeta):
+        raise UnsupportedValueError(
+            field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."
+        )
+    if not meta.size:
+        return []
+    if meta.task_name is None or meta.claims is None:
+        raise InvalidRequestError("this meta was not claimed by a task; pass what claim_meta returned, or a part of it")
+    samples = samples_of(meta)
+    command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
+    settled = yield from naming(meta.sample_ids, command)
+    return [meta.sample_ids[place] for place in settled.result.cleared.tolist()]
 
 
 def consumed(desk: Desk, partition: str, task_names: Sequence[str]) -> Operation[bool]:
-    """Whether the partition is complete and the tasks have claimed all of it."""
+    """Whether the partition is complete and the tasks have consumed all of it."""
     checked = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
     return bool(checked.result.consumed)
 

@@ -256,13 +256,13 @@ class DataPlaneClient:
         task has not claimed, oldest first; each sample goes to one claim of a task only.
 
         Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
-        are left, waits for all of those and returns them; with none left returns an empty meta at once. At
+        are left, waits for all of those and for open leases, and returns what there is, possibly nothing. At
         `timeout_s` raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
         is ready, possibly none.
 
         where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
         groups only, samples with equal tag `group_by`. order: "oldest" or "freshest". lease_s: samples not acknowledged
-        with `ack` in time may be claimed again. Unknown partition or task: KeyError at once.
+        with `ack` (or cleared) in time may be claimed again. Unknown partition or task: KeyError at once.
 
         dp_rank with dp_world and step: the rank's share of one selection of `batch_size` samples, fixed by the first
         rank that asks for the step; the others get theirs whenever they ask, in any order. `batch_size` is that of the
@@ -317,21 +317,24 @@ class DataPlaneClient:
         )
         return self._run(claiming.claim, command, dp_rank)
 
-    def ack(self, meta: KVBatchMeta) -> None:
-        """The leased samples of `meta` are done with. StaleSampleError if a lease is no longer this session's."""
-        self._run(claiming.about_claimed, c.Ack, meta)
+    def ack(self, meta: KVBatchMeta) -> list[str]:
+        """The leased samples of `meta` are done with. Gives the ids of those that were cleared meanwhile.
+        StaleSampleError, once the others are acknowledged, names those that the claim of `meta` has no lease on any
+        more. ValueError for a meta that no claim returned."""
+        return self._run(claiming.about_claimed, c.Ack, meta)
 
-    def nack(self, meta: KVBatchMeta) -> None:
-        """Give claimed samples back; the task may claim them again."""
-        self._run(claiming.about_claimed, c.Nack, meta)
+    def nack(self, meta: KVBatchMeta) -> list[str]:
+        """Give claimed samples back; the task may claim them again. Gives the ids of those cleared meanwhile.
+        StaleSampleError, once the others are back, names those that were acknowledged, or are another claim's now."""
+        return self._run(claiming.about_claimed, c.Nack, meta)
 
-    def extend(self, meta: KVBatchMeta, lease_s: float) -> None:
-        """Let the leases of `meta` end `lease_s` seconds from now."""
-        self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
+    def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
+        """Let the leases of `meta` end `lease_s` seconds from now. Cleared and stale samples: see `ack`."""
+        return self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether the partition is complete and each task has claimed every live sample. KeyError for an unknown
-        task."""
+        """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the
+        claim had a `lease_s`, acknowledged it. KeyError for an unknown task."""
         return self._run(claiming.consumed, partition_id, task_names)
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:

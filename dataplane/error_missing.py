@@ -107,12 +107,21 @@ class FieldNotProducedError(_SamplesError):
 
 
 class StaleSampleError(_SamplesError):
-    """`evicted`, `lost` and `causes` as in `SampleNotFoundError`."""
+    """`evicted`, `lost` and `causes` as in `SampleNotFoundError`. With `task`, the samples live, but the claim by that
+    task does not hold them any more."""
 
-    def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:
-        super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
+    def __init__(
+        self, *, task: str = "", evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any
+    ) -> None:
+        super().__init__(task=task, evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        if more["task"]:
+            return (
+                f"sample {names} of partition {partition!r} is not held by the claim of this meta: its lease ended (or "
+                f"it was acknowledged), and another claim of task {more['task']!r} may have it by now. It was left as "
+                "it is; all other samples of the call were dealt with. Claim with a longer lease_s, or extend in time."
+            )
         gone = _gone(**more)
         return (
             f"sample {names} of partition {partition!r} was cleared after this meta was made{gone} (the id may have "

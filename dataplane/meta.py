@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,28 @@ from dataplane.types import FieldSpec, Scalar
 
 Int64s = npt.NDArray[np.int64]
 _Value = TypeVar("_Value")
+_BY_SAMPLE = ("sample_ids", "sequence_lengths", "tags")
 Indices = Sequence[int] | range | npt.NDArray[Any]
+
+
+class FixedList(list[_Value]):
+    """A list that stays as it is: what a meta says by sample belongs to its row handles, place for place."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedValueError(
+            field="a list of a KVBatchMeta",
+            row=None,
+            got="a change in place",
+            hint="Take a new meta with subset, slice, drop or stamp_tags, or a copy with list().",
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FixedList, (list(self),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +94,10 @@ class KVBatchMeta:
 
     Every method returns a new meta and leaves this one alone; whatever is per sample stays aligned. Metas minted by the
     service carry row handles, unseen, through all of them and through pickle: a read or an update through such a meta
-    is refused if a sample was cleared since, even when its id lives again. `extra_info` is copied (not deeply) into the
+    is refused if a sample was cleared since, even when its id lives again. Those of a claim carry the id of their claim
+    beside them, by which the service knows whose lease `ack`, `nack` and `extend` mean. So that handles, lengths and
+    tags never come to belong to other ids, the lists cannot be changed in place (a TypeError), and other ids beside
+    them (`dataclasses.replace`) are a ValueError. `extra_info` is copied (not deeply) into the
     new meta, without the packing keys (`schema.PACKING_KEYS`) when the rows changed.
 
     Raises InvalidRequestError (a ValueError) for what does not align, UnsupportedValueError (a TypeError) for wrong
@@ -89,10 +113,18 @@ class KVBatchMeta:
     tags: list[dict[str, Scalar]] | None = None
     _rows: Int64s | None = None
     _births: Int64s | None = None
+    _claims: Int64s | None = None
     _places: dict[str, CellPlaces] | None = None
+    _named: list[str] | None = None
 
     def __post_init__(self) -> None:
         ids = _names("sample_ids", self.sample_ids)
+        kept = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
+        if kept and self._named is not None and ids != self._named:
+            raise InvalidRequestError(
+                "sample_ids were replaced beside row handles, sequence_lengths or tags that belong to other samples; "
+                "take subset, slice or drop of the meta, or make a KVBatchMeta of the new ids"
+            )
         fields = None if self.fields is None else _names("fields", self.fields)
         tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
         if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
@@ -105,11 +137,11 @@ class KVBatchMeta:
             "tags": None if tags is None else [dict(tag) for tag in tags],
             "_rows": _handles(self._rows, len(ids)),
             "_births": _handles(self._births, len(ids)),
+            "_claims": _handles(self._claims, len(ids)),
         }
         if (self._rows is None) != (self._births is None):
             raise InvalidRequestError("row handles are rows and births together")
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        _set(self, values)
 
     # --- what it says ---
 
@@ -127,6 +159,11 @@ class KVBatchMeta:
         return None if self._rows is None or self._births is None else (self._rows, self._births)
 
     @property
+    def claims(self) -> Int64s | None:
+        """`[N]` ids of the claims that the samples are of, of a meta that a claim returned."""
+        return self._claims
+
+    @property
     def places(self) -> Mapping[str, CellPlaces]:
         """Where the cells of some fields were, of a meta that carries that (see `DataPlaneClient.locate`)."""
         return self._places or {}
@@ -137,7 +174,7 @@ class KVBatchMeta:
         return all(
             _same(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(KVBatchMeta)
-            if field.name != "_places"
+            if field.name not in ("_places", "_named")
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -179,9 +216,9 @@ class KVBatchMeta:
     def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
         """The samples of all, in order. They must be of one partition and of no two tasks.
 
-        `fields` are those of every meta. What some meta that has samples does not know (lengths, handles; fields when
-        None) is unknown in the result; missing tags are empty. `extra_info` has the entries on which all metas that
-        have them agree, the global pad target only if every meta has the same one.
+        `fields` are those of every meta. What some meta that has samples does not know (lengths, handles, claims;
+        fields when None) is unknown in the result; missing tags are empty. `extra_info` has the entries on which all
+        metas that have them agree, the global pad target only if every meta has the same one.
         """
         if isinstance(metas, KVBatchMeta):
             raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
@@ -202,6 +239,7 @@ class KVBatchMeta:
             tags=_joined_tags(parts),
             _rows=_joined_arrays([meta._rows for meta in parts]),
             _births=_joined_arrays([meta._births for meta in parts]),
+            _claims=_joined_arrays([meta._claims for meta in parts]),
             _places=_joined_places([meta.places for meta in parts]),
         )
 
@@ -214,6 +252,10 @@ class KVBatchMeta:
     def with_handles(self, rows: Int64s, births: Int64s) -> KVBatchMeta:
         """Carrying these row handles, `[N]` each. For the client, which gets them from the service."""
         return self._changed(_rows=_handles(rows, self.size), _births=_handles(births, self.size), _places=None)
+
+    def with_claims(self, claims: Int64s) -> KVBatchMeta:
+        """Carrying these ids of claims, `[N]`. For the client, which gets them from the service."""
+        return self._changed(_claims=_handles(claims, self.size))
 
     def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
         """Carrying where these fields' cells are. For the client, which gets that from the service."""
@@ -244,6 +286,7 @@ class KVBatchMeta:
             tags=None if tags is None else _picked(tags, places),
             _rows=None if self._rows is None else self._rows[where],
             _births=None if self._births is None else self._births[where],
+            _claims=None if self._claims is None else self._claims[where],
             _places={name: cells.take(where) for name, cells in self.places.items()} or None,
         )
 
@@ -251,9 +294,15 @@ class KVBatchMeta:
 def _made(**values: Any) -> KVBatchMeta:
     """A meta of values that are valid already."""
     meta = object.__new__(KVBatchMeta)
-    for name, value in values.items():
-        object.__setattr__(meta, name, value)
+    _set(meta, values)
     return meta
+
+
+def _set(meta: KVBatchMeta, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        fixed = name in _BY_SAMPLE and type(value) is list
+        object.__setattr__(meta, name, FixedList(value) if fixed else value)
+    object.__setattr__(meta, "_named", meta.sample_ids)
 
 
 def _picked(values: list[_Value], places: Sequence[int]) -> list[_Value]:

@@ -4,7 +4,7 @@ Carried: None, bool, int (of any size), float, str, bytes, list, tuple, dict wit
 dtype without objects, numpy number scalars, torch tensors of every dtype of `types.DTYPE_BYTES` (they come back on the
 CPU, without grad), nested in one another up to `MAX_DEPTH`. Anything else, subclasses of these types included (named
 tuples, enums, ordered dicts, masked arrays), is refused before a byte is written: it would come back as something
-else.
+else. (A list of a `KVBatchMeta` comes back as a plain one.)
 
 A row is one msgpack value. Extension types: 1 tuple (msgpack array), 2 integer beyond 64 bits (two's complement,
 little-endian), 3 numpy array, 4 numpy scalar, 5 torch tensor. The last three hold a msgpack array `[dtype, shape, raw
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane.errors import InternalError, UnsupportedValueError
 from dataplane.jagged import DTYPE_NAMES, TORCH_DTYPES, byte_view
+from dataplane.meta import FixedList
 
 MAX_DEPTH = 64
 MAX_ROW_BYTES = 1 << 30
@@ -103,7 +104,7 @@ def _checked(value: Any, depth: int) -> Any:
         return value if -(1 << 63) <= value < 1 << 64 else _big_int(value)
     if depth == 0:
         raise _RefusedValue(f"a value nested deeper than {MAX_DEPTH} levels (or one that contains itself)")
-    if kind is list:
+    if kind is list or kind is FixedList:
         return [_checked(item, depth - 1) for item in value]
     if kind is dict:
         return {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}

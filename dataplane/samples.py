@@ -117,7 +117,7 @@ def meta_of(
     lengths."""
     tags = tags_of(listed.tags, len(listed.ids))
     lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
-    known = [int(length) for length in lengths if isinstance(length, int | float)]
+    known = [int(length) for length in lengths if length is not None]
     meta = KVBatchMeta(
         partition_id=partition,
         task_name=task,
@@ -126,4 +126,7 @@ def meta_of(
         sequence_lengths=known if len(known) == len(lengths) and known else None,
         tags=tags,
     )
-    return meta.with_handles(listed.rows, listed.births)
+    meta = meta.with_handles(listed.rows, listed.births)
+    if not isinstance(listed, c.Claimed) or not listed.claim:
+        return meta
+    return meta.with_claims(np.full(meta.size, listed.claim, np.int64))

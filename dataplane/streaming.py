@@ -56,7 +56,11 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
 
     Each one moves the task's cursor, as `claim_meta` does: loaders of one task never get the same sample twice, however
     many ranks iterate. The stream ends when the partition is complete (sealed, or all its samples were born) and
-    nothing is left to claim; its last micro-batch may be smaller. Iterating again goes on where it stopped.
+    nothing is left to claim, nor on lease to another consumer; its last micro-batch may be smaller.
+
+    Iterating again goes on where it stopped, after an end too: an epoch is what lies between two ends. For the next one
+    register the partition again (a new count begins), put its samples, and iterate again; `first_step` counts on.
+    Until then, iterating again ends at once.
 
     client: kept open, and used from a thread. fields: the columns to read. required_fields: those that must have been
     produced (default: `fields`). timeout_s: how long to wait for a micro-batch before a TimeoutError that says what is
@@ -67,8 +71,8 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     layout, pad_value_dict: see `materialize`; padded columns are as wide as the micro-batch's longest sample, rounded
     up to `pad_to_multiple`. device: where the tensors end. min_batch_size, where, order, group_by, group_size, max_lag,
     version_tag, partial_after_s, partial: see `claim_meta`. lease_s: micro-batches are leased from the moment they are
-    handed out, acknowledged when the next is asked for, and otherwise come back to the pool; `StaleSampleError` where
-    that took too long.
+    handed out, acknowledged when the next is asked for (or by clearing the samples), and otherwise come back to the
+    pool; `StaleSampleError` where that took too long.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
     tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank
@@ -283,11 +287,11 @@ class _Claims:
             log.debug("all samples of this rank's share of step %d were cleared", self._step - 1)
 
     def give_back(self, meta: KVBatchMeta) -> None:
-        """Let others claim these samples. Where the service does not let them, the log says so."""
+        """Let others claim these samples, but those that others have by now. Where that fails, the log says so."""
         try:
             self.client.nack(meta)
         except DataPlaneError as error:
-            log.warning("%d samples that a stream of task %r claimed did not go back: %s", meta.size, self.task, error)
+            log.warning("of %d samples of a stream of task %r not all went back: %s", meta.size, self.task, error)
 
 
 class _Taking:
@@ -301,12 +305,15 @@ class _Taking:
         self._timeout_s = timeout_s
         self._out: KVBatchMeta | None = None
         self._queue = _Queue(ahead)
-        self._thread = None
-        if ahead:
-            name = f"stream of {claims.partition}/{claims.task}"
-            self._thread = threading.Thread(target=_fetch_ahead, args=(claims, self._queue), name=name, daemon=True)
-            self._thread.start()
+        self._thread = self._fetcher() if ahead else None
         weakref.finalize(self, self._queue.drop)
+
+    def _fetcher(self) -> threading.Thread:
+        """A new thread that fetches ahead, until the end or an error."""
+        name = f"stream of {self._claims.partition}/{self._claims.task}"
+        thread = threading.Thread(target=_fetch_ahead, args=(self._claims, self._queue), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def __call__(self) -> MicroBatch | None:
         """The next micro-batch, None at the end. Raises TimeoutError after the timeout, what a claim or read raised."""
@@ -323,6 +330,8 @@ class _Taking:
         if self._thread is None:
             self._queue.refuse_if_closed()
             return self._claims.next(timeout_s)
+        if self._queue.resumed():
+            self._thread = self._fetcher()
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _still_ours(self, meta: KVBatchMeta) -> bool:
@@ -330,9 +339,12 @@ class _Taking:
         if self._claims.lease_s is None:
             return True
         try:
-            self._claims.client.extend(meta, self._claims.lease_s)
-        except StaleSampleError:
-            log.warning("leases of %d samples ended before they were asked for; fetch fewer ahead", meta.size)
+            cleared = self._claims.client.extend(meta, self._claims.lease_s)
+        except StaleSampleError as error:
+            log.warning("leases ended before their samples were asked for; fetch fewer ahead (%s)", error)
+            self._claims.give_back(meta)
+            return False
+        if len(cleared) == meta.size:
             return False
         self._out = meta
         hit("stream.handed_out")
@@ -354,7 +366,7 @@ class _Queue:
         self._ready: deque[MicroBatch] = deque()
         self._late: ClaimTimeoutError | None = None
         self._failure: Exception | None = None
-        self._ended = self._closed = False
+        self._ended = self._told = self._closed = False
 
     def wait_for_room(self) -> bool:
         """Blocks until there is room; False once it was closed."""
@@ -363,7 +375,7 @@ class _Queue:
             return not self._closed
 
     def put(self, taken: MicroBatch | None) -> None:
-        """None: that was all. What comes once it was closed is `left`."""
+        """None: that was all for now. What comes once it was closed is `left`."""
         with self._changed:
             if taken is None:
                 self._ended = True
@@ -378,7 +390,7 @@ class _Queue:
             self._late = error
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come."""
+        """Nothing more will come for now."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -394,11 +406,20 @@ class _Queue:
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-            if self._failure is not None:
-                raise self._failure
             if not over:
                 raise self._timeout(waited_s)
+            self._told = True
+            if self._failure is not None:
+                raise self._failure
             return None
+
+    def resumed(self) -> bool:
+        """Whether the end, or the error, was taken, and so a new thread is needed; it is forgotten."""
+        with self._changed:
+            told, self._told = self._told and not self._closed, False
+            if told:
+                self._ended, self._failure = False, None
+            return told
 
     def _timeout(self, waited_s: float) -> Exception:
         late = self._late

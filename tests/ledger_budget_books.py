@@ -9,7 +9,18 @@ import numpy as np
 
 from dataplane.errors import SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Ledger
-from dataplane.ledger.commands import Allocate, Allocated, Answer, Command, Committed, Samples, WhenFull
+from dataplane.ledger.commands import (
+    Ack,
+    Allocate,
+    Allocated,
+    Answer,
+    Command,
+    Committed,
+    Extend,
+    Nack,
+    Samples,
+    WhenFull,
+)
 from dataplane.ledger.extents import FREE
 from tests.ledger_claim_model import Held, Partition, Sample
 from tests.ledger_model import Model, granules_of, handles
@@ -107,6 +118,8 @@ class BudgetBooks:
     def check_told(self, command: Command, error: SampleNotFoundError | StaleSampleError) -> None:
         """An error for samples that are not there counts those that were evicted. (That a lease is over is another.)"""
         name, samples = getattr(command, "partition", ""), getattr(command, "samples", None)
+        if isinstance(command, Ack | Nack | Extend):
+            return
         if not isinstance(samples, Samples) or name not in self.model.partitions:
             return
         partition = self.model.partitions[name]

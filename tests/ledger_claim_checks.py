@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from dataplane.ledger import Ledger, Limits, shares
 from dataplane.ledger.commands import Claim, Claimed
-from dataplane.ledger.tasks import HELD, Task
+from dataplane.ledger.tasks import Task
 from tests.ledger_claim_model import Held, Name, Selection
 from tests.ledger_model import Model
 
@@ -133,6 +133,9 @@ class ClaimChecks(RuleBasedStateMachine):
             for task in partition.tasks:
                 rows = [sample.row for sample in partition.samples.values()]
                 assert kept.tasks[task].claimed == np.count_nonzero(kept.tasks[task].stamps[rows])
+                states = [state_of(kept.tasks[task], row) for row in rows]
+                counts = (states.count("leased"), states.count("held"))
+                assert counts == (kept.tasks[task].leased, kept.tasks[task].held)
                 for sample in partition.samples.values():
                     held = sample.claims.get(task)
                     if held is None or not held.limbo:
@@ -141,11 +144,11 @@ class ClaimChecks(RuleBasedStateMachine):
 
 def state_of(task: Task, row: int) -> str:
     """What a sample is to a task by the ledger's books."""
-    owner = 0 if task.owners is None else int(task.owners[row])
+    owner = int(task.owners_of(np.array([row]))[0])
     if not task.stamps[row]:
         assert not owner, f"row {row} is available and owned by {owner}"
         return "available"
-    return "held" if owner == HELD else "leased" if owner else "consumed"
+    return "held" if owner < 0 else "leased" if owner else "consumed"
 
 
 def expected_state(held: Held | None) -> str:

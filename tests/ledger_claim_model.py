@@ -40,12 +40,20 @@ class Place:
 
 @dataclass
 class Held:
-    """A claimed sample. `limbo`: its session may have been given up, and this claim with it. `acked`: it is final."""
+    """A claimed sample. `claim` is the claim's id, 0 where no client knows it. `limbo`: its session may have been given
+    up, and this claim with it. `acked`: it is final. `hold`: it waits for its rank, which is not to acknowledge it."""
 
     name: Name
     until: float | None
+    claim: int = 0
     limbo: bool = False
     acked: bool = False
+    hold: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it counts as consumed only once it is acknowledged."""
+        return self.until is not None and not self.hold
 
 
 @dataclass
@@ -174,14 +182,15 @@ class ClaimModel:
         return late, others
 
     def more_can_come(self, command: Claim) -> bool:
-        """Whether an unclaimed sample may still become one that the claim takes."""
+        """Whether a sample that is unclaimed, or on lease, may still become one that the claim takes."""
         where = self.conditions(command)
+        leased = [s for s in self.partitions[command.partition].in_order() if is_leased(s, command.task)]
         return any(
             undecided(s, where)
             or (matches(s, where) and not is_ready(s, command))
             or (matches(s, where) and command.group_size is not None and command.group_by not in s.tags)
             for s in self.unclaimed(command)
-        )
+        ) or any(undecided(s, where) or matches(s, where) for s in leased)
 
     def expected_claim(self, command: Claim) -> list[list[Sample]] | None:
         """The units that the claim (or the selection of its step) takes if it is judged now; None: none yet."""
@@ -251,7 +260,8 @@ class ClaimModel:
         self.selected += 1
         fixed = Selection((0, self.selected), terms_of(command), dealt)
         for sample in [sample for share in dealt for sample in share]:
-            sample.claims[command.task] = Held(fixed.name, self.now + (command.lease_s or 600.0))
+            until = self.now + (command.lease_s or 600.0)
+            sample.claims[command.task] = Held(fixed.name, until, hold=command.lease_s is None)
         partition.selections[command.task, command.step] = fixed
         steps = [step for task, step in partition.selections if task == command.task]
         if len(steps) > most:
@@ -283,6 +293,10 @@ def terms_of(command: Claim) -> tuple[Any, ...]:
     where = tuple((p.tag, p.op, p.value) for p in command.where)
     sizes = (command.max_lag, command.batch_size, command.min_batch_size, command.dp_world, command.group_size)
     return (*sizes, frozenset(command.fields), where, command.order, command.sampler or "length-balanced")
+
+
+def is_leased(sample: Sample, task: str) -> bool:
+    return task in sample.claims and sample.claims[task].open
 
 
 def is_ready(sample: Sample, command: Claim) -> bool:

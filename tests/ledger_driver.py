@@ -25,6 +25,13 @@ def by_ids(*ids: str) -> c.Samples:
     return c.Samples(ids=ids)
 
 
+def part_of(got: c.Claimed, *ids: str) -> dict[str, Any]:
+    """How a command about a claim names what that got: all of it, or these samples."""
+    places = [got.ids.index(name) for name in ids] if ids else list(range(len(got.ids)))
+    samples = c.Samples(rows=got.rows[places], births=got.births[places])
+    return {"samples": samples, "claims": np.full(len(places), got.claim, np.int64)}
+
+
 class Driver:
     """Applies inputs to a ledger, keeps the log and what came out that nobody has looked at."""
 
@@ -157,7 +164,10 @@ class Client:
         return got
 
     def do(self, command: c.Command) -> None:
-        self.call(c.Done, command)
+        got = self.raw(command)
+        if isinstance(got, DataPlaneError):
+            raise got
+        assert isinstance(got, c.Done | c.ClaimsSettled), got
 
     def raise_(self, command: c.Command) -> None:
         """A call that must fail: raises its error."""
@@ -232,6 +242,21 @@ class Client:
         got = self.result(number)
         assert isinstance(got, c.Claimed), got
         return got.ids
+
+    def ack(self, got: c.Claimed, *ids: str, task: str = "train") -> tuple[int, ...]:
+        """Acknowledge all that a claim got, or these samples of it; the places of those that were cleared."""
+        return self._settle_claim(c.Ack(partition="p", task=task, **part_of(got, *ids)))
+
+    def nack(self, got: c.Claimed, *ids: str, task: str = "train") -> tuple[int, ...]:
+        """Give them back."""
+        return self._settle_claim(c.Nack(partition="p", task=task, **part_of(got, *ids)))
+
+    def extend(self, got: c.Claimed, *ids: str, lease_s: float, task: str = "train") -> tuple[int, ...]:
+        """Let their leases end `lease_s` from now."""
+        return self._settle_claim(c.Extend(partition="p", task=task, lease_s=lease_s, **part_of(got, *ids)))
+
+    def _settle_claim(self, command: c.Ack | c.Nack | c.Extend) -> tuple[int, ...]:
+        return tuple(self.call(c.ClaimsSettled, command).cleared.tolist())
 
     def locate(self, samples: c.Samples, fields: Sequence[str] = ("x",), partition: str = "p") -> c.Located:
         return self.call(c.Located, c.Locate(partition=partition, samples=samples, fields=tuple(fields)))

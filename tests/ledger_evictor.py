@@ -166,7 +166,8 @@ class LedgerEvictor(LedgerLives):
         if leased and chance.random() < 0.5:
             row, task, held = chance.choice(leased)
             samples = by_handles([(row.row, row.birth)])
-            self.call(self.clients[held.name[0]], Ack(partition="p", task=task, samples=samples))
+            ack = Ack(partition="p", task=task, samples=samples, claims=int64s([held.claim]))
+            self.call(self.clients[held.name[0]], ack)
         elif readers:
             name = chance.choice(readers)
             self.call(self.clients[name[0]], Release(located=name[1]))

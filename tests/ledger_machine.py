@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis.stateful import invariant
@@ -21,6 +22,7 @@ from dataplane.ledger.commands import (
     CheckConsumption,
     Claim,
     Claimed,
+    ClaimsSettled,
     Clear,
     Cleared,
     Command,
@@ -150,6 +152,8 @@ class LedgerDriver(SpaceChecks):
             self.budgets.excused = True
         if isinstance(error, SampleNotFoundError | StaleSampleError) and late is None:
             self.budgets.check_told(command, error)
+        if isinstance(command, Ack | Nack | Extend) and isinstance(error, StaleSampleError):
+            self.conclude(command, error.positions)
         if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
             self.model.reserved.pop((name[0], command.reservation or 0), None)
         if isinstance(command, Move):
@@ -223,6 +227,9 @@ class LedgerDriver(SpaceChecks):
             case FindCells(), FoundCells():
                 assert name not in self.withdrawn
                 model.found_cells(name, command, result)
+            case ((Ack() | Nack() | Extend()), ClaimsSettled()):
+                dead = set(range(len(command.samples))) - self.conclude(command, ())
+                assert result.cleared.tolist() == sorted(dead)
             case Move(), Moved():
                 model.moved(name, command, result)
             case Save(), Saved():
@@ -234,6 +241,24 @@ class LedgerDriver(SpaceChecks):
                 pass
             case _:
                 self.plain_effect(name, command)
+
+    def conclude(self, command: Ack | Nack | Extend, refused: Sequence[int]) -> set[int]:
+        """Done to all samples of the command that live, but to those at the places that were refused; the places of
+        all that live."""
+        settled = self.model.settled(self.model.partitions[command.partition], command)
+        for place, sample, _ in settled:
+            held = sample.claims.get(command.task)
+            if place in refused:
+                continue
+            if isinstance(command, Nack):
+                sample.claims.pop(command.task, None)
+                continue
+            assert held is not None
+            if isinstance(command, Ack):
+                held.until, held.acked = None, True
+            else:
+                held.until = self.model.now + command.lease_s
+        return {place for place, _, _ in settled}
 
     def plain_effect(self, name: Name, command: Command) -> None:
         """What a `Done` means."""
@@ -257,16 +282,6 @@ class LedgerDriver(SpaceChecks):
                 mine = [held for held in model.claims_of(session) if held.name[1] == number]
                 unconfirmed = number >= model.confirmed[session]
                 model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
-            case Nack(task=task):
-                for sample in model.named(model.partitions[command.partition], command.samples):
-                    sample.claims.pop(task, None)
-            case Ack(task=task):
-                for sample in model.named(model.partitions[command.partition], command.samples):
-                    sample.claims[task].until = None
-                    sample.claims[task].acked = True
-            case Extend(task=task):
-                for sample in model.named(model.partitions[command.partition], command.samples):
-                    sample.claims[task].until = model.now + command.lease_s
             case SetVersion():
                 model.partitions[command.partition].version = command.version
             case SetTags():
@@ -321,7 +336,9 @@ class LedgerDriver(SpaceChecks):
         partition = self.model.partitions[command.partition]
         claims = [s.claims.get(task) for s in partition.samples.values() for task in command.tasks]
         if not any(held is not None and held.limbo for held in claims):
-            assert result.consumed == (partition.complete and all(claims))
+            assert result.consumed == (
+                partition.complete and all(held is not None and not held.open for held in claims)
+            )
 
     def call(self, client: Client, command: Command, *, number: int | None = None) -> Answer | None:
         """One command of the session; None if it parked."""

@@ -7,6 +7,7 @@ up); those it only checks against the contract. `Faults` says which errors a com
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from dataplane.ledger.commands import (
@@ -23,6 +24,7 @@ from dataplane.ledger.commands import (
     Commit,
     CommitColumn,
     Committed,
+    Extend,
     FieldLocations,
     FindCells,
     FoundCells,
@@ -59,6 +61,7 @@ class Model(ClaimModel):
         self.confirmed: dict[int, int] = {}
         self.found: dict[Name, list[Place]] = {}
         self.draining: set[int] = set()
+        self.past: deque[tuple[str, tuple[int, int], int]] = deque(maxlen=12)
 
     # --- what must happen ------------------------------------------------------------------------------------
 
@@ -108,10 +111,8 @@ class Model(ClaimModel):
                 return faults
             case WhyBlocked():
                 return Faults(set() if command.task in partition.tasks else {"TaskNotFoundError"})
-            case Ack():
-                return self.ack_faults(session, partition, command)
-            case Nack():
-                return self.nack_faults(session, partition, command)
+            case Ack() | Nack() | Extend():
+                return self.settle_faults(partition, command)
             case Register():
                 known = {name: partition.spec_of(name) for name in command.fields}
                 clash = any(
@@ -193,27 +194,29 @@ class Model(ClaimModel):
         want = [(column.name, column.sizes.tolist()) for column in allocate.columns]
         return want == [(column.name, sizes_of(column)) for column in command.columns]
 
-    def ack_faults(self, session: int, partition: Partition, command: Ack) -> Faults:
+    def settle_faults(self, partition: Partition, command: Ack | Nack | Extend) -> Faults:
+        """What is done is done whatever becomes of the rest; samples that their claim does not hold are stale."""
         if command.task not in partition.tasks:
             return Faults({"TaskNotFoundError"})
-        faults = Faults(self.missing(partition, command.samples))
-        for sample in self.named(partition, command.samples):
+        faults = Faults()
+        for _, sample, claim in self.settled(partition, command):
             held = sample.claims.get(command.task)
-            if held is None or held.until is None or held.name[0] != session:
-                faults.must.add("StaleSampleError")
-            elif held.limbo:
+            if not may_settle(held, command, claim):
+                unsure = isinstance(command, Nack) and held is not None and held.limbo
+                (faults.may if unsure else faults.must).add("StaleSampleError")
+            elif held is not None and held.limbo and not isinstance(command, Nack):
                 faults.may.add("StaleSampleError")
         return faults
 
-    def nack_faults(self, session: int, partition: Partition, command: Nack) -> Faults:
-        if command.task not in partition.tasks:
-            return Faults({"TaskNotFoundError"})
-        faults = Faults(self.missing(partition, command.samples))
-        for sample in self.named(partition, command.samples):
-            held = sample.claims.get(command.task)
-            if held is not None and held.until is not None and held.name[0] != session:
-                (faults.may if held.limbo else faults.must).add("StaleSampleError")
-        return faults
+    def settled(self, partition: Partition, command: Ack | Nack | Extend) -> list[tuple[int, Sample, int | None]]:
+        """The live samples that the command names, each with its place there and its claim."""
+        claims: list[int | None] = [None] * len(command.samples) if command.claims is None else command.claims.tolist()
+        if command.samples.ids is not None:
+            found = [partition.samples.get(name) for name in command.samples.ids]
+        else:
+            found = [partition.live.get(handle) for handle in handles(command.samples)]
+        named = enumerate(zip(found, claims, strict=True))
+        return [(place, sample, claim) for place, (sample, claim) in named if sample is not None]
 
     # --- what answers change ---------------------------------------------------------------------------------
 
@@ -370,7 +373,9 @@ class Model(ClaimModel):
         assert len({s.id for s in samples}) == len(samples) <= command.batch_size
         for sample in samples:
             until = None if command.lease_s is None else self.now + command.lease_s
-            sample.claims[command.task] = Held(name, until)
+            held = sample.claims[command.task] = Held(name, until, result.claim)
+            if command.partition == "p":
+                self.past.append((command.task, (sample.row, sample.birth), held.claim))
         self.check_view(samples, result)
         if command.group_size is not None:
             groups = [s.tags.get(command.group_by) for s in samples]
@@ -423,6 +428,15 @@ class Model(ClaimModel):
         if held.acked:
             return False
         return held.until is not None or held.name[1] >= self.confirmed.get(held.name[0], 1)
+
+
+def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | None) -> bool:
+    """Whether a command of that claim has its way with a sample that is held so."""
+    if not isinstance(command, Nack):
+        return held is not None and held.open and held.claim == claim != 0
+    if held is None:
+        return True
+    return held.until is None if claim is None else held.claim == claim != 0 and not held.acked
 
 
 def handles(samples: Samples) -> list[tuple[int, int]]:

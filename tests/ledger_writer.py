@@ -270,9 +270,9 @@ class LedgerWriter(LedgerDriver):
         samples = by_handles([(sample.row, sample.birth)])
         match data.draw(st.sampled_from(["ack", "nack", "again"])):
             case "ack":
-                self.call(client, Ack(partition="p", task=task, samples=samples))
+                self.call(client, Ack(partition="p", task=task, samples=samples, claims=int64s([held.claim])))
             case "nack":
-                self.call(client, Nack(partition="p", task=task, samples=samples))
+                self.call(client, Nack(partition="p", task=task, samples=samples, claims=int64s([held.claim])))
             case _:
                 self.call(client, Clear(partition="p", samples=samples))
                 if client.speaks:

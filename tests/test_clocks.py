@@ -20,6 +20,7 @@ from dataplane.durable import DurableLedger, LedgerSettings
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.types import PROTOCOL_VERSION
+from tests.ledger_driver import part_of
 
 pytestmark = pytest.mark.integration
 
@@ -150,8 +151,7 @@ def test_to_a_service_that_stood_still_no_time_has_passed(service: Service, cloc
     service.send(other, CLAIM)
     # Longer than the lease, and than anybody may be silent. What the worker says comes in only after.
     clock.now += 3600.0
-    handles = c.Samples(rows=claimed.rows, births=claimed.births)
-    assert isinstance(service.ask(worker, c.Ack(partition="p", task="t", samples=handles)), c.Done)
+    assert isinstance(service.ask(worker, c.Ack(partition="p", task="t", **part_of(claimed))), c.ClaimsSettled)
     stats = service.ask(other, c.Stats())
     assert isinstance(stats, c.StatsReport)
     assert len(stats.sessions) == 2

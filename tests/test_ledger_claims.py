@@ -18,7 +18,7 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.types import FieldSpec
-from tests.ledger_driver import Client, Driver, by_ids, handles
+from tests.ledger_driver import Client, Driver, by_ids
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_predicates_filter_by_tags(client: Client) -> None:
     def where(op: str, value: object) -> tuple[str, ...]:
         predicate = c.Predicate(tag="version", op=op, value=value)  # type: ignore[arg-type]
         got = client.call(c.Claimed, client.claim(9, where=(predicate,), blocking=False))
-        client.do(c.Nack(partition="p", task="train", samples=handles(got)))
+        client.nack(got)
         return got.ids
 
     assert where(">=", 3) == ("c", "d")
@@ -330,26 +330,15 @@ def test_a_lease_that_ends_gives_the_samples_back(driver: Driver, client: Client
     client.put(["a", "b"])
     got = client.call(c.Claimed, client.claim(2, lease_s=10.0))
     waiting = client.waits(client.claim(1))
-    client.do(c.Ack(partition="p", task="train", samples=c.Samples(rows=got.rows[:1], births=got.births[:1])))
+    client.ack(got, "a")
     driver.tick(9.0)
-    client.do(c.Extend(partition="p", task="train", samples=by_ids("b"), lease_s=5.0))
+    client.extend(got, "b", lease_s=5.0)
     driver.tick(13.9)
     assert client.result(waiting) is None
     driver.tick(14.0)
     assert client.claimed_by(waiting) == ("b",)
     with pytest.raises(StaleSampleError):
-        client.do(c.Ack(partition="p", task="train", samples=by_ids("b")))
-
-
-def test_only_the_owner_acknowledges(driver: Driver, client: Client) -> None:
-    client.put(["a"])
-    client.claimed(1, lease_s=10.0)
-    other = driver.client()
-    for command in (c.Ack, c.Nack):
-        with pytest.raises(StaleSampleError):
-            other.do(command(partition="p", task="train", samples=by_ids("a")))
-    client.do(c.Nack(partition="p", task="train", samples=by_ids("a")))
-    assert other.claimed(1) == ("a",)
+        client.ack(got, "b")
 
 
 def test_unconfirmed_claims_of_a_dead_session_go_back_and_confirmed_ones_stay(driver: Driver, client: Client) -> None:
@@ -374,7 +363,7 @@ def test_what_was_nacked_and_claimed_by_another_is_not_returned_twice(driver: Dr
     first = driver.client("first", attach=[1])
     first.watermark = 1
     got = first.call(c.Claimed, first.claim(1))
-    first.do(c.Nack(partition="p", task="train", samples=handles(got)))
+    first.nack(got)
     assert client.claimed(1) == ("a",)
     driver.apply(c.SessionGone(unit=1, session=first.session))
     assert client.claimed(1, blocking=False) == ()
@@ -387,7 +376,7 @@ def test_what_was_acknowledged_stays_claimed_though_its_claim_was_never_confirme
     first = driver.client("first", attach=[1])
     first.watermark = 1
     got = first.call(c.Claimed, first.claim(2, lease_s=10.0))
-    first.do(c.Ack(partition="p", task="train", samples=c.Samples(rows=got.rows[:1], births=got.births[:1])))
+    first.ack(got, "a")
     driver.apply(c.SessionGone(unit=1, session=first.session))
     assert client.claimed(2, blocking=False) == ("b",)
 

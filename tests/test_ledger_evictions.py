@@ -91,7 +91,7 @@ def test_leased_samples_stay_until_they_are_acknowledged() -> None:
     fill(client)
     meta = client.call(c.Claimed, client.claim(4, timeout_s=0.0, lease_s=60.0))
     waiting = client.waits(client.allocate({"x": [KIB]}))
-    client.do(c.Ack(partition="p", task="train", samples=handles(meta)))
+    client.ack(meta)
     assert isinstance(client.result(waiting), c.Allocated)
 
 
@@ -217,12 +217,12 @@ def test_unconsumed_samples_stay_where_it_would_not_suffice() -> None:
     client = evicting("evict_oldest")
     fill(client, 6)
     client.raw(client.allocate({"x": [2 * KIB]}))
-    client.call(c.Claimed, client.claim(2, timeout_s=0.0, lease_s=60.0))
+    got = client.call(c.Claimed, client.claim(2, timeout_s=0.0, lease_s=60.0))
     waiting = client.waits(client.allocate({"x": [5 * KIB]}))
     assert len(live(client)) == 6
     client.put(["s9"], tags={"t": [1]})
     assert client.result(waiting) is None
-    client.do(c.Nack(partition="p", task="train", samples=by_ids("s0")))
+    client.nack(got, "s0")
     assert isinstance(client.result(waiting), c.Allocated)
     assert live(client) == ("s1", "s9")
 

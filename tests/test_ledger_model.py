@@ -274,41 +274,46 @@ class LedgerMachine(LedgerSaver, LedgerMover):
         """Reservations of sessions that speak, with a commit in mind."""
         return [name for name in self.plans if name in self.model.reserved and self.clients[name[0]].speaks]
 
-    def holdings(self, *, leased: bool) -> list[tuple[Name, str, Sample]]:
-        """Claimed samples whose session still speaks."""
+    def consumed(self) -> list[tuple[Name, str, Sample]]:
+        """Samples claimed and not on lease, whose session still speaks."""
         return [
             (held.name, task, sample)
             for partition in self.model.partitions.values()
             for sample in partition.samples.values()
             for task, held in sample.claims.items()
-            if held.name[0] and self.clients[held.name[0]].speaks and (held.until is not None) == leased
+            if held.name[0] and self.clients[held.name[0]].speaks and held.until is None
         ]
 
     @precondition(LedgerWriter.living)
-    @rule(data=st.data(), task=st.sampled_from(TASKS), what=st.sampled_from(["ack", "nack", "extend", "foreign"]))
-    def lease(self, data: st.DataObject, task: str, what: str) -> None:
-        """A task takes on lease what it can, and something becomes of one sample on lease."""
+    @rule(
+        data=st.data(),
+        task=st.sampled_from(TASKS),
+        what=st.sampled_from([Ack, Nack, Extend]),
+        mine=st.sampled_from([True, True, True, False]),
+        clear=st.booleans(),
+    )
+    def lease(self, data: st.DataObject, task: str, what: type[Ack | Nack | Extend], mine: bool, clear: bool) -> None:
+        """A task takes on lease what it can, and something becomes of samples that were claimed lately: some may be
+        cleared by now, some be another claim's, or said to be."""
         claim = Claim(partition="p", task=task, fields=(), batch_size=2, blocking=False, lease_s=4.0)
         self.call(self.draw_client(data), claim)
-        if not self.holdings(leased=True):
+        past = [(handle, number) for name, handle, number in self.model.past if name == task]
+        if not past or not self.speaking():
             return
-        name, task, sample = data.draw(st.sampled_from(self.holdings(leased=True)))
-        client = self.clients[name[0]]
-        samples = by_handles([(sample.row, sample.birth)])
-        match what:
-            case "ack":
-                self.call(client, Ack(partition="p", task=task, samples=samples))
-            case "nack":
-                self.call(client, Nack(partition="p", task=task, samples=samples))
-            case "extend":
-                self.call(client, Extend(partition="p", task=task, samples=samples, lease_s=9.0))
-            case _:
-                self.call(self.draw_client(data), Ack(partition="p", task=task, samples=samples))
+        chosen = data.draw(st.lists(st.sampled_from(past), min_size=1, max_size=3, unique_by=lambda kept: kept[0]))
+        if clear:
+            self.call(self.draw_client(data), Clear(partition="p", samples=by_handles([chosen[0][0]])))
+        claims = int64s([number if mine else number + 1_000_000 for _, number in chosen])
+        more = {"lease_s": 9.0} if what is Extend else {}
+        if self.speaking():
+            samples = by_handles([handle for handle, _ in chosen])
+            self.call(self.draw_client(data), what(partition="p", task=task, samples=samples, claims=claims, **more))
 
-    @precondition(lambda self: self.holdings(leased=False))
+    @precondition(lambda self: self.consumed())
     @rule(data=st.data())
-    def nack(self, data: st.DataObject) -> None:
-        name, task, sample = data.draw(st.sampled_from(self.holdings(leased=False)))
+    def reset(self, data: st.DataObject) -> None:
+        """A task is to get again what it has consumed."""
+        name, task, sample = data.draw(st.sampled_from(self.consumed()))
         self.call(self.clients[name[0]], Nack(partition="p", task=task, samples=by_ids([sample.id])))
 
     # --- rules: numbers --------------------------------------------------------------------------------------

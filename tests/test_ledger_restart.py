@@ -81,7 +81,7 @@ def test_an_extended_lease_begins_again_with_its_extension() -> None:
     client.register()
     client.put(["a"], {"x": [1]})
     claimed = client.call(c.Claimed, client.claim(1, ["x"], lease_s=2.0))
-    client.do(c.Extend(partition="p", task="train", samples=handles(claimed), lease_s=15.0))
+    client.extend(claimed, lease_s=15.0)
     driver.tick(1.0)
     restarted(driver)
     driver.tick(15.9)

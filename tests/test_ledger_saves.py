@@ -19,7 +19,7 @@ from dataplane.errors import (
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
 from dataplane.types import FieldKind, FieldSpec
-from tests.ledger_driver import BYTES, Client, Driver, by_ids, handles
+from tests.ledger_driver import BYTES, Client, Driver, handles
 from tests.ledger_values import canonical
 
 
@@ -87,8 +87,8 @@ def test_only_what_is_claimed_for_good_is_saved_as_claimed() -> None:
     client.put(list("abcdefghi"), {"x": [1] * 9})
     assert other.claimed(2) == ("a", "b")  # confirmed by the next call
     assert other.claimed(1, lease_s=60.0) == ("c",)
-    assert other.claimed(1, lease_s=60.0) == ("d",)
-    other.do(c.Ack(partition="p", task="train", samples=by_ids("d")))
+    got = other.call(c.Claimed, other.claim(1, lease_s=60.0))
+    other.ack(got, "d")
     share = {"dp_world": 2, "step": 0, "sampler": "sequential"}
     assert other.claimed(2, dp_rank=0, **share) == ("e",)
     other.call(c.UnitList, c.Units())

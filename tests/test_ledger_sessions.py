@@ -15,6 +15,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
+from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import Client, Driver, by_ids
 
 
@@ -35,14 +36,14 @@ def results(out: list[c.Output]) -> list[type]:
 
 
 def test_opening_is_idempotent_by_nonce(driver: Driver) -> None:
-    item = c.OpenSession(nonce="n", host="h", name="a", protocol_version=1)
+    item = c.OpenSession(nonce="n", host="h", name="a", protocol_version=PROTOCOL_VERSION)
     first, again = driver.apply(item)[0], driver.apply(item)[0]
     assert isinstance(first, c.Opened)
     assert isinstance(again, c.Opened)
     assert first.session == again.session == 1
     assert first.epoch == 7
     assert [unit.unit for unit in first.units] == [1]
-    other = driver.apply(c.OpenSession(nonce="m", host="h", name="a", protocol_version=1))[0]
+    other = driver.apply(c.OpenSession(nonce="m", host="h", name="a", protocol_version=PROTOCOL_VERSION))[0]
     assert isinstance(other, c.Opened)
     assert other.session == 2
 

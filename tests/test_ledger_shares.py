@@ -11,7 +11,7 @@ from dataplane.errors import ClaimTimeoutError, InvalidRequestError, ShareTakenE
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.shares import HOLD_S
-from tests.ledger_driver import Client, Driver, by_ids, handles
+from tests.ledger_driver import Client, Driver, by_ids
 
 IDS = [f"s{i}" for i in range(8)]
 
@@ -79,7 +79,7 @@ def test_held_shares_are_nobody_elses_until_the_hold_ends(driver: Driver, client
     with pytest.raises(StaleSampleError):
         client.do(c.Nack(partition="p", task="train", samples=by_ids("s2")))
     with pytest.raises(StaleSampleError):
-        client.do(c.Ack(partition="p", task="train", samples=by_ids("s2")))
+        client.do(c.Ack(partition="p", task="train", samples=by_ids("s2"), claims=np.array([99])))
     waiting = client.waits(client.claim(2, timeout_s=1000.0))
     driver.tick(HOLD_S - 0.1)
     assert client.result(waiting) is None
@@ -101,7 +101,7 @@ def test_a_rank_that_comes_after_the_hold_gets_what_nobody_took(driver: Driver, 
 def test_lease_s_is_the_claims_own_lease_and_the_hold_of_the_others(driver: Driver, client: Client) -> None:
     client.put(IDS[:4])
     got = client.call(c.Claimed, share(client, 0, lease_s=5.0))
-    client.do(c.Ack(partition="p", task="train", samples=handles(got)))
+    client.ack(got)
     driver.tick(5.0)
     assert client.claimed(4, blocking=False) == ("s2", "s3")
 
@@ -121,8 +121,8 @@ def test_what_was_given_back_is_handed_out_again(client: Client, acked: bool) ->
     client.put(IDS[:4])
     got = client.call(c.Claimed, share(client, 0, lease_s=60.0))
     if acked:
-        client.do(c.Ack(partition="p", task="train", samples=by_ids("s0")))
-    client.do(c.Nack(partition="p", task="train", samples=by_ids("s1") if acked else handles(got)))
+        client.ack(got, "s0")
+    client.nack(got, *(["s1"] if acked else ["s0", "s1"]))
     assert ids(client, 0, lease_s=60.0) == (("s1",) if acked else ("s0", "s1"))
     with pytest.raises(InvalidRequestError, match="has had"):
         client.raise_(share(client, 0))
@@ -131,7 +131,7 @@ def test_what_was_given_back_is_handed_out_again(client: Client, acked: bool) ->
 def test_what_was_given_back_and_taken_by_another_is_named(client: Client) -> None:
     client.put(IDS[:4])
     got = client.call(c.Claimed, share(client, 0))
-    client.do(c.Nack(partition="p", task="train", samples=handles(got)))
+    client.nack(got)
     assert client.claimed(1) == ("s0",)
     with pytest.raises(ShareTakenError) as caught:
         client.raise_(share(client, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -301,15 +302,89 @@ def test_a_lease_ends_with_the_next_micro_batch(client: DataPlaneClient, partiti
     assert client.check_consumption_status(partition, ["train"])
 
 
+def held_ready(stream: StreamingDataLoader) -> Any:
+    """The claims of the micro-batch that is next."""
+    taking = stream._stream._taking
+    assert taking is not None
+    with taking._queue._changed:
+        taking._queue._changed.wait_for(lambda: taking._queue._ready, 60)
+        return taking._queue._ready[0].meta.claims
+
+
 def test_what_was_taken_back_while_it_was_held_ready_is_passed_over(client: DataPlaneClient, partition: str) -> None:
     first = put(client, partition, range(2))
     put(client, partition, range(2, 4))
     with loader(client, partition, prefetch=2, lease_s=NEVER_S) as stream:
         fetched_ahead(client, partition, 0)
-        claimed = KVBatchMeta(partition, "train", first.sample_ids).with_handles(*(first.handles or ()))
-        client.nack(claimed)
+        claimed = first.with_claims(held_ready(stream))
+        client.nack(dataclasses.replace(claimed, task_name="train"))
         assert client.claim_meta(partition, "train", [], 2).sample_ids == ["s0", "s1"]
         assert next(iter(stream)).meta.sample_ids == ["s2", "s3"]
+
+
+@prefetches
+def test_clearing_acknowledges(client: DataPlaneClient, partition: str, prefetch: int) -> None:
+    put(client, partition, range(6))
+    client.seal(partition)
+    seen = []
+    with loader(client, partition, prefetch=prefetch, lease_s=NEVER_S) as stream:
+        for number, (_, meta) in enumerate(stream):
+            seen.append(meta.sample_ids)
+            client.clear_samples(meta.sample_ids[: 1 + number], partition)
+    assert seen == [["s0", "s1"], ["s2", "s3"], ["s4", "s5"]]
+    assert client.check_consumption_status(partition, ["train"])
+
+
+def test_a_stream_does_not_end_while_another_holds_leases(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(6))
+    client.seal(partition)
+    with dataplane.connect(client.config.address) as dying, loader(client, partition, prefetch=0) as second:
+        first = loader(dying, partition, batch_size=4, prefetch=0, lease_s=NEVER_S)
+        assert next(iter(first)).meta.sample_ids == ["s0", "s1", "s2", "s3"]
+        batches = iter(second)
+        assert next(batches).meta.sample_ids == ["s4", "s5"]
+        assert not client.check_consumption_status(partition, ["train"])
+        dying.close()
+        assert [meta.sample_ids for _, meta in batches] == [["s0", "s1"], ["s2", "s3"]]
+    assert client.check_consumption_status(partition, ["train"])
+
+
+def test_closing_leaves_what_others_have_consumed_since(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(4))
+    stream = loader(client, partition, prefetch=2, lease_s=0.2)
+    fetched_ahead(client, partition, 0)
+    seen: list[str] = []
+    while len(seen) < 4:
+        again = client.claim_meta(partition, "train", [], 4, min_batch_size=1, lease_s=NEVER_S)
+        client.ack(again)
+        seen += again.sample_ids
+    stream.close()
+    assert client.claim_meta(partition, "train", [], 4, blocking=False).size == 0
+
+
+# --- epochs ---------------------------------------------------------------------------------------------------------
+
+
+@prefetches
+def test_the_next_epoch_goes_through_the_same_loader(client: DataPlaneClient, partition: str, prefetch: int) -> None:
+    with loader(client, partition, prefetch=prefetch) as stream:
+        for epoch in range(3):
+            client.register_partition(partition, ["input_ids", "reward"], (epoch + 1) * 4, TASKS)
+            put(client, partition, range(4 * epoch, 4 * epoch + 4))
+            seen = [meta.sample_ids for _, meta in stream]
+            assert seen == [[f"s{4 * epoch + n}" for n in pair] for pair in ((0, 1), (2, 3))]
+            assert rewards(stream) == []
+
+
+@prefetches
+def test_a_stream_goes_on_after_an_error(client: DataPlaneClient, partition: str, prefetch: int) -> None:
+    client.clear_samples(None, partition)
+    with loader(client, partition, prefetch=prefetch) as stream:
+        with pytest.raises(PartitionNotFoundError):
+            next(iter(stream))
+        client.register_partition(partition, ["input_ids", "reward"], 2, TASKS)
+        put(client, partition, range(2))
+        assert rewards(stream) == [[0.0, 1.0]]
 
 
 # --- replicas -------------------------------------------------------------------------------------------------------

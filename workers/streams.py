@@ -53,16 +53,18 @@ def _plain(meta: KVBatchMeta) -> dict[str, Any]:
     return {
         "partition_id": meta.partition_id,
         "task_name": meta.task_name,
-        "sample_ids": meta.sample_ids,
+        "sample_ids": list(meta.sample_ids),
         "fields": meta.fields,
-        "sequence_lengths": meta.sequence_lengths,
+        "sequence_lengths": None if meta.sequence_lengths is None else list(meta.sequence_lengths),
         "extra_info": meta.extra_info,
-        "tags": meta.tags,
+        "tags": None if meta.tags is None else list(meta.tags),
         "handles": meta.handles,
+        "claims": meta.claims,
     }
 
 
 def _meta(plain: dict[str, Any]) -> KVBatchMeta:
-    handles = plain.pop("handles")
+    handles, claims = plain.pop("handles"), plain.pop("claims")
     meta = KVBatchMeta(**plain)
-    return meta if handles is None else meta.with_handles(*handles)
+    meta = meta if handles is None else meta.with_handles(*handles)
+    return meta if claims is None else meta.with_claims(claims)

@@ -27,6 +27,7 @@ from dataplane.jagged import (
     row_places,
     tensor_from_numpy,
 )
+from dataplane.meta import FixedList
 from dataplane.objects import describe_tensor, encode_rows, plain_tensor, type_name
 from dataplane.rowcopy import Int64s, Run, UInt8s
 from dataplane.types import FieldKind, FieldSpec
@@ -219,7 +220,7 @@ class _FieldEncoder:
             )
         if isinstance(value, TensorDictBase | Mapping) or is_tensorclass(value):
             raise self._unsupported(f"a nested {type_name(value)}", "Flatten it first, e.g. td.flatten_keys('.').")
-        if type(value) not in (list, tuple):
+        if type(value) not in (list, tuple, FixedList):
             raise self._unsupported(f"a value of type {type_name(value)}", _COLUMN_HINT)
         return list(value)
 

@@ -43,7 +43,7 @@ class Partitions:
         if partition is None:
             count = len(state.partitions) + 1
             check_limit("partitions", count, state.limits.partitions, "Clear those that are not needed any more.")
-            partition = state.partitions[command.partition] = Partition(command.partition, state.extents)
+            partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
         state.extents.freed = state.extents.moved = True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,16 +18,51 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger import partial, selection, shares
 from dataplane.ledger.blocked import blocked
+from dataplane.ledger.leases import Lease
 from dataplane.ledger.limits import check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.samplers import SAMPLERS
 from dataplane.ledger.sessions import Claimed, ParkedClaim, Session
-from dataplane.ledger.state import Lease, State
+from dataplane.ledger.state import State
 from dataplane.ledger.tags import OPERATORS
-from dataplane.ledger.tasks import HELD, REPORTED, Interest, Task
+from dataplane.ledger.tasks import HELD, HELD_ON_LEASE, REPORTED, Interest, Task
 
 if TYPE_CHECKING:
+    from dataplane.ledger.arrays import Bools
     from dataplane.ledger.commands import Int64s
+
+
+class _Named(NamedTuple):
+    """What a command after a claim names: which of its samples live, the rows of those, and the claim that each of
+    those is said to be of."""
+
+    partition: Partition
+    task: Task
+    live: Bools
+    rows: Int64s
+    claims: Int64s
+
+    @property
+    def own(self) -> Bools:
+        """Which of the rows that claim holds, acknowledged ones aside."""
+        found: Bools = (self.task.stamps[self.rows] == self.claims) & (self.claims > 0)
+        return found
+
+    @property
+    def leased(self) -> Bools:
+        """Which of them are on lease to it."""
+        return self.own & self.task.on_lease(self.rows)
+
+    def settled(self, command: c.Ack | c.Nack | c.Extend, done: Bools) -> c.ClaimsSettled:
+        """The answer once `done` of the rows are as the command wants them. StaleSampleError for the others."""
+        places = np.flatnonzero(self.live)[~done].tolist()
+        if places:
+            ids = command.samples.ids
+            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in places[:5]]
+            raise StaleSampleError(
+                partition=command.partition, task=command.task, samples=names, total=len(places), positions=places[:5]
+            )
+        return c.ClaimsSettled(cleared=np.flatnonzero(~self.live))
 
 
 class Claims:
@@ -126,7 +160,8 @@ class Claims:
         assert command.step is not None
         fixed = shares.fix(partition, command, chosen, state.serial())
         task.take(fixed.rows, fixed.stamp)
-        self._lease(partition, task, fixed.rows, HELD, shares.HOLD_S if command.lease_s is None else command.lease_s)
+        hold_s, owner = (shares.HOLD_S, HELD) if command.lease_s is None else (command.lease_s, HELD_ON_LEASE)
+        self._lease(partition, task, fixed.rows, fixed.stamp, owner, hold_s)
         shares.remember(task, command.step, fixed, state.limits.steps)
         partition.reclaimed(task, fixed.rows)
         state.touch(partition)
@@ -134,6 +169,7 @@ class Claims:
 
     def _take(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
         state, partition, command, session = self.state, parked.partition, parked.command, parked.session
+        stamp = state.serial() if len(rows) and not command.peek else 0
         result = c.Claimed(
             ids=partition.rows.names_of(rows),
             rows=rows.copy(),
@@ -141,12 +177,12 @@ class Claims:
             fields=partition.common_fields(rows) if len(rows) else command.fields,
             tags=partition.tags.of(rows),
             dropped=tuple(task.dropped),
+            claim=stamp,
         )
         if command.peek:
             return result
         task.dropped = []
         if len(rows):
-            stamp = state.serial()
             task.take(rows, stamp)
             partition.reclaimed(task, rows)
             if partition.complete:
@@ -154,15 +190,16 @@ class Claims:
                 state.touch(partition)
             session.unconfirmed[parked.number] = Claimed(partition, task, rows.copy(), stamp)
             if command.lease_s is not None:
-                self._lease(partition, task, rows, session.number, command.lease_s)
+                self._lease(partition, task, rows, stamp, session.number, command.lease_s)
         return result
 
-    def _lease(self, partition: Partition, task: Task, rows: Int64s, owner: int, lease_s: float) -> None:
+    def _lease(self, partition: Partition, task: Task, rows: Int64s, stamp: int, owner: int, lease_s: float) -> None:
+        """The lease of a claim that took these rows begins."""
         if len(rows):
-            state = self.state
-            end = state.now + lease_s
-            task.lease(rows, owner, end)
-            heapq.heappush(state.leases, (end, state.serial(), Lease(partition, task, rows.copy(), owner, lease_s)))
+            end = self.state.now + lease_s
+            task.lease(rows, end)
+            task.count_leased(owner, len(rows))
+            self.state.leases.begin(Lease(partition, task, rows.copy(), stamp, owner, lease_s), end)
 
     def _check(self, partition: Partition, command: c.Claim) -> None:
         least, batch, group = command.min_batch_size, command.batch_size, command.group_size
@@ -195,31 +232,40 @@ class Claims:
 
     # --- after a claim
 
-    def ack(self, session: Session, number: int, command: c.Ack) -> c.Done:
-        _, task, rows = self._resolve(command.partition, command.task, command.samples)
-        self._check_leased(command, task, rows, session)
-        task.acknowledge(rows)
+    def ack(self, session: Session, number: int, command: c.Ack) -> c.ClaimsSettled:
+        named = self._named_claimed(command, command.claims)
+        mine = named.leased
+        named.task.acknowledge(named.rows[mine])
         self.state.loosen()
-        return c.Done()
+        if named.partition.complete:
+            # What was on lease may have been all that kept others from the tail.
+            self.state.touch(named.partition)
+        return named.settled(command, mine)
 
-    def nack(self, session: Session, number: int, command: c.Nack) -> c.Done:
-        partition, task, rows = self._resolve(command.partition, command.task, command.samples)
-        owners = task.owners_of(rows)
-        self._refuse(command, (owners != 0) & (owners != session.number))
-        self.state.return_rows(partition, task, rows)
-        return c.Done()
+    def nack(self, session: Session, number: int, command: c.Nack) -> c.ClaimsSettled:
+        named = self._named_claimed(command, command.claims)
+        free = named.task.stamps[named.rows] == 0
+        mine = ~named.task.on_lease(named.rows) if command.claims is None else named.own
+        self.state.return_rows(named.partition, named.task, named.rows[mine & ~free])
+        return named.settled(command, mine | free)
 
-    def extend(self, session: Session, number: int, command: c.Extend) -> c.Done:
+    def extend(self, session: Session, number: int, command: c.Extend) -> c.ClaimsSettled:
         _check_lease(command.lease_s)
-        partition, task, rows = self._resolve(command.partition, command.task, command.samples)
-        self._check_leased(command, task, rows, session)
-        self._lease(partition, task, rows, session.number, command.lease_s)
-        return c.Done()
+        named = self._named_claimed(command, command.claims)
+        mine, end = named.leased, self.state.now + command.lease_s
+        rows = named.rows[mine]
+        if len(rows):
+            named.task.lease(rows, end)
+            self.state.leases.prolong(named.task.stamps[rows], command.lease_s, end)
+        return named.settled(command, mine)
 
     def consumption(self, session: Session, number: int, command: c.CheckConsumption) -> c.Consumption:
         partition = self.state.partition(command.partition)
         tasks = [partition.task(name) for name in command.tasks]
-        return c.Consumption(consumed=partition.complete and all(task.claimed == partition.rows.live for task in tasks))
+        live = partition.rows.live
+        return c.Consumption(
+            consumed=partition.complete and all(task.claimed - task.unsettled == live for task in tasks)
+        )
 
     def why_blocked(self, session: Session, number: int, command: c.WhyBlocked) -> c.Blocked:
         partition = self.state.partition(command.partition)
@@ -240,52 +286,24 @@ class Claims:
         interest = Interest(task, tuple(sorted(set(command.fields))), 0)
         return blocked(self.state, partition, interest, claim)
 
-    def _resolve(self, name: str, task: str, samples: c.Samples) -> tuple[Partition, Task, Int64s]:
-        partition = self.state.partition(name)
-        found = partition.task(task)
-        self.state.check_samples(samples)
-        rows = partition.resolve(samples)
+    def _named_claimed(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
+        self.state.check_samples(command.samples)
+        partition = self.state.partition(command.partition)
+        task = partition.task(command.task)
+        if claims is not None and len(claims) != len(command.samples):
+            raise InvalidRequestError(f"{len(claims)} claims for {len(command.samples)} samples: expected one of each")
+        live, rows = partition.living(command.samples)
         if len(rows) > 1 and len(np.unique(rows)) != len(rows):
             raise InvalidRequestError("a sample is named twice")
-        return partition, found, rows
-
-    def _check_leased(self, command: c.Ack | c.Extend, task: Task, rows: Int64s, session: Session) -> None:
-        self._refuse(command, task.owners_of(rows) != session.number)
-
-    def _refuse(self, command: c.Ack | c.Nack | c.Extend, wrong: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-        """StaleSampleError for samples whose lease is another's, or over."""
-        if wrong.any():
-            places = np.flatnonzero(wrong).tolist()
-            ids = command.samples.ids
-            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in places[:5]]
-            raise StaleSampleError(partition=command.partition, samples=names, total=len(places), positions=places[:5])
+        return _Named(partition, task, live, rows, np.zeros(len(rows), np.int64) if claims is None else claims[live])
 
     # --- time
 
     def expire_leases(self) -> None:
         """Samples whose lease is over go back."""
         state = self.state
-        while state.leases and state.leases[0][0] <= state.now:
-            lease = heapq.heappop(state.leases)[2]
-            task = lease.task
-            if lease.partition.dropped or task.owners is None or task.ends is None:
-                continue
-            over = (task.owners[lease.rows] == lease.owner) & (task.ends[lease.rows] <= state.now)
-            state.return_rows(lease.partition, task, lease.rows[over])
-
-    def renew_leases(self) -> None:
-        """Every lease begins again now, in full."""
-        state = self.state
-        old, state.leases = state.leases, []
-        for end, serial, lease in sorted(old, key=lambda entry: entry[:2]):
-            task, rows = lease.task, lease.rows
-            if lease.partition.dropped or task.owners is None or task.ends is None:
-                continue
-            lease.rows = rows[(task.owners[rows] == lease.owner) & (task.ends[rows] == end)]
-            if len(lease.rows):
-                task.ends[lease.rows] = state.now + lease.lease_s
-                state.leases.append((state.now + lease.lease_s, serial, lease))
-        heapq.heapify(state.leases)
+        for lease in state.leases.over(state.now):
+            state.return_rows(lease.partition, lease.task, lease.over(state.now))
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         interest, command = parked.interest, parked.command

@@ -28,11 +28,16 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Reservation, Room, RoomAhead, Session
 from dataplane.ledger.shortage import out_of_room
 from dataplane.ledger.state import State
-from dataplane.types import FieldKind, FieldSpec, Scalar
+from dataplane.schema import INPUT_LENGTHS
+from dataplane.types import FieldKind, Scalar
 
 MAX_BYTES = 1 << 62
 INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
+TAG_BITS = 4096
+"""Of an integer that is a tag: more could not be written down."""
+LONGEST = 1 << 53
+"""Tokens that a sample may have: floats count exactly up to here."""
 
 
 class Named(NamedTuple):
@@ -69,7 +74,7 @@ class Commits:
             del session.reservations[command.reservation]
         written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
-        partition.wrote(session, self.state.now, [column.name for column in command.columns])
+        partition.wrote(session, self.state.now, [column.name for column in command.columns] if len(rows) else ())
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
@@ -264,12 +269,12 @@ class Commits:
         unused: list[int] = []
         own = rows.copy()
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
-            field = partition.fields.get(column.name)
-            if field is None:
-                field = partition.fields[column.name] = Field(FieldSpec(), partition.rows.capacity)
             if not len(rows):
                 unused += [piece[2] for piece in pieces]
                 continue
+            field = partition.fields.get(column.name)
+            if field is None:
+                field = partition.fields[column.name] = Field(None, partition.rows.capacity)
             cells = cells_at(column, sizes, pieces)
             unused += self.enliven(partition, field, column, pieces, own)
             old = field.write(rows, *cells)
@@ -402,10 +407,25 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
         longest = max(len(value) for value in values if isinstance(value, str))
         hint = "Keep long texts in a field."
         check_limit(f"characters of one value of tag {name!r}", longest, state.limits.tag_bytes, hint)
+    if int in types and max(value.bit_length() for value in values if isinstance(value, int)) > TAG_BITS:
+        raise InvalidRequestError(f"tag {name!r}: an integer of more than {TAG_BITS} bits; keep it in a field")
+    if name == INPUT_LENGTHS:
+        _check_lengths(values)
     allowed = partition.enums.get(name)
     if allowed is not None:
         wrong_value = next((value for value in values if value not in allowed), None)
         if wrong_value is not None:
             raise InvalidRequestError(
                 f"tag {name!r}: {wrong_value!r} is not one of its declared values {', '.join(allowed[:8])}"
+            )
+
+
+def _check_lengths(values: tuple[Scalar, ...]) -> None:
+    """InvalidRequestError for a number of tokens that is none: claims, shares and packing count with them."""
+    for value in values:
+        whole = type(value) is int or (type(value) is float and value.is_integer())
+        if value is not None and not (whole and 0 <= value <= LONGEST):  # type: ignore[operator]
+            raise InvalidRequestError(
+                f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is no number of tokens; expected an integer from 0 to "
+                f"{LONGEST}"
             )

@@ -12,7 +12,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.selection import least_of
 from dataplane.ledger.sessions import ParkedAllocate, ParkedClaim, Session
 from dataplane.ledger.state import State
-from dataplane.ledger.tasks import HELD, Interest, Task
+from dataplane.ledger.tasks import Interest, Task
 
 PARTS = 4096
 """A picture has so many parts at most."""
@@ -20,6 +20,8 @@ EXAMINED = 1 << 16
 """So many samples are looked at for one picture."""
 STALEST = 1024
 """So many of a task's oldest ready samples are asked for their version."""
+BEYOND = 1 << 62
+"""Tags from here on are no versions."""
 VERSION_TAG = "weight_version"
 
 
@@ -95,7 +97,7 @@ class Inspection:
         owner = int(task.owners_of(np.array([row]))[0])
         state = c.TaskState.CLAIMED if task.stamps[row] else c.TaskState.UNCLAIMED
         if owner:
-            state = c.TaskState.HELD if owner == HELD else c.TaskState.LEASED
+            state = c.TaskState.HELD if owner < 0 else c.TaskState.LEASED
         found = self.state.sessions.get(owner)
         return c.ShownTask(
             task=task.name,
@@ -153,8 +155,8 @@ def task_stats(partition: Partition, task: Task) -> c.TaskStats:
         task=task.name,
         fields=() if interest is None else interest.fields,
         ready=ready,
-        leased=task.leased(),
-        held=task.held(),
+        leased=task.leased,
+        held=task.held,
         claimed=task.claimed,
         waiting=sum(parked.command.task == task.name for parked in partition.waiters.values()),
         lag=None if interest is None else _lag(partition, interest),
@@ -169,9 +171,8 @@ def _lag(partition: Partition, interest: Interest) -> int | None:
     """How many versions the stalest of the oldest ready samples is behind."""
     rows = partition.rows.order[interest.ready()[:STALEST]]
     numbers = partition.tags.numbers(VERSION_TAG, rows[partition.tags.present(VERSION_TAG, rows)])
-    if numbers is None or not np.isfinite(numbers).any():
-        return None
-    return partition.version - int(np.nanmin(numbers))
+    known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
+    return partition.version - int(known.min()) if len(known) else None
 
 
 def _parts(what: str, wanted: int) -> int:

@@ -117,8 +117,8 @@ class Ledger:
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""
         state = self._state
-        times = [self._liveness.next_look, self._rooms.retry_at()]
-        times += [heap[0][0] for heap in (state.alarms, state.leases, state.wakes) if heap]
+        times = [self._liveness.next_look, self._rooms.retry_at(), state.leases.next_end()]
+        times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
         if state.sessions:
             times.append(state.now + state.heartbeat_s)
         first = min(times)
@@ -339,7 +339,7 @@ class Ledger:
             unit.awaited = unit.awaited or unit.connected
             self._units.lost(c.UnitLost(unit=unit.number))
         self._liveness.restarted()
-        self._claims.renew_leases()
+        state.leases.renew(state.now)
 
     def _tick(self, item: c.Tick) -> None:
         """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, and then

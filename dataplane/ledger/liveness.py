@@ -152,11 +152,8 @@ class Liveness:
         drop_staged(state, session.number)
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
-        for partition in state.partitions.values():
-            for task in partition.tasks.values():
-                rows = task.leased_by(session.number)
-                if len(rows):
-                    state.return_rows(partition, task, rows)
+        for lease in state.leases.owned_by(session.number):
+            state.return_rows(lease.partition, lease.task, lease.left())
         session.fencing = {**self._holding(session), **session.attached}
         session.attached = {}
         session.probed = None

@@ -19,6 +19,7 @@ from dataplane.ledger.tags import Tags
 from dataplane.ledger.tasks import Interest, Task
 
 if TYPE_CHECKING:
+    from dataplane.ledger.leases import Leases
     from dataplane.ledger.sessions import ParkedClaim, Session
 
 WRITERS = 16
@@ -34,9 +35,10 @@ class Partition:
 
     lost: Lost | None = None
 
-    def __init__(self, name: str, extents: Extents) -> None:
+    def __init__(self, name: str, extents: Extents, leases: Leases) -> None:
         self.name = name
         self.extents = extents
+        self.leases = leases
         self.account = extents.open_account()
         self.rows = Rows()
         self.fields: dict[str, Field] = {}
@@ -80,7 +82,9 @@ class Partition:
                 field.declared = None
                 fields[name] = field
         self.fields = fields
-        self.tasks = {name: self.tasks.get(name) or Task(name, self.rows.capacity) for name in command.tasks}
+        for name in self.tasks.keys() - set(command.tasks):
+            self.tasks[name].end_all_leases()
+        self.tasks = {name: self.tasks.get(name) or self._new_task(name) for name in command.tasks}
         self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
         self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict
         self.enums = dict(command.enums or {})
@@ -96,7 +100,10 @@ class Partition:
                 field.declared = spec
         for name in command.tasks:
             if name not in self.tasks:
-                self.tasks[name] = Task(name, self.rows.capacity)
+                self.tasks[name] = self._new_task(name)
+
+    def _new_task(self, name: str) -> Task:
+        return Task(name, self.rows.capacity, self.leases)
 
     def task(self, name: str) -> Task:
         found = self.tasks.get(name)
@@ -154,16 +161,20 @@ class Partition:
             )
         return samples.rows
 
-    def resolve_living(self, samples: Samples) -> Int64s:
-        """Rows of those of the samples that live, each once, in the command's order."""
+    def living(self, samples: Samples) -> tuple[Bools, Int64s]:
+        """Which of the samples live, and the rows of those."""
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
-            rows = rows[rows >= 0]
+            there = rows >= 0
         else:
             assert samples.rows is not None
             assert samples.births is not None
-            rows = samples.rows[self.rows.holds(samples.rows, samples.births)]
-        return unrepeated(rows)
+            rows, there = samples.rows, self.rows.holds(samples.rows, samples.births)
+        return there, rows[there]
+
+    def resolve_living(self, samples: Samples) -> Int64s:
+        """Rows of those of the samples that live, each once, in the command's order."""
+        return unrepeated(self.living(samples)[1])
 
     def births_of(self, rows: Int64s) -> Int64s:
         births: Int64s = self.rows.births[rows]
@@ -201,6 +212,7 @@ class Partition:
             task.give_back(rows)
         self.tags.drop(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
+        self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
         self.rows.bury(rows)
         self.kill(dead)
 

@@ -182,7 +182,7 @@ class Saves:
             there = state.partitions.get(saved.partition)
             if there is not None:
                 drop(state, there)
-            partition.name, partition.owner = saved.partition, None
+            partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
             state.partitions[saved.partition] = partition
             self.partitions.register(session, number, _registration(saved))
             partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version

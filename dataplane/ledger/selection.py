@@ -99,13 +99,14 @@ def _candidates(partition: Partition, interest: Interest, command: Claim, releas
 
 
 def _more_can_come(partition: Partition, interest: Interest, command: Claim) -> bool:
-    """Whether an unclaimed sample of a complete partition may still become one that this claim takes."""
+    """Whether a sample of a complete partition that is unclaimed, or may be again because its lease is open, may still
+    become one that this claim takes."""
     task = interest.task
     where = conditions(partition, command)
     if not where and command.group_size is None:
-        return interest.count < partition.rows.live - task.claimed
+        return interest.count < partition.rows.live - task.claimed + task.unsettled
     rows = partition.rows.in_order()
-    rows = rows[task.stamps[rows] == 0]
+    rows = rows[(task.stamps[rows] == 0) | task.not_settled(rows)]
     tags = partition.tags
     undecided = tags.undecided(where, rows)
     matching = tags.matches(where, rows)

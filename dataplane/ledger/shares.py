@@ -1,6 +1,7 @@
 """Shares: the selection of one step of a task, fixed by the first rank that asks, dealt to all of them.
 
-What nobody asked for yet is held for its rank: claimed, and leased to `HELD` until the selection's hold ends.
+What nobody asked for yet is held for its rank: claimed, and on lease to `HELD` (or `HELD_ON_LEASE`) until the
+selection's hold ends.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import numpy as np
 from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
 from dataplane.ledger.extents import Extents
+from dataplane.ledger.leases import Leases
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
@@ -20,23 +21,12 @@ BIRTHS_APART_NS = 1000
 """Epochs are times in nanoseconds: a state has a million births per second before it comes to a later one's."""
 
 
-class Lease:
-    """Wakes the ledger when leases end. Rows whose lease was prolonged, ended or given to another are passed over."""
-
-    def __init__(self, partition: Partition, task: Task, rows: Int64s, owner: int, lease_s: float) -> None:
-        self.partition = partition
-        self.task = task
-        self.rows = rows
-        self.owner = owner
-        self.lease_s = lease_s
-
-
 class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `births` and `serials` only grow; births
     begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
     of this. `touched` are the partitions whose parked claims must be judged again.
-    `alarms`, `leases` and `wakes` are heaps by time; entries that no longer matter are passed over when they come
-    up. `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
+    `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
+    `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
@@ -74,8 +64,8 @@ class State:
         self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
-        self.leases: list[tuple[float, int, Lease]] = []
-        self.wakes: list[tuple[float, int, Partition]] = []
+        self.leases = Leases()
+        self.wakes: list[tuple[float, int, str]] = []
 
     def serial(self) -> int:
         self.serials += 1
@@ -109,14 +99,15 @@ class State:
         """Its parked claims are judged again then at the latest."""
         if when < partition.wakes_at:
             partition.wakes_at = when
-            heapq.heappush(self.wakes, (when, self.serial(), partition))
+            heapq.heappush(self.wakes, (when, self.serial(), partition.name))
 
     def wake(self) -> None:
         """Partitions whose time has come are touched."""
         while self.wakes and self.wakes[0][0] <= self.now:
-            partition = heapq.heappop(self.wakes)[2]
-            partition.wakes_at = float("inf")
-            self.touch(partition)
+            partition = self.partitions.get(heapq.heappop(self.wakes)[2])
+            if partition is not None and partition.wakes_at <= self.now:
+                partition.wakes_at = float("inf")
+                self.touch(partition)
 
     def loosen(self) -> None:
         """Samples may have come to be consumed, unpinned or whole: puts that wait for eviction are judged again."""

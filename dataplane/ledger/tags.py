@@ -28,26 +28,32 @@ EXACT = 1 << 53
 
 
 class Tag:
-    """One tag by row. `values` is typed while all values are of one of bool, int (64 bits) and float, else objects.
-    What comes out is exactly what went in, types included."""
+    """One tag by row; `count` rows have it. `values` is typed while all values are of one of bool, int (64 bits) and
+    float, else objects. What comes out is exactly what went in, types included."""
 
     def __init__(self, dtype: npt.DTypeLike, capacity: int) -> None:
         self.values: np.ndarray[Any, Any] = np.zeros(capacity, dtype)
         self.present: Bools = np.zeros(capacity, np.bool_)
+        self.count = 0
 
     def grow(self, capacity: int) -> None:
         self.values = grown(self.values, capacity)
         self.present = grown(self.present, capacity)
 
-    def set(self, rows: Int64s, values: np.ndarray[Any, Any]) -> None:
+    def set(self, rows: Int64s, values: np.ndarray[Any, Any], *, repeats: bool) -> None:
+        """These rows (with `repeats`, perhaps some of them twice) have these values now."""
         if values.dtype != self.values.dtype and self.values.dtype != object:
             self.values = self.values.astype(object)
         if self.values.dtype == object:
             values = values.astype(object)
         self.values[rows] = values
+        fresh = rows[~self.present[rows]]
+        self.count += len(np.unique(fresh) if repeats else fresh)
         self.present[rows] = True
 
     def unset(self, rows: Int64s) -> None:
+        """These rows (no repeats) lack the tag now."""
+        self.count -= int(np.count_nonzero(self.present[rows]))
         self.present[rows] = False
         if self.values.dtype == object:
             self.values[rows] = None
@@ -69,7 +75,7 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
 
 
 class Tags:
-    """Every tag column of a partition."""
+    """Every tag column of a partition that some live sample has."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -88,11 +94,13 @@ class Tags:
             tag = self.columns.get(column.name)
             if tag is None:
                 tag = self.columns[column.name] = Tag(values.dtype, self.capacity)
-            tag.set(rows if column.positions is None else rows[column.positions], values)
+            where = rows if column.positions is None else rows[column.positions]
+            tag.set(where, values, repeats=column.positions is not None)
 
     def drop(self, rows: Int64s) -> None:
         for tag in self.columns.values():
             tag.unset(rows)
+        self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
 
     def of(self, rows: Int64s) -> tuple[TagColumn, ...]:
         """What these samples carry; a tag that none of them has is left out."""
@@ -138,14 +146,17 @@ class Tags:
         return result
 
     def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
-        """Values of a tag that all of the rows carry as numbers, else None."""
+        """Values of a tag that all of the rows carry as numbers that a float can hold, else None."""
         tag = self.columns.get(name)
         if tag is None or not every(tag.present[rows]):
             return None
         values = tag.values[rows]
         if values.dtype == object and not all(type(value) in (int, float) for value in values.tolist()):
             return None
-        return None if values.dtype == np.bool_ else values.astype(np.float64)
+        try:
+            return None if values.dtype == np.bool_ else values.astype(np.float64)
+        except OverflowError:
+            return None
 
     def matches(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
         """Which rows fulfil every predicate."""

@@ -11,27 +11,35 @@ from dataplane.ledger.arrays import Bools, grown, room_for
 from dataplane.ledger.commands import Int64s, Order
 
 if TYPE_CHECKING:
+    from dataplane.ledger.leases import Leases
     from dataplane.ledger.shares import Selection
 
 Float64s = npt.NDArray[np.float64]
 HELD = -1
 """Owner of the shares that wait for their ranks."""
+HELD_ON_LEASE = -2
+"""Owner of those whose ranks are to acknowledge them."""
 REPORTED = 1 << 16
 """A claim's answer names so many dropped samples at most."""
 CHUNK = 8192
 
 
 class Task:
-    """`stamps[row]` is the serial number of the claim that holds the row, negative once it was acknowledged, 0 where it
-    is unclaimed; `claimed` counts the live rows claimed. A leased row has an owner and an end; those arrays exist once
-    a lease was given. `selections` are by step; those up to `forgotten` that are not there were forgotten.
+    """`stamps[row]` is the id of the claim that holds the row, negative once it was acknowledged, 0 where it is
+    unclaimed; `claimed` counts the live rows claimed. A row on lease has an end, any other 0; that array exists once a
+    lease was given. `leased` counts the rows on lease to a session, `held` those held for a rank, `unsettled` those of
+    both that count as consumed only when they are acknowledged; `leases` has the claims they are of.
+    `selections` are by step; those up to `forgotten` that are not there were forgotten.
     `dropped` are ids of samples cleared since the last answer."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, leases: Leases) -> None:
         self.name = name
+        self.leases = leases
         self.claimed = 0
+        self.leased = 0
+        self.held = 0
+        self.unsettled = 0
         self.stamps: Int64s = np.zeros(capacity, np.int64)
-        self.owners: Int64s | None = None
         self.ends: Float64s | None = None
         self.selections: dict[int, Selection] = {}
         self.forgotten = -1
@@ -39,8 +47,7 @@ class Task:
 
     def grow(self, capacity: int) -> None:
         self.stamps = grown(self.stamps, capacity)
-        if self.owners is not None and self.ends is not None:
-            self.owners = grown(self.owners, capacity)
+        if self.ends is not None:
             self.ends = grown(self.ends, capacity)
 
     def take(self, rows: Int64s, stamp: int) -> None:
@@ -48,20 +55,18 @@ class Task:
         self.stamps[rows] = stamp
         self.claimed += len(rows)
 
-    def lease(self, rows: Int64s, owner: int, end: float) -> None:
-        """Begin or prolong leases."""
-        if self.owners is None or self.ends is None:
-            self.owners = np.zeros(len(self.stamps), np.int64)
+    def lease(self, rows: Int64s, end: float) -> None:
+        """The leases of these rows end then."""
+        if self.ends is None:
             self.ends = np.zeros(len(self.stamps), np.float64)
-        self.owners[rows] = owner
         self.ends[rows] = end
 
     def give_back(self, rows: Int64s) -> Int64s:
         """These rows (no repeats) are unclaimed now; gives those of them that were claimed."""
         held: Int64s = rows[self.stamps[rows] != 0]
+        self.end_leases(held)
         self.stamps[held] = 0
         self.claimed -= len(held)
-        self.end_leases(held)
         return held
 
     def acknowledge(self, rows: Int64s) -> None:
@@ -71,29 +76,59 @@ class Task:
 
     def end_leases(self, rows: Int64s) -> None:
         """The rows stay claimed."""
-        if self.owners is not None and self.ends is not None:
-            self.owners[rows] = 0
+        if self.ends is not None:
+            rows = rows[self.ends[rows] > 0]
+            self.leases.close(self.stamps[rows])
             self.ends[rows] = 0.0
 
+    def end_all_leases(self) -> None:
+        """The task is gone."""
+        if self.ends is not None:
+            self.end_leases(np.flatnonzero(self.ends))
+
+    def count_leased(self, owner: int, change: int) -> None:
+        """So many rows more are on lease to this owner."""
+        if owner < 0:
+            self.held += change
+        else:
+            self.leased += change
+        if owner != HELD:
+            self.unsettled += change
+
+    def on_lease(self, rows: Int64s) -> Bools:
+        """Which of the rows are on lease, or held for a rank."""
+        if self.ends is None:
+            return np.zeros(len(rows), np.bool_)
+        found: Bools = self.ends[rows] > 0
+        return found
+
+    def not_settled(self, rows: Int64s) -> Bools:
+        """Which of the rows are `unsettled`."""
+        found = self.on_lease(rows)
+        if self.unsettled < self.leased + self.held:
+            found &= self.owners_of(rows) != HELD
+        return found
+
+    def ends_of(self, rows: Int64s) -> Float64s:
+        """When the leases of these leased rows end."""
+        assert self.ends is not None
+        found: Float64s = self.ends[rows]
+        return found
+
     def owners_of(self, rows: Int64s) -> Int64s:
-        """Sessions that lease these rows (`HELD`: their rank is awaited), 0 where none does."""
-        return np.zeros(len(rows), np.int64) if self.owners is None else self.owners[rows]
+        """Sessions that lease these rows (below 0: their rank is awaited), 0 where none does."""
+        owners = np.zeros(len(rows), np.int64)
+        places = np.flatnonzero(self.on_lease(rows))
+        claims, which = np.unique(self.stamps[rows[places]], return_inverse=True)
+        owners[places] = np.array([self.leases.open[claim].owner for claim in claims.tolist()], np.int64)[which]
+        return owners
 
     def for_good(self, rows: Int64s, unconfirmed: Int64s) -> Bools:
         """Which of the rows the task has claimed and cannot get back by itself: not leased, not held for a rank, and in
         no claim of which the session may never have had the answer (`State.unconfirmed`)."""
         stamps = self.stamps[rows]
-        claimed: Bools = (stamps != 0) & (self.owners_of(rows) == 0) & ~np.isin(stamps, unconfirmed)
+        claimed: Bools = (stamps != 0) & ~self.on_lease(rows) & ~np.isin(stamps, unconfirmed)
         return claimed
-
-    def leased_by(self, session: int) -> Int64s:
-        return np.zeros(0, np.int64) if self.owners is None else np.flatnonzero(self.owners == session)
-
-    def leased(self) -> int:
-        return 0 if self.owners is None else int(np.count_nonzero(self.owners > 0))
-
-    def held(self) -> int:
-        return 0 if self.owners is None else int(np.count_nonzero(self.owners == HELD))
 
 
 class Interest:

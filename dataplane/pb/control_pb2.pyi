@@ -883,20 +883,28 @@ class ClaimRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ..., dp_rank: _Optional[int] = ..., dp_world: _Optional[int] = ..., step: _Optional[int] = ..., sampler: _Optional[str] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ..., partial_after_s: _Optional[float] = ..., partial: _Optional[_Union[Partial, str]] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., peek: bool = ...) -> None: ...
 
 class Claimed(_message.Message):
-    __slots__ = ("ids", "rows", "births", "fields", "tags", "dropped")
+    __slots__ = ("ids", "rows", "births", "fields", "tags", "dropped", "claim")
     IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[str]
     rows: bytes
     births: bytes
     fields: _containers.RepeatedScalarFieldContainer[str]
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
     dropped: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., dropped: _Optional[_Iterable[str]] = ...) -> None: ...
+    claim: int
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., dropped: _Optional[_Iterable[str]] = ..., claim: _Optional[int] = ...) -> None: ...
+
+class ClaimsSettled(_message.Message):
+    __slots__ = ("cleared",)
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    cleared: bytes
+    def __init__(self, cleared: _Optional[bytes] = ...) -> None: ...
 
 class UnclaimRequest(_message.Message):
     __slots__ = ("header", "claimed")
@@ -907,42 +915,48 @@ class UnclaimRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., claimed: _Optional[int] = ...) -> None: ...
 
 class AckRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "samples")
+    __slots__ = ("header", "partition", "task", "samples", "claims")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
     samples: Samples
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., claims: _Optional[bytes] = ...) -> None: ...
 
 class NackRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "samples")
+    __slots__ = ("header", "partition", "task", "samples", "claims")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
     samples: Samples
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., claims: _Optional[bytes] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("header", "partition", "task", "samples", "lease_s")
+    __slots__ = ("header", "partition", "task", "samples", "lease_s", "claims")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     task: str
     samples: Samples
     lease_s: float
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., lease_s: _Optional[float] = ..., claims: _Optional[bytes] = ...) -> None: ...
 
 class CheckConsumptionRequest(_message.Message):
     __slots__ = ("header", "partition", "tasks")

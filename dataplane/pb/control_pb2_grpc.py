@@ -133,17 +133,17 @@ class ControlStub(object):
         self.Ack = channel.unary_unary(
                 '/tq.v1.Control/Ack',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.AckRequest.SerializeToString,
-                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
                 _registered_method=True)
         self.Nack = channel.unary_unary(
                 '/tq.v1.Control/Nack',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.NackRequest.SerializeToString,
-                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
                 _registered_method=True)
         self.Extend = channel.unary_unary(
                 '/tq.v1.Control/Extend',
                 request_serializer=dataplane_dot_pb_dot_control__pb2.ExtendRequest.SerializeToString,
-                response_deserializer=dataplane_dot_pb_dot_control__pb2.Done.FromString,
+                response_deserializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
                 _registered_method=True)
         self.CheckConsumption = channel.unary_unary(
                 '/tq.v1.Control/CheckConsumption',
@@ -403,14 +403,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Makes leases end later.
+        """Makes leases end at another time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckConsumption(self, request, context):
-        """Whether the partition is complete and the tasks have claimed every live sample.
+        """Whether the partition is complete and the tasks have claimed every live sample, and acknowledged what was on lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -650,17 +650,17 @@ def add_ControlServicer_to_server(servicer, server):
             'Ack': grpc.unary_unary_rpc_method_handler(
                     servicer.Ack,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.AckRequest.FromString,
-                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.SerializeToString,
             ),
             'Nack': grpc.unary_unary_rpc_method_handler(
                     servicer.Nack,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.NackRequest.FromString,
-                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.SerializeToString,
             ),
             'Extend': grpc.unary_unary_rpc_method_handler(
                     servicer.Extend,
                     request_deserializer=dataplane_dot_pb_dot_control__pb2.ExtendRequest.FromString,
-                    response_serializer=dataplane_dot_pb_dot_control__pb2.Done.SerializeToString,
+                    response_serializer=dataplane_dot_pb_dot_control__pb2.ClaimsSettled.SerializeToString,
             ),
             'CheckConsumption': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckConsumption,
@@ -1303,7 +1303,7 @@ class Control(object):
             target,
             '/tq.v1.Control/Ack',
             dataplane_dot_pb_dot_control__pb2.AckRequest.SerializeToString,
-            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1330,7 +1330,7 @@ class Control(object):
             target,
             '/tq.v1.Control/Nack',
             dataplane_dot_pb_dot_control__pb2.NackRequest.SerializeToString,
-            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1357,7 +1357,7 @@ class Control(object):
             target,
             '/tq.v1.Control/Extend',
             dataplane_dot_pb_dot_control__pb2.ExtendRequest.SerializeToString,
-            dataplane_dot_pb_dot_control__pb2.Done.FromString,
+            dataplane_dot_pb_dot_control__pb2.ClaimsSettled.FromString,
             options,
             channel_credentials,
             insecure,

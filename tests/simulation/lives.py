@@ -15,7 +15,7 @@ from dataplane.types import GRANULE_BYTES
 from tests.simulation.client import Client
 from tests.simulation.movers import mover
 from tests.simulation.schedule import finish, play, settle
-from tests.simulation.scripts import Make, cleaner, dripper, producer, reader, register, saver, scorer, trainer
+from tests.simulation.scripts import Make, cleaner, closer, dripper, producer, reader, register, saver, scorer, trainer
 from tests.simulation.world import World
 
 HOSTS = ("host0", "host1")
@@ -42,6 +42,7 @@ def scripts() -> st.SearchStrategy[Make]:
         st.builds(dripper, seed, count),
         st.builds(saver, seed, count),
         st.builds(mover, seed, count),
+        st.builds(closer, seed, count),
     )
 
 
@@ -59,6 +60,7 @@ def plans(draw: st.DrawFn) -> Plan:
     clients: list[tuple[str, tuple[Make, ...]]] = [
         (draw(host), (producer(seed, 12, shared=seed % 2 == 0, mode=Mode.UPSERT),)),
         (draw(host), (scorer(seed, 12, lease_s=None), reader(seed, 8))),
+        (draw(host), (scorer(seed + 1, 8, lease_s=3.0), closer(seed, 3))),
         (HOSTS[0], (dripper(seed, 6), cleaner(seed, 4))),
         (draw(host), (saver(seed, 3),)),
         (draw(host), (trainer(seed, 10), reader(seed + 1, 8))),

@@ -16,7 +16,6 @@ from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
     Abort,
-    Ack,
     AddUnit,
     Allocate,
     AllocateAhead,
@@ -25,8 +24,6 @@ from dataplane.ledger.commands import (
     Answer,
     Bye,
     Call,
-    Claim,
-    Claimed,
     Clear,
     Cleared,
     Command,
@@ -37,7 +34,6 @@ from dataplane.ledger.commands import (
     Locate,
     Located,
     Move,
-    Nack,
     Opened,
     Output,
     Release,
@@ -53,6 +49,7 @@ from dataplane.ledger.commands import (
 from dataplane.ledger.space import granules_up
 from dataplane.types import GRANULE_BYTES
 from tests.ledger_values import canonical, placement_ranges, value_places
+from tests.simulation.claims import ClaimBooks
 from tests.simulation.moves import MoveBooks
 from tests.simulation.places import PlannedColumn, extent, granules, part_places, without
 from tests.simulation.rows import POISON, Value, content
@@ -70,18 +67,6 @@ class Cell(NamedTuple):
     value: Value
     unit: int
     offset: int
-
-
-@dataclass
-class Holder:
-    """Who has claimed a sample, until when it may keep it, whether it may have lost it since."""
-
-    name: Name
-    task: str
-    lease_until: float | None
-    lease_s: float = 0.0
-    given_back: bool = False
-    acked: bool = False
 
 
 @dataclass
@@ -119,7 +104,7 @@ class Recorder:
         self.ids: dict[tuple[str, str], tuple[int, int]] = {}
         self.cells: dict[tuple[str, int], dict[str, Cell]] = {}
         self.born: set[tuple[str, int]] = set()
-        self.holders: dict[tuple[str, str, int], Holder] = {}
+        self.claims = ClaimBooks(self)
         self.over: set[int] = set()
         self.heard: dict[int, float] = {}
         self.attached: dict[int, set[int]] = defaultdict(set)
@@ -154,6 +139,7 @@ class Recorder:
                 if output.unit not in self.memory:
                     self.add_memory(output.unit, item.capacity_bytes)
         self.check_space()
+        self.claims.check()
         self.sweep()
         return outputs
 
@@ -183,9 +169,7 @@ class Recorder:
         """In a new life of the service all sessions have their full time, and all leases begin again."""
         self.connected.clear()
         self.heard = dict.fromkeys(self.heard, self.now)
-        for holder in self.holders.values():
-            if holder.lease_until is not None and holder.lease_until > self.now:
-                holder.lease_until = self.now + holder.lease_s
+        self.claims.restarted()
 
     def end_use(self, item: Call) -> None:
         """A command by which a client says that it no longer uses something."""
@@ -208,9 +192,7 @@ class Recorder:
                 self.withdrawn.add((session, number))
             case Unclaim(claimed=number):
                 self.withdrawn.add((session, number))
-                for holder in self.holders.values():
-                    if holder.name == (session, number):
-                        holder.given_back = True
+                self.claims.unclaimed((session, number))
             case Bye():
                 self.over.add(session)
                 self.grants = {name: held for name, held in self.grants.items() if name[0] != session}
@@ -247,7 +229,9 @@ class Recorder:
         self.counts[f"{type(command).__name__}:{kind}"] += 1
         if isinstance(answer.result, DataPlaneError):
             self.saves.refused(name, command, answer.result)
+            self.claims.refused(command, answer.result)
             return
+        self.claims.answered(name, command, answer.result)
         self.saves.answered(name, command, answer.result)
         self.moves.answered(name, command, answer.result)
         match command, answer.result:
@@ -259,12 +243,8 @@ class Recorder:
                 self.committed(name, command, answer.result)
             case Locate(), Located():
                 self.locate(name, command, answer.result)
-            case Claim(), Claimed():
-                self.claimed(name, command, answer.result)
             case Clear(), Cleared():
                 self.cleared(command, answer.result)
-            case ((Ack() | Nack()), _):
-                self.settled(command)
 
     def allocated(self, name: Name, command: Allocate, result: Allocated) -> None:
         assert name not in self.withdrawn, f"{name} was aborted, then granted"
@@ -369,29 +349,6 @@ class Recorder:
         self.located[name] = located
         assert name not in self.withdrawn, f"{name} was released, then pinned"
         self.pins[name] = [cell for cells in located.values() for cell in cells]
-
-    def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
-        assert name not in self.withdrawn, f"{name} was withdrawn, then served"
-        for birth in result.births.tolist():
-            assert (command.partition, birth) in self.cells, f"{name} claimed a sample that is not there: {birth}"
-            assert set(command.fields) <= set(self.cells[command.partition, birth]), f"{name} claimed too early"
-            key = (command.partition, command.task, birth)
-            held = self.holders.get(key)
-            if held is not None:
-                lost = not held.acked and (held.given_back or held.name[0] in self.over)
-                late = held.lease_until is not None and held.lease_until <= self.now
-                assert lost or late, f"{key} was claimed by {held} and again by {name} at {self.now}"
-            until = None if command.lease_s is None else self.now + command.lease_s
-            self.holders[key] = Holder(name, command.task, until, command.lease_s or 0.0)
-
-    def settled(self, command: Ack | Nack) -> None:
-        """Samples acknowledged are held for good, those given back by nobody."""
-        for birth in self.named(command.partition, command.samples):
-            key = (command.partition, command.task, birth)
-            if isinstance(command, Nack):
-                self.holders.pop(key, None)
-            elif key in self.holders:
-                self.holders[key].lease_until, self.holders[key].acked = None, True
 
     def cleared(self, command: Clear, result: Cleared) -> None:
         gone = self.named(command.partition, command.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from dataplane.errors import (
     RefusedError,
     ServiceRestartedError,
     StaleCallError,
+    StaleSampleError,
     StorageUnitError,
     WaitTimeoutError,
 )
@@ -24,12 +25,15 @@ from dataplane.ledger.commands import (
     Ack,
     Allocate,
     AllocateAhead,
+    CheckConsumption,
     Claim,
     Claimed,
     Clear,
     ColumnSizes,
     Commit,
     CommitColumn,
+    Extend,
+    Int64s,
     List,
     Locate,
     Mode,
@@ -42,8 +46,11 @@ from dataplane.ledger.commands import (
     Save,
     SavedPartition,
     SavedRows,
+    Seal,
+    SetTags,
     Shrink,
     Stage,
+    TagColumn,
     UInt32s,
 )
 from dataplane.ledger.space import granules_up
@@ -325,7 +332,7 @@ def dripper(seed: int, count: int) -> Make:
 
 
 def scorer(seed: int, count: int, *, lease_s: float | None) -> Make:
-    """Claims, reads, writes a column back by handle, acknowledges or gives back."""
+    """Claims, reads, writes a column back by handle, gives back; see `settle` for what is on lease."""
     random = Random(seed)
 
     def body(client: Client, thread: Thread) -> Script:
@@ -344,14 +351,44 @@ def scorer(seed: int, count: int, *, lease_s: float | None) -> Make:
         samples = handles_of(reply.result)
         if not len(samples):
             return
-        yield from get(client, thread, samples, ["tokens"])
         owners = reply.result.ids
+        claimed = {"partition": PARTITION, "task": "score", "samples": samples, "claims": claims_of(reply.result)}
+        yield from get(client, thread, samples, ["tokens"])
         score = Column("score", BYTES, owners, [random.choice([1, 8, 70]) for _ in owners])
         yield from put(client, thread, samples, [score], Mode.UPDATE)
         if lease_s is not None:
-            yield Ask(Ack(partition=PARTITION, task="score", samples=samples))
+            yield from settle(client, random, claimed, lease_s)
         elif random.random() < 0.2:
-            yield Ask(Nack(partition=PARTITION, task="score", samples=samples))
+            yield Ask(Nack(**claimed))
+
+    return rounds(count, body)
+
+
+def settle(client: Client, random: Random, claimed: dict[str, Any], lease_s: float) -> Script:
+    """What becomes of samples on lease: they are tagged, cleared, kept longer, acknowledged, given back in time or
+    late. What is stale is no error of this script's."""
+    samples = claimed["samples"]
+    one = Samples(rows=samples.rows[:1], births=samples.births[:1])
+    if random.random() < 0.3:
+        tag = TagColumn(name="seen", values=(client.world.version(),))
+        yield Ask(SetTags(partition=PARTITION, samples=one, tags=(tag,)))
+    if random.random() < 0.3:
+        yield Ask(Clear(partition=PARTITION, samples=one))
+    steps = [Extend(**claimed, lease_s=lease_s), Ack(**claimed), Nack(**claimed)]
+    for step in random.choice([steps[:2], steps[1:], [steps[0], steps[2]], steps[2:]]):
+        with contextlib.suppress(StaleSampleError):
+            yield Ask(step)
+
+
+def closer(seed: int, count: int) -> Make:
+    """Seals the partition, asks whether it is consumed, and opens it again."""
+    random = Random(seed)
+
+    def body(client: Client, thread: Thread) -> Script:
+        yield Ask(Seal(partition=PARTITION))
+        for _ in range(random.randint(1, 3)):
+            yield Ask(CheckConsumption(partition=PARTITION, tasks=random.choice([TASKS, TASKS[:1]])))
+        yield from register(client, thread)
 
     return rounds(count, body)
 
@@ -419,6 +456,10 @@ def drop(client: Client, thread: Thread) -> Script:
     for partition in (PARTITION, ALBUM):
         with contextlib.suppress(NotThereError):  # nobody may have made it
             yield Ask(Clear(partition=partition, samples=None))
+
+
+def claims_of(claimed: Claimed) -> Int64s:
+    return np.full(len(claimed.rows), claimed.claim, np.int64)
 
 
 def handles_of(claimed: Claimed) -> Samples:

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
+from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
+from dataplane.ledger.claims import Claims, _Named
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.partition import Partition
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.saves import Saves
 from dataplane.ledger.state import State
+from dataplane.ledger.tasks import Task
 from tests.profiles import budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
@@ -191,10 +195,44 @@ def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drains, "_switch", forgetful)
 
 
+def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
+    living = Partition.living
+
+    def all_or_nothing(self: Claims, command: Any, claims: Any) -> Any:
+        there, _ = living(self.state.partition(command.partition), command.samples)
+        places = np.flatnonzero(~there).tolist()
+        if places:
+            raise StaleSampleError(partition=command.partition, samples=["?"], total=len(places), positions=places)
+        return named(self, command, claims)
+
+    named = Claims._named_claimed
+    patch.setattr(Claims, "_named_claimed", all_or_nothing)
+
+
+def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
+    def hasty(self: State, partition: Any, task: Any, rows: Any) -> None:
+        give_back(self, partition, task, rows[:1])
+
+    give_back = State.return_rows
+    patch.setattr(State, "return_rows", hasty)
+
+
+def claims_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Named, "own", property(lambda self: self.task.stamps[self.rows] > 0))
+
+
+def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Task, "unsettled", property(lambda self: 0, lambda self, value: None), raising=False)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [
+        one_cleared_sample_holds_up_the_rest,
+        of_several_only_the_first_goes_back,
+        claims_are_not_compared,
+        open_leases_count_as_consumed,
         pins_hold_nothing,
         the_end_of_a_session_frees_without_proof,
         a_held_lock_proves_death,

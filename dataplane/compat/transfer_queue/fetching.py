@@ -258,7 +258,8 @@ def _tell(desk: Desk, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) ->
         )
     except SampleExistsError:
         samples = c.Samples(rows=claimed.rows, births=claimed.births)
-        yield Send(c.Nack(partition=asked.partition, task=asked.task, samples=samples))
+        claims = np.full(len(claimed.rows), claimed.claim, np.int64)
+        yield Send(c.Nack(partition=asked.partition, task=asked.task, samples=samples, claims=claims))
         return False
     return True
 

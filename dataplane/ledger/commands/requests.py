@@ -211,33 +211,47 @@ class Unclaim(Command, frozen=True, kw_only=True):
 
 
 class Ack(Command, frozen=True, kw_only=True):
-    """The task is done with these leased samples. Answered `Done`; samples no longer leased to this session are
-    `StaleSampleError`, nothing acknowledged."""
+    """The task is done with these leased samples. `claims` has for each the id of the claim that it is of (see
+    `Claimed`). Answered `ClaimsSettled`.
+
+    It does what it can: samples that do not live any more are told of in the answer; those that are not on lease to
+    their claim (any more) are left as they are and, once all others are acknowledged, named by a `StaleSampleError`.
+    """
 
     partition: str
     task: str
     samples: Samples
+    claims: Int64s
 
 
 class Nack(Command, frozen=True, kw_only=True):
-    """These claimed samples (leased or not) go back to the pool. Answered `Done`."""
+    """These claimed samples go back to the pool: those that their claim (see `Ack`) holds, on lease or not, and has not
+    acknowledged. What is in the pool already stays there; others as with `Ack`. Answered `ClaimsSettled`.
+
+    Without `claims`, all of them that are not on lease, whichever claim consumed them: as if the task had never seen
+    them.
+    """
 
     partition: str
     task: str
     samples: Samples
+    claims: Int64s | None = None
 
 
 class Extend(Command, frozen=True, kw_only=True):
-    """The leases of these samples now end `lease_s` from now. Answered `Done`."""
+    """The leases of these samples now end `lease_s` from now; claims and others as with `Ack`. Answered
+    `ClaimsSettled`."""
 
     partition: str
     task: str
     samples: Samples
     lease_s: float
+    claims: Int64s
 
 
 class CheckConsumption(Command, frozen=True, kw_only=True):
-    """Whether the partition is complete and each task has claimed every live sample. Answered `Consumption`."""
+    """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the claim
+    was on lease, acknowledged it. Answered `Consumption`."""
 
     partition: str
     tasks: tuple[str, ...]

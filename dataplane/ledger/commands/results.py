@@ -78,7 +78,8 @@ class Located(Result, frozen=True, kw_only=True):
 
 class Claimed(Result, frozen=True, kw_only=True):
     """`fields` are those produced for all of the samples. `dropped` are the ids of samples that claims of the task
-    cleared as members of partial groups since the last answer (the last `tasks.REPORTED` of them)."""
+    cleared as members of partial groups since the last answer (the last `tasks.REPORTED` of them). `claim` is the id of
+    the claim (0: nothing was claimed)."""
 
     ids: tuple[str, ...]
     rows: Int64s
@@ -86,6 +87,13 @@ class Claimed(Result, frozen=True, kw_only=True):
     fields: tuple[str, ...]
     tags: tuple[TagColumn, ...]
     dropped: tuple[str, ...] = ()
+    claim: int = 0
+
+
+class ClaimsSettled(Result, frozen=True, kw_only=True):
+    """Done to all samples of the command but those at these places in it, which do not live any more."""
+
+    cleared: Int64s
 
 
 class Consumption(Result, frozen=True, kw_only=True):
