@@ -50,6 +50,7 @@ class BudgetBooks:
             partition = self.model.partitions.get(name)
             if partition is None:
                 continue
+            self.lost(name)
             births = set(kept.evicted.births.values())
             gone = [sample for sample in partition.in_order() if sample.birth in births]
             before = self.counted.get((name, partition.life), (0, 0))
