@@ -327,7 +327,7 @@ def test_tags_are_counted_by_sample(driver: Driver, client: Client) -> None:
 # --- tags that are no lengths
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, -0.5, 1.5, 10**400, 1 << 54, "long", True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, -0.5, 1.5, 10**400, 1 << 54, "long", True, None])
 def test_a_number_of_tokens_is_one(client: Client, value: object) -> None:
     with pytest.raises(InvalidRequestError, match="no number of tokens"):
         client.put(["a"], tags={"input_lengths": [value]})

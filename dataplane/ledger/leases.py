@@ -40,7 +40,8 @@ class Lease:
     def over(self, now: float) -> Int64s:
         """Those of them whose time is over."""
         left = self.left()
-        return left[self.task.ends_of(left) <= now]
+        over: Int64s = left[self.task.ends_of(left) <= now]
+        return over
 
 
 class Leases:

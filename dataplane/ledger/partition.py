@@ -82,8 +82,9 @@ class Partition:
                 field.declared = None
                 fields[name] = field
         self.fields = fields
-        for name in self.tasks.keys() - set(command.tasks):
-            self.tasks[name].end_all_leases()
+        for name, task in self.tasks.items():
+            if name not in command.tasks:
+                task.end_all_leases()
         self.tasks = {name: self.tasks.get(name) or self._new_task(name) for name in command.tasks}
         self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
         self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict

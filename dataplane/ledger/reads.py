@@ -31,9 +31,10 @@ class Reads:
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
         if command.missing_ok:
             return self._locate_some(session, number, command, partition)
+        # First the samples: what only they had is no field any more once they are gone.
+        rows = partition.resolve(command.samples)
         for name in command.fields:
             partition.field(name)
-        rows = partition.resolve(command.samples)
         located = [self._locations(session, partition, command, name, rows) for name in command.fields]
         if len(rows) and located and not command.unpinned:
             cells = np.concatenate([extents for _, extents in located])

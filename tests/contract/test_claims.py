@@ -9,8 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dataplane import DataPlaneClient
-from dataplane.errors import ClaimTimeoutError, PartitionNotFoundError, ShareTakenError, TaskNotFoundError
+from dataplane import DataPlaneClient, KVBatchMeta
+from dataplane.errors import (
+    ClaimTimeoutError,
+    PartitionNotFoundError,
+    ShareTakenError,
+    StaleSampleError,
+    TaskNotFoundError,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -182,6 +188,40 @@ def test_leases_end_are_acknowledged_or_given_back(client: DataPlaneClient, part
         client.ack(lost)
     client.nack(again)
     assert client.claim_meta(partition, "train", ["x"], 2).sample_ids == lost.sample_ids
+
+
+def test_a_lease_belongs_to_one_claim_and_is_settled_by_the_sample(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    register(client, partition, 4)
+    put(client, partition, 0, 4)
+    late = client.claim_meta(partition, "train", ["x"], 4, lease_s=60.0)
+    client.nack(late.slice(0, 2))
+    rightful = client.claim_meta(partition, "train", ["x"], 2, lease_s=60.0)
+    client.clear_samples(["s3"], partition)
+    assert client.extend(rightful, 60.0) == []
+    assert not client.check_consumption_status(partition, ["train"])
+    with pytest.raises(StaleSampleError, match=r"'s0', 's1'.*lease ended") as caught:
+        client.ack(late)
+    assert caught.value.samples == ["s0", "s1"]
+    assert open_client().ack(KVBatchMeta.concat([rightful, late.slice(3, 4)])) == ["s3"]
+    assert client.check_consumption_status(partition, ["train"]), "and s2 was acknowledged with the others"
+    with pytest.raises(StaleSampleError):
+        client.nack(late)
+    assert client.claim_meta(partition, "train", ["x"], 4, blocking=False).size == 0
+    with pytest.raises(ValueError, match="not claimed"):
+        client.ack(client.list_samples(partition))
+
+
+@pytest.mark.parametrize("length", [float("nan"), float("inf"), -1, 10**400])
+def test_a_tag_that_is_no_number_of_tokens_is_refused(client: DataPlaneClient, partition: str, length: float) -> None:
+    register(client, partition, 4)
+    with pytest.raises(ValueError, match="no number of tokens"):
+        client.put_samples(["bad"], partition, {"x": torch.zeros(1)}, tags=[{"input_lengths": length}])
+    put(client, partition, 0, 4)
+    with pytest.raises(ValueError, match="no number of tokens"):
+        client.set_tags(["s0"], partition, [{"input_lengths": length}])
+    assert client.claim_meta(partition, "train", ["x"], 4).sequence_lengths == [5] * 4
 
 
 def test_the_ranks_of_a_step_share_one_selection(

@@ -381,11 +381,14 @@ def settle(client: Client, random: Random, claimed: dict[str, Any], lease_s: flo
 
 
 def closer(seed: int, count: int) -> Make:
-    """Seals the partition, asks whether it is consumed, and opens it again."""
+    """Seals the partition, or says that all of it was put, asks whether it is consumed, and opens it again."""
     random = Random(seed)
 
     def body(client: Client, thread: Thread) -> Script:
-        yield Ask(Seal(partition=PARTITION))
+        if random.random() < 0.3:
+            yield Ask(Seal(partition=PARTITION))
+        else:
+            yield Ask(Register(partition=PARTITION, fields=FIELDS, num_samples=0, tasks=TASKS))
         for _ in range(random.randint(1, 3)):
             yield Ask(CheckConsumption(partition=PARTITION, tasks=random.choice([TASKS, TASKS[:1]])))
         yield from register(client, thread)

@@ -1,0 +1,81 @@
+"""Operations of consumer tasks, stepped by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane import claiming
+from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError
+from dataplane.ledger import commands as c
+from dataplane.meta import KVBatchMeta
+from dataplane.steps import Post, Send, Sent
+
+DESK: Any = None
+
+
+def claimed(**more: Any) -> c.Claimed:
+    rows = {"rows": np.array([4, 5]), "births": np.array([14, 15])}
+    return c.Claimed(**{"ids": ("a", "b"), **rows, "fields": ("x",), "tags": (), "claim": 7, **more})
+
+
+def meta() -> KVBatchMeta:
+    made = KVBatchMeta("p", "train", ["a", "b"]).with_handles(np.array([4, 5]), np.array([14, 15]))
+    return made.with_claims(np.array([7, 7]))
+
+
+def test_a_claim_whose_answer_makes_no_meta_is_undone() -> None:
+    command = claiming.claim_command("p", "train", ["x"], 2)
+    operation = claiming.claim(DESK, command, None)
+    assert operation.send(None) == Send(command)
+    undo = operation.send(Sent(3, claimed(tags=(c.TagColumn(name="input_lengths", values=("two", "three")),))))
+    assert isinstance(undo, Post)
+    nack = undo.command
+    assert isinstance(nack, c.Nack)
+    assert (nack.partition, nack.task, nack.samples.births.tolist()) == ("p", "train", [14, 15])  # type: ignore[union-attr]
+    assert nack.claims is not None
+    assert nack.claims.tolist() == [7, 7]
+    with pytest.raises(ValueError, match="two"):
+        operation.send(None)
+
+
+def test_a_claim_gives_its_id_to_its_samples() -> None:
+    operation = claiming.claim(DESK, claiming.claim_command("p", "train", ["x"], 2), None)
+    operation.send(None)
+    with pytest.raises(StopIteration) as done:
+        operation.send(Sent(3, claimed()))
+    assert done.value.value.claims.tolist() == [7, 7]
+
+
+def test_what_was_cleared_comes_back_by_id_and_what_is_stale_is_named() -> None:
+    operation = claiming.about_claimed(DESK, c.Ack, meta())
+    sent = operation.send(None)
+    assert isinstance(sent, Send)
+    assert sent.command.claims.tolist() == [7, 7]  # type: ignore[attr-defined]
+    with pytest.raises(StopIteration) as done:
+        operation.send(Sent(4, c.ClaimsSettled(cleared=np.array([1]))))
+    assert done.value.value == ["b"]
+    operation = claiming.about_claimed(DESK, c.Nack, meta())
+    operation.send(None)
+    with pytest.raises(StaleSampleError, match="'a' of partition 'p' is not held") as caught:
+        operation.throw(StaleSampleError(partition="p", task="train", samples=["sample 0"], positions=[0]))
+    assert caught.value.samples == ["a"]
+
+
+@pytest.mark.parametrize("given", [None, "lease", ["a"]])
+def test_what_is_no_meta_is_refused(given: Any) -> None:
+    with pytest.raises(UnsupportedValueError, match="claim_meta returned"):
+        next(claiming.about_claimed(DESK, c.Ack, given))
+
+
+def test_a_meta_that_no_claim_returned_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="not claimed"):
+        next(claiming.about_claimed(DESK, c.Ack, KVBatchMeta("p", "train", ["a"])))
+
+
+def test_nothing_is_asked_for_no_samples() -> None:
+    with pytest.raises(StopIteration) as done:
+        next(claiming.about_claimed(DESK, c.Ack, meta().slice(0, 0)))
+    assert done.value.value == []
