@@ -15,6 +15,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
+from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import Client, Driver, by_ids
 
 
@@ -35,14 +36,14 @@ def results(out: list[c.Output]) -> list[type]:
 
 
 def test_opening_is_idempotent_by_nonce(driver: Driver) -> None:
-    item = c.OpenSession(nonce="n", host="h", name="a", protocol_version=1)
+    item = c.OpenSession(nonce="n", host="h", name="a", protocol_version=PROTOCOL_VERSION)
     first, again = driver.apply(item)[0], driver.apply(item)[0]
     assert isinstance(first, c.Opened)
     assert isinstance(again, c.Opened)
     assert first.session == again.session == 1
     assert first.epoch == 7
     assert [unit.unit for unit in first.units] == [1]
-    other = driver.apply(c.OpenSession(nonce="m", host="h", name="a", protocol_version=1))[0]
+    other = driver.apply(c.OpenSession(nonce="m", host="h", name="a", protocol_version=PROTOCOL_VERSION))[0]
     assert isinstance(other, c.Opened)
     assert other.session == 2
 
@@ -213,6 +214,24 @@ def test_a_session_without_proof_is_given_up_then_fenced_and_only_the_fence_free
     assert other.used() == 128
     driver.apply(c.SessionGone(unit=1, session=client.session))
     assert other.used() == 0
+
+
+def test_sessions_that_are_over_are_refused_with_one_that_is_fenced(driver: Driver) -> None:
+    clients = [driver.client(str(number), attach=[1]) for number in range(6)]
+    driver.take_orders()
+    for place in (1, 4, 3):
+        clients[place].do(c.Bye())
+        (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+        expected = {1: (2, 2), 4: (5, 5), 3: (4, 4)}[place]
+        assert (order.first, order.last) == expected, "the others are there, or not proven gone"
+    driver.apply(c.SessionGone(unit=1, session=2))
+    driver.apply(c.SessionGone(unit=1, session=5))
+    driver.tick(driver.now + 2.0)
+    orders = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (4, 4, 5) in [(found.session, found.first, found.last) for found in orders]
+    clients[2].do(c.Bye())
+    (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (order.session, order.first, order.last) == (3, 2, 3)
 
 
 def test_a_ledger_that_was_paused_looks_twice_before_it_gives_a_session_up(driver: Driver) -> None:
