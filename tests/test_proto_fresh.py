@@ -34,6 +34,7 @@ def test_sources_and_outcome_belong_together() -> None:
     assert not changed, "run `make proto`"
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(generator() is None, reason="no generator here (.venv-proto, grpc_tools); the sums were compared")
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
     python = generator()
