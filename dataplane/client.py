@@ -398,9 +398,10 @@ class DataPlaneClient:
         saved.
 
         path: new, an empty directory, or an older checkpoint's, which is replaced when this one is whole and synced to
-        disk, and survives any failure before. Rows that are shared are written once. Needs little memory; blocks until
-        done. Raises KeyError for an unknown partition, `CheckpointWriteError` (an OSError) that names the file where
-        the disk fails, `CheckpointError` (a ValueError) if something else is at `path`.
+        disk, and survives any failure before; what others put into its directory stays. Rows that are shared are
+        written once. Needs little memory; blocks until done. Raises KeyError for an unknown partition,
+        `CheckpointWriteError` (an OSError) that names the file where the disk fails, `CheckpointError` (a ValueError)
+        if something else is at `path`.
         """
         return self._run(checkpoint, path, partitions)
 

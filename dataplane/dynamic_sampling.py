@@ -141,7 +141,8 @@ class DynamicSampler:
     def _keep(self, groups: dict[Scalar, int]) -> KVBatchMeta:
         """The kept samples of these groups; the others are dropped."""
         gathered = KVBatchMeta.concat(self._kept)
-        chosen, others = [], []
+        chosen: list[int] = []
+        others: list[int] = []
         for row, tags in enumerate(_tags(gathered)):
             (chosen if tags[self._group_tag] in groups else others).append(row)
         self._clear(gathered.subset(others))

@@ -7,6 +7,7 @@ A jagged tensor here is a `torch.nested` tensor of layout `torch.jagged` whose r
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -344,20 +345,33 @@ def padded_width(lengths: Int64s, width: int) -> int:
 
 
 def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | complex:
-    """`pad_value` as a Python number that `dtype` holds without wrapping; ValueError otherwise."""
+    """`pad_value` as a Python number that `dtype` holds without wrapping or becoming infinite; ValueError otherwise."""
     value = pad_value.item() if hasattr(pad_value, "item") else pad_value
     if not isinstance(value, bool | int | float | complex):
         raise InvalidRequestError(f"a pad value is a number, got {type(pad_value).__name__}")
+    if not _holds(dtype, value):
+        raise InvalidRequestError(f"pad value {str(value)[:40]} does not fit {DTYPE_NAMES[dtype]}")
     if dtype.is_complex:
         return value
+    return float(value) if dtype.is_floating_point else int(value)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def _holds(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
+    """Whether the value is within the range of `dtype`: only what is infinite becomes infinite."""
+    if dtype.is_complex or dtype.is_floating_point:
+        parts = (value.real, value.imag) if dtype.is_complex else (value,)
+        return all(not isinstance(part, complex) and _is_within(part, dtype) for part in parts)
     if isinstance(value, complex):
-        raise InvalidRequestError(f"pad value {value!r} does not fit {DTYPE_NAMES[dtype]}")
-    if dtype.is_floating_point:
-        return float(value)
+        return False
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if value != value or not low <= value <= high or int(value) != value:
-        raise InvalidRequestError(f"pad value {value!r} does not fit {DTYPE_NAMES[dtype]}")
-    return int(value)
+    return value == value and low <= value <= high and int(value) == value
+
+
+def _is_within(number: int | float, dtype: torch.dtype) -> bool:
+    if number in (math.inf, -math.inf):
+        return dtype != torch.float8_e4m3fn  # it has none
+    return number != number or abs(number) <= torch.finfo(dtype).max
 
 
 def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:

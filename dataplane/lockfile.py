@@ -22,9 +22,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-LOCAL_FILE_SYSTEMS = frozenset(
-    {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
-)
+LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"})
 """Where a lock taken on this host is seen by this host and nobody else."""
 
 _FILE_SYSTEMS = {

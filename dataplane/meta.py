@@ -18,6 +18,7 @@ Int64s = npt.NDArray[np.int64]
 _Value = TypeVar("_Value")
 _BY_SAMPLE = ("sample_ids", "sequence_lengths", "tags")
 Indices = Sequence[int] | range | npt.NDArray[Any]
+MAX_LENGTH = (1 << 63) - 1
 
 
 class FixedList(list[_Value]):
@@ -334,12 +335,19 @@ def _lengths(lengths: Any, size: int) -> list[int] | None:
     if lengths is None:
         return None
     listed = _aligned("sequence_lengths", lengths, size)
-    if not set(map(type, listed)) - {int} and min(listed, default=0) >= 0:
+    if not set(map(type, listed)) - {int} and min(listed, default=0) >= 0 and max(listed, default=0) <= MAX_LENGTH:
         return listed
-    wrong = next((length for length in listed if isinstance(length, bool) or int(length) != length or length < 0), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"sequence_lengths: expected integers of 0 or more, got {wrong!r}")
+    for length in listed:
+        if not _is_length(length):
+            raise InvalidRequestError(f"sequence_lengths: expected integers of 0 or more, got {str(length)[:40]}")
     return [int(length) for length in listed]
+
+
+def _is_length(length: Any) -> bool:
+    try:
+        return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _handles(handles: Any, size: int) -> Int64s | None:

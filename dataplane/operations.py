@@ -55,8 +55,10 @@ def put(
     fields: TensorDict | Mapping[str, Any] | None,
     tags: Sequence[Mapping[str, Any]] | None,
     mode: str,
+    declare: Callable[[], Send] | None = None,
 ) -> Operation[KVBatchMeta]:
-    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
+    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind. declare: makes
+    the step that declares fields anew when a schema that had them no longer does."""
     ids = ids_of(names)
     samples = samples_of(names, ids)
     columns_of_tags = tag_columns(tags, len(ids))
@@ -77,6 +79,8 @@ def put(
             committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
             return _put_meta(ids, partition, encoded, tags, committed)
         except (SchemaError, StaleSchemaError) as error:
+            if declare is not None and isinstance(error, StaleSchemaError):
+                yield declare()
             if turn + 1 == PUT_TRIES or not (yield from _outdated(desk, partition, schema, error)):
                 raise
     raise AssertionError("the last turn returns or raises")

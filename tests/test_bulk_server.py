@@ -12,7 +12,7 @@ from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
-from dataplane.errors import ArenaSpaceError, from_wire
+from dataplane.errors import ArenaSpaceError, SessionExpiredError, from_wire
 from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
 from dataplane.pb import bulk_pb2 as pb
@@ -207,6 +207,19 @@ def test_a_fenced_sessions_stops_are_forgotten(unit):
     assert sessions.fence(1)
     assert not sessions.is_stopped(1, 8), "it is refused as a whole"
     assert sessions.is_stopped(2, 8)
+    sessions.close()
+
+
+def test_what_is_kept_of_fenced_sessions_is_bounded_by_those_that_live(unit):
+    sessions = sessions_module.Sessions(unit.arena, lock_directories=())
+    for number in range(3, 2000, 2):
+        assert sessions.fence(number, first=number - 1, last=number)
+    assert len(sessions._fenced) == 1
+    for number in (2, 3, 1000, 1999):
+        with pytest.raises(SessionExpiredError):
+            sessions.admit(number)
+    for number in (1, 2000):
+        sessions.admit(number)
     sessions.close()
 
 

@@ -322,6 +322,18 @@ def test_a_directory_that_cannot_be_made(client: DataPlaneClient, tmp_path: Path
     client.checkpoint(tmp_path / "new" / "parents" / "c")
 
 
+def test_a_file_of_the_users_in_an_older_checkpoint_stays(saved: Path, client: DataPlaneClient) -> None:
+    (saved / "notes.txt").write_text("step 100")
+    (saved / "plots").mkdir()
+    client.checkpoint(saved)
+    assert (saved / "notes.txt").read_text() == "step 100"
+    assert (saved / "plots").is_dir()
+    assert manifest.read(saved).partitions
+    (saved / manifest.NAME).write_text('{"name": "a web page"}')
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        client.checkpoint(saved)
+
+
 def test_what_is_no_checkpoint_is_left_alone(client: DataPlaneClient, tmp_path: Path, bare: DataPlaneClient) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")

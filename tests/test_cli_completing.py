@@ -56,9 +56,11 @@ def test_no_service_is_no_names_and_no_noise() -> None:
     assert completions("tq ls ", TQ_ADDRESS="") == []
 
 
-HOSTILE = ["train$(touch F)", "train`touch F`", "train;touch F", "train'x", 'train"x', "train\\x", "train x", "train\nx"]
-HOSTILE += ["train&", "train|x", "train>x", "train*", "train?", "train[a]", "train{a,b}", "train!x", "train#x", "~train"]
-HOSTILE += ["--yes", "-y", "=train", "train\x1b[2J", "train\u202e"]
+HOSTILE = [
+    f"train{part}" for part in ("$(touch F)", "`touch F`", ";touch F", "'x", '"x', "\\x", " x", "\nx", "&", "|x")
+]
+HOSTILE += [f"train{part}" for part in (">x", "*", "?", "[a]", "{a,b}", "!x", "#x", "\x1b[2J", "\u202e")]
+HOSTILE += ["~train", "--yes", "-y", "=train"]
 
 
 def test_names_that_mean_something_to_a_shell_are_left_out(filled: DataPlaneClient) -> None:

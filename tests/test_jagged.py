@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -21,6 +22,7 @@ from dataplane.jagged import (
     pack_jagged_fields,
     pad_element,
     pad_nested,
+    pad_scalar,
     response_from_nested,
     row_lengths,
     row_starts,
@@ -233,6 +235,40 @@ def test_pad_element_is_the_bits_of_the_number(dtype: torch.dtype) -> None:
 def test_pad_elements_that_are_equal_but_differ_in_bits() -> None:
     bits = [pad_element(value, torch.float32).tobytes().hex() for value in (0.0, -0.0, 0, float("nan"), 0.0)]
     assert bits == ["00000000", "00000080", "00000000", "0000c07f", "00000000"]
+
+
+BEYOND = (10**400, -(10**400))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *[(dtype, value) for dtype in TORCH_DTYPES.values() for value in BEYOND],
+        (torch.float32, 1e39),
+        (torch.bfloat16, -1e39),
+        (torch.float16, 65520.0),
+        (torch.float8_e5m2, 1e6),
+        (torch.float8_e4m3fn, 1e4),
+        (torch.float8_e4m3fn, math.inf),
+        (torch.complex64, 1e39),
+        (torch.complex64, complex(0, 1e39)),
+        (torch.float32, 1j),
+        (torch.int64, math.nan),
+        (torch.int64, math.inf),
+    ],
+    ids=str,
+)
+def test_a_pad_value_that_would_become_another_is_refused(dtype: torch.dtype, value: Any) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pad_scalar(value, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_pad_values_that_are_rounded_infinite_or_no_number_are_taken(dtype: torch.dtype) -> None:
+    assert pad_scalar(0.1, dtype) == 0.1
+    assert pad_scalar(-math.inf, dtype) == -math.inf
+    assert math.isnan(pad_scalar(math.nan, dtype).real)
+    assert pad_scalar(torch.finfo(dtype).max, dtype) == torch.finfo(dtype).max
 
 
 def test_select_rows() -> None:

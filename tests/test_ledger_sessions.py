@@ -216,6 +216,24 @@ def test_a_session_without_proof_is_given_up_then_fenced_and_only_the_fence_free
     assert other.used() == 0
 
 
+def test_sessions_that_are_over_are_refused_with_one_that_is_fenced(driver: Driver) -> None:
+    clients = [driver.client(str(number), attach=[1]) for number in range(6)]
+    driver.take_orders()
+    for place in (1, 4, 3):
+        clients[place].do(c.Bye())
+        (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+        expected = {1: (2, 2), 4: (5, 5), 3: (4, 4)}[place]
+        assert (order.first, order.last) == expected, "the others are there, or not proven gone"
+    driver.apply(c.SessionGone(unit=1, session=2))
+    driver.apply(c.SessionGone(unit=1, session=5))
+    driver.tick(driver.now + 2.0)
+    orders = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (4, 4, 5) in [(found.session, found.first, found.last) for found in orders]
+    clients[2].do(c.Bye())
+    (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (order.session, order.first, order.last) == (3, 2, 3)
+
+
 def test_a_ledger_that_was_paused_looks_twice_before_it_gives_a_session_up(driver: Driver) -> None:
     client = holding(driver, ())
     driver.tick(100.0)

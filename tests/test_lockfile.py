@@ -2,7 +2,6 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -107,7 +106,7 @@ def test_what_is_not_there_yet_is_where_its_parent_is(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
 def test_directories_of_a_chroot_are_local_too(tmp_path):
     (tmp_path / "shm").mkdir()
-    look = "import os, sys; from dataplane.lockfile import file_system; os.chroot(sys.argv[1]); print(file_system('/shm'))"
+    look = "import os, sys; from dataplane.lockfile import file_system as f; os.chroot(sys.argv[1]); print(f('/shm'))"
     found = subprocess.run(
         [sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )

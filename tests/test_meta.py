@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import subprocess
 import sys
@@ -74,6 +75,11 @@ def test_unknown_stays_unknown() -> None:
         ({"sequence_lengths": [1, 2]}, ValueError, "sequence_lengths: got 2 for 3 samples"),
         ({"sequence_lengths": [1, -2, 3]}, ValueError, "got -2"),
         ({"sequence_lengths": [1, 2.5, 3]}, ValueError, "got 2.5"),
+        ({"sequence_lengths": [1, math.inf, 3]}, ValueError, "got inf"),
+        ({"sequence_lengths": [1, math.nan, 3]}, ValueError, "got nan"),
+        ({"sequence_lengths": [1, None, 3]}, ValueError, "got None"),
+        ({"sequence_lengths": [1, "2", 3]}, ValueError, "got 2"),
+        ({"sequence_lengths": [1, 10**400, 3]}, ValueError, "got 1000"),
         ({"tags": [{}]}, ValueError, "tags: got 1 for 3 samples"),
         ({"tags": [1, 2, 3]}, TypeError, "mapping per sample"),
         ({"sample_ids": "abc"}, TypeError, "list of str"),

@@ -276,7 +276,7 @@ class BulkServer:
         ledger asks again."""
         try:
             hit("unit.fence.before")
-            return self._sessions.fence(order.session, order.lock_path)
+            return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
         except Exception:
             log.exception("unit %d cannot tell whether session %d lives; it will look again", order.unit, order.session)
             return False

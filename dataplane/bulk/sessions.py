@@ -13,6 +13,7 @@ from pathlib import Path
 from dataplane.arena import Arena
 from dataplane.bulk.lock import PeerLock
 from dataplane.bulk.stops import StoppedPuts
+from dataplane.bulk.stretches import Stretches
 from dataplane.errors import InvalidRequestError, SessionExpiredError
 from dataplane.host import boot_id
 from dataplane.lockfile import is_local, sweep
@@ -39,7 +40,7 @@ class Sessions:
         self._arena_is_local = is_local(arena.path)
         self._pending: dict[int, _Pending] = {}
         self._attached: dict[int, PeerLock] = {}
-        self._fenced: set[int] = set()
+        self._fenced = Stretches()
         self._stopped = StoppedPuts()
 
     @property
@@ -108,9 +109,10 @@ class Sessions:
             self._attached[session] = pending.lock
         return str(self._attached[session].path)
 
-    def fence(self, session: int, lock_path: str = "") -> bool:
+    def fence(self, session: int, lock_path: str = "", *, first: int = 0, last: int = 0) -> bool:
         """Refuse everything of this session from now on, unless it is attached and its lock is still held. Whether it
-        is fenced: then nothing of it can touch the arena any more.
+        is fenced: then nothing of it can touch the arena any more, nor of the sessions from `first` to `last`, which
+        are over.
 
         lock_path: where the lock is of a session that attached, here or before this unit was restarted over its arena.
         OSError if it cannot be looked at: then nothing is known.
@@ -118,7 +120,7 @@ class Sessions:
         lock = self._attached.get(session) or self._find_again(session, lock_path)
         if lock is not None and lock.held():
             return False
-        self._fenced.add(session)
+        self._fenced.add(min(first or session, session), max(last, session))
         self._stopped.forget(session)
         self._forget_pending(session)
         if lock is not None:

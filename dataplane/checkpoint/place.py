@@ -61,11 +61,19 @@ class Place:
 
     def _check_ours(self) -> None:
         found = os.listdir(self.path) if self.path.is_dir() else None
-        if found is None or any(not _OURS.fullmatch(name) for name in found):
+        if found is None or (any(not _OURS.fullmatch(name) for name in found) and not self._is_checkpoint()):
             raise CheckpointError(
                 file=str(self.path),
                 why="exists and is no checkpoint; name a new directory, an empty one, or that of an older checkpoint",
             )
+
+    def _is_checkpoint(self) -> bool:
+        """Then what somebody else put beside its files stays there."""
+        try:
+            manifest.read(self.path)
+        except CheckpointError:
+            return False
+        return True
 
     def _take_lock(self) -> None:
         """On file systems without locks two processes must not write to one path at once, and nothing is swept."""

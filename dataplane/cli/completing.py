@@ -1,7 +1,7 @@
 """What shells complete: names of partitions, tasks, fields and units, asked of the service if it answers soon.
 
-Others choose these names, and a shell puts them on the operator's line as they are: those that mean anything to a shell,
-or look like an option, are left out and have to be typed.
+Others choose these names, and a shell puts them on the operator's line as they are: those that mean anything to a
+shell, or look like an option, are left out and have to be typed.
 """
 
 from __future__ import annotations

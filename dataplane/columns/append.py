@@ -14,8 +14,9 @@ from dataplane.rowcopy import Int64s, gather
 
 def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, places: Int64s) -> EncodedColumn:
     """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`, which
-    has `stored_lengths[i]` elements (of no bytes, where the inner shape has a 0); other rows are as they are. Copies both into memory of its own; values shared between rows are so no more. `ChecksumError`
-    if stored rows are not what was written.
+    has `stored_lengths[i]` elements (of no bytes, where the inner shape has a 0); other rows are as they are. Copies
+    both into memory of its own; values shared between rows are so no more. `ChecksumError` if stored rows are not what
+    was written.
     """
     values, lengths = column.values, column.lengths
     if column.index is not None:

@@ -56,8 +56,8 @@ class EncodedColumn:
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
     row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
-    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the one
-    that the schema declared or had settled on; without it the value might have become another.
+    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the
+    one that the schema declared or had settled on; without it the value might have become another.
     """
 
     name: str

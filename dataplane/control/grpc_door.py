@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
@@ -387,7 +388,10 @@ def _stream(
     )
 
 
-_failures = Complaints()
+@functools.cache
+def _failures(request: str) -> Complaints:
+    """Of all calls of this process with such a request."""
+    return Complaints()
 
 
 async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
@@ -398,7 +402,7 @@ async def _refuse(context: Context, request_type: type[Message], error: Exceptio
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
-        line = _failures.take(f"failed on a {request_type.DESCRIPTOR.name}")
+        line = _failures(request_type.DESCRIPTOR.name).take(f"failed on a {request_type.DESCRIPTOR.name}")
         if line is not None:
             log.error("%s", line, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")

@@ -115,15 +115,19 @@ class ZmqDoor:
             else:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
-            line = None if isinstance(error, AuthenticationError) else self._refusals.take(f"refused a request: {error}")
-            if line is not None:
-                log.warning("%s", line)
+            if not isinstance(error, AuthenticationError):
+                self._complain(error)
             self._send(caller, wire.refusal(0, error))
         except Exception as error:
             line = self._failures.take("failed on a request")
             if line is not None:
                 log.exception("%s", line)
             self._send(caller, wire.refusal(0, InternalError(what=repr(error))))
+
+    def _complain(self, error: DataPlaneError) -> None:
+        line = self._refusals.take(f"refused a request: {error}")
+        if line is not None:
+            log.warning("%s", line)
 
     def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         assert self._facts is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from dataplane.errors import (
     DataPlaneError,
     ProtocolVersionError,
@@ -112,7 +114,7 @@ class Liveness:
         if session is None or not session.live:
             if session is not None:
                 session.fencing[item.unit] = item.lock_path
-            self.state.out.append(FenceSession(unit=item.unit, session=item.session, lock_path=item.lock_path))
+            self._order(item.session, item.unit, item.lock_path)
             return
         session.attached[item.unit] = item.lock_path
 
@@ -322,7 +324,16 @@ class Liveness:
             self._fence(session, unit, path)
 
     def _fence(self, session: Session, unit: int, lock_path: str) -> None:
-        self.state.out.append(FenceSession(unit=unit, session=session.number, lock_path=lock_path))
+        self._order(session.number, unit, lock_path)
+
+    def _order(self, session: int, unit: int, lock_path: str) -> None:
+        """Have the unit fence the session, and with it those between the nearest that are there: so it has to remember
+        no more stretches of numbers than there are sessions."""
+        there = sorted(self.state.sessions)
+        before, after = bisect_left(there, session), bisect_right(there, session)
+        first = there[before - 1] + 1 if before else 1
+        last = there[after] - 1 if after < len(there) else max(self.opened, session)
+        self.state.out.append(FenceSession(unit=unit, session=session, lock_path=lock_path, first=first, last=last))
 
     def _look_at(self, when: float) -> None:
         self.next_look = min(self.next_look, when)

@@ -541,14 +541,18 @@ class Grown(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ..., shrinks: _Optional[int] = ...) -> None: ...
 
 class FenceSession(_message.Message):
-    __slots__ = ("unit", "session", "lock_path")
+    __slots__ = ("unit", "session", "lock_path", "first", "last")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     unit: int
     session: int
     lock_path: str
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
+    first: int
+    last: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class GrowArena(_message.Message):
     __slots__ = ("unit", "backed_bytes")

@@ -168,7 +168,8 @@ def attack_headers(service: Service, session: int) -> None:
     """Commands in places that cannot be are answered all the same, on both ports."""
     with dealer(door(service)) as peer, grpc.insecure_channel(service.address) as channel:
         stats = channel.unary_unary("/tq.v1.Control/Stats", bytes, bytes)
-        for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (-(1 << 63), -(1 << 63), -(1 << 63)), (1 << 62, 1, 1)):
+        least = -(1 << 63)
+        for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (least, least, least), (1 << 62, 1, 1)):
             request = control_pb2.StatsRequest()
             request.header.session, request.header.number, request.header.watermark = place
             body = request.SerializeToString()

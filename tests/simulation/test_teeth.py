@@ -93,6 +93,16 @@ def a_new_epoch_of_a_unit_frees_what_remote_sessions_hold(patch: pytest.MonkeyPa
     patch.setattr(UnitReports, "_add_again", hasty)
 
 
+def with_a_session_all_before_it_are_refused(patch: pytest.MonkeyPatch) -> None:
+    order = Unit.order
+    early = {"first": 1}
+
+    def hasty(self: Unit, told: Any) -> None:
+        order(self, msgspec.structs.replace(told, **early) if hasattr(told, "first") else told)
+
+    patch.setattr(Unit, "order", hasty)
+
+
 def a_restarted_unit_takes_everybody_for_gone(patch: pytest.MonkeyPatch) -> None:
     fence = Unit.fence
     patch.setattr(Unit, "fence", lambda self, session, lock_path: fence(self, session, ""))
@@ -243,6 +253,7 @@ def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,
         a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,
+        with_a_session_all_before_it_are_refused,
         a_restarted_unit_takes_everybody_for_gone,
         units_take_frames_of_earlier_lives,
         what_units_grew_before_they_shrank_counts,

@@ -88,7 +88,10 @@ class Unit:
         """What the controller tells this unit."""
         match order:
             case FenceSession(session=session, lock_path=lock_path):
-                self.world.report(self, self.fence(session, lock_path))
+                said = self.fence(session, lock_path)
+                if isinstance(said, SessionGone):
+                    self.fence_with(session, range(order.first, order.last + 1))
+                self.world.report(self, said)
             case GrowArena(backed_bytes=wanted):
                 self.backed = max(self.backed, min(wanted, self.capacity))
                 self.world.record.backed[self.id] = self.backed
@@ -118,6 +121,12 @@ class Unit:
         data[start:] = bytes([POISON]) * (len(data) - start)
         self.backed = record.backed[self.id] = start
         record.sweep()
+
+    def fence_with(self, session: int, others: range) -> None:
+        """Sessions that are refused with the fenced one are over."""
+        there = self.world.record.ledger._state.sessions
+        assert not [other for other in others if other != session and other in there], "a session that is there"
+        self.fenced.update(others)
 
     def fence(self, session: int, lock_path: str) -> Input:
         client = self.attached.get(session) or (self.world.by_session.get(session) if lock_path else None)

@@ -40,7 +40,7 @@ TRIES = 8
 Found = c.Claimed | c.Listed
 
 
-def extend(desk: Desk, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> Any:
+def extend(desk: Desk, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> Send:
     """The step that makes the partition, or adds to it."""
     if fields:
         desk.schemas.forget(partition)
@@ -224,11 +224,15 @@ def put(
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
         yield extend(desk, partition, fields=undeclared)
+
+    def declare() -> Send:
+        return extend(desk, partition, fields=declared)
+
     try:
-        return (yield from ops.put(desk, names, partition, encoded, tags, mode))
+        return (yield from ops.put(desk, names, partition, encoded, tags, mode, declare))
     except PartitionNotFoundError:
-        yield extend(desk, partition, fields=declared)
-        return (yield from ops.put(desk, names, partition, encoded, tags, mode))
+        yield declare()
+        return (yield from ops.put(desk, names, partition, encoded, tags, mode, declare))
 
 
 def insert(

@@ -41,11 +41,14 @@ class Answer(Output, frozen=True, kw_only=True):
 class FenceSession(Output, frozen=True, kw_only=True):
     """To `unit`: end all this session can do to your bytes, then report `SessionGone`; a locally attached session whose
     lock is still held is reported `SessionAlive` instead (and is not fenced). `lock_path` is where the lock is of one
-    that attached, for a unit that was restarted since."""
+    that attached, for a unit that was restarted since. Of the sessions from `first` to `last`, all others are over and
+    hold nothing: they are to be refused with it."""
 
     unit: int
     session: int
     lock_path: str = ""
+    first: int = 0
+    last: int = 0
 
 
 class Notice(Output, frozen=True, kw_only=True):
