@@ -8,14 +8,14 @@ import inspect
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from ray import cloudpickle
 
 from workers.errors import WorkerCallError, WorkerExitError
 
-METHODS = (staticmethod, classmethod, type(lambda: None))
+METHODS = (staticmethod, classmethod, FunctionType)
 _within: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
 
 
@@ -35,7 +35,7 @@ def raise_portably(cls: type) -> None:
         method = inspect.getattr_static(cls, name)
         if isinstance(method, staticmethod | classmethod):
             setattr(cls, name, type(method)(_portably(method.__func__)))
-        elif isinstance(method, METHODS):
+        elif isinstance(method, FunctionType):
             setattr(cls, name, _portably(method))
 
 
