@@ -6,7 +6,7 @@ import copyreg
 import functools
 import inspect
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextvars import ContextVar
 from types import FunctionType, TracebackType
 from typing import Any
@@ -48,7 +48,7 @@ def _portably(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
 
     @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with _Portably():
             return (yield from method(*args, **kwargs))
 
