@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.arena import Arena, default_capacity, sweep_kept
+from dataplane.arena import PAGE_BYTES, Arena, default_capacity, sweep_kept
 from dataplane.bulk.by_engine import UnitEngine
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
@@ -177,7 +177,18 @@ class StorageUnit:
         self._record = UnitRecord(config.state_dir, self.name, shared, forced=forced)
         if anew:
             return Adopted(arena=self._record.begin(create))
-        return self._record.open(create, epoch=epoch)
+        opened = self._record.open(create, epoch=epoch)
+        wanted = config.capacity_bytes
+        if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
+            log.warning(
+                "storage unit %s goes on with its arena of %s bytes; the capacity of %s asked for is for a new one: "
+                "`tq drain %s` empties and ends the unit, which then begins anew",
+                self.name,
+                f"{opened.arena.capacity_bytes:,}",
+                f"{wanted:,}",
+                self.name,
+            )
+        return opened
 
     def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
         """Metrics, for whoever may use the service, and health."""

@@ -216,6 +216,21 @@ def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_pa
     assert not litter(first.files)
 
 
+def test_a_capacity_that_comes_too_late_is_told(services: list[Service], tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    for more, warnings in (((), 0), ((), 0), (("--capacity", "16m"), 1)):
+        service = Service("--state-dir", state, *more)
+        services.append(service)
+        assert service.end(signal.SIGTERM) == 0
+        told = [line for line in service.complaints if "the capacity of" in line]
+        assert len(told) == warnings
+    assert told[0].startswith(
+        "storage unit unit-0 goes on with its arena of 8,388,608 bytes; the capacity of 16,777,216"
+    )
+    assert "`tq drain unit-0`" in told[0]
+    discard(tmp_path / "state", ["/dev/shm"])
+
+
 def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_path: Path) -> None:
     service = Service("--state-dir", str(tmp_path / "state"))
     services.append(service)

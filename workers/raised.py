@@ -6,16 +6,16 @@ import copyreg
 import functools
 import inspect
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextvars import ContextVar
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from ray import cloudpickle
 
 from workers.errors import WorkerCallError, WorkerExitError
 
-METHODS = (staticmethod, classmethod, type(lambda: None))
+METHODS = (staticmethod, classmethod, FunctionType)
 _within: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
 
 
@@ -35,7 +35,7 @@ def raise_portably(cls: type) -> None:
         method = inspect.getattr_static(cls, name)
         if isinstance(method, staticmethod | classmethod):
             setattr(cls, name, type(method)(_portably(method.__func__)))
-        elif isinstance(method, METHODS):
+        elif isinstance(method, FunctionType):
             setattr(cls, name, _portably(method))
 
 
@@ -48,7 +48,7 @@ def _portably(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
 
     @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with _Portably():
             return (yield from method(*args, **kwargs))
 

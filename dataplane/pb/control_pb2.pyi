@@ -1043,10 +1043,14 @@ class Listed(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("header",)
+    __slots__ = ("header", "partitions", "limit")
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     header: Header
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partitions: _Optional[_Iterable[str]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class UnitStats(_message.Message):
     __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes", "draining")
@@ -1179,7 +1183,7 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., silent_s: _Optional[float] = ..., parked: _Optional[int] = ..., reservations: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
 
 class StatsReport(_message.Message):
-    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark")
+    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark", "partition_count")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
@@ -1188,6 +1192,7 @@ class StatsReport(_message.Message):
     WAITING_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     LOW_WATERMARK_FIELD_NUMBER: _ClassVar[int]
     HIGH_WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     now: float
     units: _containers.RepeatedCompositeFieldContainer[UnitStats]
@@ -1196,7 +1201,8 @@ class StatsReport(_message.Message):
     waiting_allocations: int
     low_watermark: float
     high_watermark: float
-    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ...) -> None: ...
+    partition_count: int
+    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ..., partition_count: _Optional[int] = ...) -> None: ...
 
 class ShrinkRequest(_message.Message):
     __slots__ = ("header", "timeout_s")

@@ -76,10 +76,11 @@ class Arrived:
                 errors[place] = error
         number = self._answer.number
         self._send(wire.Nack(number, tuple(errors)) if errors else wire.Ack(number))
-        for error in errors.values():
-            error.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
-            raise error
-        return built
+        if not errors:
+            return built
+        first = next(iter(errors.values()))
+        first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
+        raise first
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
