@@ -79,7 +79,7 @@ class BudgetBooks:
         return bool(held) and all(one is not None and self.for_good(one) for one in held)
 
     def for_good(self, held: Held) -> bool:
-        sure = held.acked or held.name[1] < self.model.confirmed.get(held.name[0], 1)
+        sure = held.acked or self.model.settled(held.name)
         return held.until is None and sure
 
     def may_go(self, sample: Sample, *, whole: bool = False) -> bool:

@@ -18,6 +18,7 @@ from dataplane.control.shell import LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
+from dataplane.types import PROTOCOL_VERSION
 from tests.control_service import ScriptedLedger, add_unit
 from tests.logs import logged
 
@@ -94,7 +95,7 @@ def test_a_deadline_of_the_ledger_wakes_the_thread(serve: Serve) -> None:
 def ledger_wakes(shell: LedgerShell) -> None:
     """Returns once the ledger's thread has been around."""
     inbox = Inbox()
-    shell.submit(c.OpenSession(nonce="x", host="h", name="n", protocol_version=1), inbox.reply)
+    shell.submit(c.OpenSession(nonce="x", host="h", name="n", protocol_version=PROTOCOL_VERSION), inbox.reply)
     inbox.take()
 
 

@@ -20,6 +20,7 @@ from dataplane.errors import StateDirError
 from dataplane.journal import Journal
 from dataplane.ledger import Ledger, records
 from dataplane.ledger import commands as c
+from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import Driver
 from tests.test_ledger_replay import a_busy_day
 
@@ -93,7 +94,7 @@ def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.
 
 def test_ticks_at_which_nothing_is_due_need_no_record_of_their_own(tmp_path: Path) -> None:
     durable = opened(tmp_path)
-    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
     before = durable._journal.last
     for n in range(10):
         assert durable.apply(c.Tick(now=1.0 + n / 100)) == []
@@ -147,7 +148,7 @@ def test_an_input_counts_though_the_image_after_it_fails(
     monkeypatch.setattr(module, "SMALL_AFTER_RECORDS", 1)
     durable = opened(tmp_path)
     monkeypatch.setattr(durable._journal, "begin_from", fail)
-    (answer,) = durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    (answer,) = durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
     assert isinstance(answer, c.Opened)
     assert "no image of the ledger could be made" in caplog.text
     durable.close()
@@ -281,7 +282,7 @@ def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatc
     durable.apply(c.Tick(now=1.0))
     durable.sync()
     assert not synced
-    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=1))
+    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
     durable.apply(c.Tick(now=2.0))
     for _ in range(2):
         durable.sync()

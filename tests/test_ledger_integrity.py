@@ -10,7 +10,7 @@ import pytest
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import Checksums
+from dataplane.types import PROTOCOL_VERSION, Checksums
 from tests.ledger_driver import Client, Driver, by_ids, commit_columns
 from tests.ledger_values import canonical
 
@@ -63,7 +63,9 @@ def test_on_one_host_only_puts_that_travel_are_to_have_them() -> None:
 
 def test_a_client_that_has_not_copied_yet_counts_as_local_where_it_has_a_lock() -> None:
     driver, _ = ready()
-    opening = c.OpenSession(nonce="n", host="here", name="n", protocol_version=1, lock_path="/dev/shm/lock")
+    opening = c.OpenSession(
+        nonce="n", host="here", name="n", protocol_version=PROTOCOL_VERSION, lock_path="/dev/shm/lock"
+    )
     (opened,) = driver.apply(opening)
     assert isinstance(opened, c.Opened)
     assert not granted(Client(driver, opened.session))

@@ -19,7 +19,7 @@ from dataplane.metrics.flow import KEPT_S, Flow
 from dataplane.metrics.recorder import Moved, Recorder
 from dataplane.metrics.service import ServiceMetrics
 from dataplane.metrics.timeline import Timeline
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 
 INT64 = FieldSpec(kind=FieldKind.JAGGED, dtype="int64", inner=())
 
@@ -223,7 +223,7 @@ def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         told.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=()))
         told.call(c.Locate(partition=f"p{number}", samples=c.Samples(ids=("a",)), fields=("x",)), located(1))
-        opened = c.OpenSession(nonce=str(number), host="h", name=f"n{number}", protocol_version=1)
+        opened = c.OpenSession(nonce=str(number), host="h", name=f"n{number}", protocol_version=PROTOCOL_VERSION)
         told.recorder.answered(opened, c.Opened(nonce=str(number), session=number), told.now)
     told.recorder.count()
     sizes = [told.recorder._reserved, told.recorder._reading, told.recorder.by_partition]

@@ -393,6 +393,14 @@ class Recorder:
             elif key in self.holders:
                 self.holders[key].lease_until, self.holders[key].acked = None, True
 
+    def final(self, name: Name) -> None:
+        """Its client made another call since it had the answer of this claim: the session's end takes nothing back."""
+        session = self.ledger._state.sessions.get(name[0])
+        assert session is None or name[1] not in session.unconfirmed, f"claim {name} is not final"
+        for holder in self.holders.values():
+            if holder.name == name and holder.lease_until is None:
+                holder.acked = True
+
     def cleared(self, command: Clear, result: Cleared) -> None:
         gone = self.named(command.partition, command.samples)
         assert result.count == len(gone), (result.count, gone)
