@@ -1,7 +1,7 @@
 """The ledger's inputs as bytes, for the log, and back: msgpack of plain values by name, without pickle.
 
-A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark,
-confirmed, values of the command]. Arrays are the bytes of their little-endian elements. An input with an integer beyond 64 bits (a
+A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark, confirmed,
+values of the command]. Arrays are the bytes of their little-endian elements. An input with an integer beyond 64 bits (a
 tag) is written as an image. A later version reads the records of an earlier one as long as what it added has defaults.
 """
 
