@@ -29,7 +29,7 @@ CLOSE_S = 5.0
 
 
 MOST_SOCKETS = 4096
-"""Of one session, which may have as many calls in flight; the open files that a process may have are the bound before."""
+"""Of one session, which may have as many calls in flight."""
 
 
 class Channel(OpenChannel):
