@@ -281,8 +281,8 @@ class Journal(Log):
         self._last = max(last or 0, self._droppable)
         if self._last < self._end.least:
             raise self.error(
-                f"its log ends with record {self._last}, but {self._end.least} were appended: {LOG_NAME}-wal is damaged, "
-                f"and the last {self._end.least - self._last} are lost",
+                f"its log ends with record {self._last}, but {self._end.least} were appended: {LOG_NAME}-wal is "
+                f"damaged, and the last {self._end.least - self._last} are lost",
                 f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
             )
         for path in self.directory.glob("image-*"):

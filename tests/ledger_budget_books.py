@@ -46,6 +46,7 @@ class BudgetBooks:
             assert sum(counted) - sum(before) == len(gone), (name, counted, before, gone)
             if gone:
                 self.evicted(name, partition, gone, counted[0] - before[0], spared)
+            self.lost(name)  # an id that lives again is not remembered, even if it goes before anybody asks
 
     def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int, spared: Samples | None) -> None:
         """`count` of these had been consumed; their holders have had their answers, and nobody reads them."""

@@ -253,7 +253,7 @@ def damage_from_the_middle(folder: Path) -> None:
 def test_damage_to_the_write_ahead_log_is_named(tmp_path: Path) -> None:
     left_by_a_kill(tmp_path / "first", tmp_path / "state", 40)
     damage_from_the_middle(tmp_path / "state")
-    with pytest.raises(StateDirError, match=r"ends with record \d+, but 40 were appended: .*-wal is damaged") as refused:
+    with pytest.raises(StateDirError, match=r"record \d+, but 40 were appended: .*-wal is damaged") as refused:
         Journal.open(tmp_path / "state")
     assert f"delete {END_NAME}" in str(refused.value)
     (tmp_path / "state" / END_NAME).unlink()
