@@ -37,7 +37,7 @@ from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.types import Checksums
 
-_NEVER_TOO_MANY: frozenset[type[c.Command]] = frozenset({c.Abort, c.Release, c.Unclaim, c.Bye})
+_NEVER_TOO_MANY: frozenset[type[Any]] = frozenset({c.Abort, c.Release, c.Unclaim, c.Bye})
 """Commands that give back: without them what is held would be for good."""
 
 Handler = Callable[[Session, int, Any], c.Result | None]
