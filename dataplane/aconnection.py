@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from typing import Any
 
 from dataplane.bulk.lock import SessionLock
@@ -32,6 +33,8 @@ class AsyncConnection:
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)
         self._channel.leftovers = self.desk.idle_leftovers
+        self._dropped = weakref.finalize(self, channel.have_ended, self.desk.close)
+        self._dropped.atexit = False
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
@@ -116,6 +119,7 @@ class AsyncConnection:
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
+        self._dropped.detach()
         self._copies.refuse_more()
         await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._patience_s)
         with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more

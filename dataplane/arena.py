@@ -108,7 +108,12 @@ class Arena:
         self._file = file
         self._owner = os.getpid()
         self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
-        self._map: mmap.mmap | None = mmap.mmap(file.fd, HEADER_BYTES + capacity_bytes)
+        # Opened anew: `mmap` keeps a descriptor, with which a forked child would hold the lock, too.
+        again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(again, HEADER_BYTES + capacity_bytes)
+        finally:
+            os.close(again)
         self._map.madvise(mmap.MADV_DONTDUMP)
         header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header

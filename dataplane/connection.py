@@ -184,6 +184,9 @@ class Connection:
         self.desk.roads.learn(self._channel.units)
         desks().add(self.desk)
         self._channel.leftovers = self.desk.idle_leftovers
+        end = functools.partial(_let_go, self.desk, self._channel)
+        self._dropped = weakref.finalize(self, self._channel.have_ended, end)
+        self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
@@ -227,9 +230,14 @@ class Connection:
 
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
+        self._dropped.detach()
         self._copies.refuse_more()
         self._copies.wait(self._patience_s)
         with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
             self._post_leftovers()
-        self.desk.close()
-        self._channel.close()
+        _let_go(self.desk, self._channel)
+
+
+def _let_go(desk: Desk, channel: Channel) -> None:
+    desk.close()
+    channel.close()

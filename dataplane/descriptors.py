@@ -26,7 +26,7 @@ def allow_more() -> int:
 
 @contextlib.contextmanager
 def enough_for(address: str) -> Iterator[None]:
-    """`ServiceUnavailableError` that says so where there are too few for a session with the service at `address`."""
+    """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`."""
     try:
         yield
     except Exception as error:
@@ -35,7 +35,7 @@ def enough_for(address: str) -> Iterator[None]:
             raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         why = (
-            f"this process may have no more open files (ulimit -n {limit}), of which a session takes about fifteen; "
-            "allow it more, or share a client between threads"
+            f"this process may have no more open files (ulimit -n {limit}), of which a session takes about fifteen "
+            "and each of its calls at a time two; allow it more, or share a client between threads"
         )
         raise ServiceUnavailableError(address=address, why=why) from error

@@ -315,8 +315,11 @@ class _Images:
 
 
 def _is_told_again(item: c.Input) -> bool:
-    """Whether nobody would miss the input in a life after the machine's end: it changes nothing that outlives this."""
-    return isinstance(item.command if isinstance(item, c.Call) else item, _PASSING)
+    """Whether nobody would miss the input in a life after the machine's end: it changes nothing that outlives this.
+    What a call names as confirmed its client does not name again once it is answered."""
+    if isinstance(item, c.Call):
+        return not item.confirmed and isinstance(item.command, _PASSING)
+    return isinstance(item, _PASSING)
 
 
 def _may_lack_its_end(journal: Journal) -> bool:

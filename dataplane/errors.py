@@ -21,7 +21,7 @@
     │   ├── PartitionDroppedError       the partition went while a call waited on it
     │   ├── RequestTooLargeError        can never fit, whatever is cleared
     │   ├── LimitError                  more than the service takes of something; says how many, and how many it takes
-    │   ├── StaleCallError              a command number below the session's watermark
+    │   ├── StaleCallError              a command number that the session has settled
     │   ├── ClientClosedError           the client was closed (also by a fork or close() under way)
     │   └── RolloutAbortedError         a replay buffer does not want what was produced any more
     ├── UnsupportedValueError (TypeError)   a value the columns cannot carry
@@ -221,8 +221,8 @@ class LimitError(RefusedError):
 class StaleCallError(RefusedError):
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
         super().__init__(
-            f"call {number} of session {session} is below its watermark {watermark}: it was answered or given up, "
-            "and is never executed again",
+            f"call {number} of session {session} was answered or given up before (the watermark is {watermark}), and "
+            "is never executed again",
             session=session,
             number=number,
             watermark=watermark,

@@ -55,6 +55,7 @@ NAMES = frozenset(
         "unit.before_grown",
         # The controller.
         "journal.before_append",
+        "journal.appended",
         "journal.after_append",
         "journal.applied",
         "journal.replaying",

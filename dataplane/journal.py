@@ -2,6 +2,7 @@
 
     lock             held by the one process whose state this is
     journal.sqlite   `log`: a record for every input, in order; `facts`: what is known of the state as a whole
+    journal.end      the number of the last record, written after it
     image-N          the ledger as it was after record N; the log goes on from there
 
 What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. The
@@ -28,11 +29,13 @@ from dataplane.failpoints import hit
 from dataplane.folder import make_private, private
 from dataplane.forced import sync_path
 from dataplane.lockfile import HeldFile, file_system, is_local
+from dataplane.log_end import LogEnd
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 LOG_NAME = "journal.sqlite"
+END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
 """Records that an image covers go in so small steps that nobody waits for it."""
 PAGE = 1024
@@ -209,7 +212,12 @@ class Journal(Log):
         self._forced = False
         self._log_fd = -1
         super().__init__(directory)
-        self._tidy()
+        try:
+            self._end = LogEnd(directory / END_NAME)
+            self._tidy()
+        except BaseException:
+            self._db.close()
+            raise
 
     @classmethod
     def open(cls, directory: str | Path) -> Journal:
@@ -252,6 +260,7 @@ class Journal(Log):
         with self._named("cannot be written"):
             self._forced = True
             self._checkpoint()
+            self._end.forced(self._last)
             # SQLite orders its own writes so that the log is whole after the machine's end; `sync` does the rest.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._log_fd = os.open(self.directory / f"{LOG_NAME}-wal", os.O_RDONLY | os.O_CLOEXEC)
@@ -262,6 +271,7 @@ class Journal(Log):
         on a fast one. StateDirError if it is not there, and maybe never will be: do not go on with this journal."""
         with self._named("cannot be forced to the disk"):
             os.fdatasync(self._log_fd)
+            self._end.forced(self._last)
 
     def _tidy(self) -> None:
         """Find where the log ends; remove what an interrupted life left aside."""
@@ -269,6 +279,12 @@ class Journal(Log):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
         self._last = max(last or 0, self._droppable)
+        if self._last < self._end.least:
+            raise self.error(
+                f"its log ends with record {self._last}, but {self._end.least} were appended: {LOG_NAME}-wal is "
+                f"damaged, and the last {self._end.least - self._last} are lost",
+                f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
+            )
         for path in self.directory.glob("image-*"):
             if path != self.image_path(self._droppable):
                 path.unlink(missing_ok=True)
@@ -292,6 +308,15 @@ class Journal(Log):
                 with self._transaction():
                     self._db.executemany(_INSERT, rows)
         self._last += len(rows)
+        hit("journal.appended")
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Raises nothing: the record is there, and without the note only less would be noticed."""
+        try:
+            self._end.appended(self._last)
+        except OSError as error:
+            log.warning("%s: %s cannot be written: %s", self.directory, END_NAME, error)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -344,7 +369,7 @@ class Journal(Log):
         with self._named("cannot be set aside"):
             folder.mkdir(mode=0o700)
             for path in list(self.directory.iterdir()):
-                if path.name.startswith((LOG_NAME, "image-")):
+                if path.name.startswith((LOG_NAME, END_NAME, "image-")):
                     path.rename(folder / path.name)
         return Journal(self.directory, self._lock)
 
@@ -355,6 +380,7 @@ class Journal(Log):
         try:
             with self._named("cannot be closed"):
                 self._checkpoint()
+                self._end.forced(self._last)
             self.set_facts(clean=1)
         except StateDirError as error:
             log.warning("%s; the next life takes it for that of a process that was killed", error)
@@ -370,6 +396,7 @@ class Journal(Log):
 
     def _let_go(self) -> None:
         super().close()
+        self._end.close()
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1

@@ -3,6 +3,7 @@ configuration."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 
 class Server:
     """A running service. `address` is what `connect` takes. Close it, or use it as a context manager; when the process
-    ends any other way, the next storage unit on the host sweeps what is left of its arena."""
+    ends any other way, the next storage unit on the host sweeps what is left of its arena. A forked child does not
+    serve: it has none of the listening sockets, and `close` does nothing there."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
         self._controller = Controller(config)
         self._units: list[StorageUnit] = []
+        self._pid = os.getpid()
 
     def start(self) -> Self:
         """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
@@ -49,6 +52,8 @@ class Server:
     def close(self) -> None:
         """End units and controller. Idempotent; takes a few seconds at most; clients then get
         `ServiceUnavailableError`."""
+        if self._pid != os.getpid():
+            return
         while self._units:
             self._units.pop().stop()
         self._controller.stop()

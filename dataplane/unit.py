@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -68,6 +69,7 @@ class StorageUnit:
         self._counts = BulkCounts()
         self._http: HttpServer | None = None
         self._guard = threading.Lock()
+        self._pid = os.getpid()
         self._stopped = False
 
     def start(self) -> Self:
@@ -235,7 +237,9 @@ class StorageUnit:
 
     def stop(self, *, for_good: bool = False) -> None:
         """Leave the controller, end the door, unlink the arena unless a state directory keeps it for the unit's next
-        life; there is none after one that ends `for_good`. Idempotent."""
+        life; there is none after one that ends `for_good`. Idempotent; in a forked child it does nothing."""
+        if self._pid != os.getpid():
+            return
         with self._guard:
             self._stopped = True
         if self._http is not None:

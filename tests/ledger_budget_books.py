@@ -58,6 +58,7 @@ class BudgetBooks:
             assert sum(counted) - sum(before) == len(gone), (name, counted, before, gone)
             if gone:
                 self.evicted(name, partition, gone, counted[0] - before[0], spared)
+            self.lost(name)  # an id that lives again is not remembered, even if it goes before anybody asks
 
     def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int, spared: Samples | None) -> None:
         """`count` of these had been consumed; their holders have had their answers, and nobody reads them."""
@@ -91,7 +92,7 @@ class BudgetBooks:
         return bool(held) and all(one is not None and self.for_good(one) for one in held)
 
     def for_good(self, held: Held) -> bool:
-        sure = held.acked or held.name[1] < self.model.confirmed.get(held.name[0], 1)
+        sure = held.acked or self.model.settled(held.name)
         return held.until is None and sure
 
     def may_go(self, sample: Sample, *, whole: bool = False) -> bool:

@@ -19,12 +19,13 @@ LIMITS = Limits(ahead_part=4, steps=3)
 
 @dataclass
 class Client:
-    """A session as its process sees it. `below` is the watermark it sends next."""
+    """A session as its process sees it. `below` is the watermark it sends next, `has` the answers it confirms then."""
 
     id: int
     host: str
     next: int = 1
     below: int = 1
+    has: tuple[int, ...] = ()
     alive: bool = True
     over: bool = False
     suspect: bool = False

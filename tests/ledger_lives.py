@@ -88,7 +88,9 @@ class LedgerLives(LedgerWriter):
     @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def receive(self, data: st.DataObject) -> None:
-        """The client takes note of all its answers: its watermark moves."""
+        """The client takes note of all its answers: its watermark moves, or it names them while a call waits."""
         client = self.draw_client(data)
         waiting = [number for session, number in self.parked if session == client.id]
         client.below = max(client.below, min(waiting, default=client.next))
+        answered = sorted(number for session, number in self.answers if session == client.id and number > client.below)
+        client.has = tuple(data.draw(st.sampled_from([answered, answered[::2]]))) if answered else ()

@@ -280,7 +280,7 @@ class LedgerDriver(SpaceChecks):
                 self.books.publish(command)
             case Unclaim(claimed=number):
                 mine = [held for held in model.claims_of(session) if held.name[1] == number]
-                unconfirmed = number >= model.confirmed[session]
+                unconfirmed = not model.settled((session, number))
                 model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
             case SetVersion():
                 model.partitions[command.partition].version = command.version
@@ -350,9 +350,12 @@ class LedgerDriver(SpaceChecks):
         if name in self.withdrawn:
             faults.must |= {"CallCancelledError"}
         self.model.commands[name] = command
-        self.model.confirmed[client.id] = max(self.model.confirmed.get(client.id, 1), client.below)
+        self.model.below[client.id] = max(self.model.below.get(client.id, 1), client.below)
+        named, client.has = client.has, ()
+        self.model.told.update((client.id, other) for other in named)
         client.heard = self.model.now
-        item = Call(session=client.id, number=number, watermark=client.below, command=command)
+        pairs = tuple(bound for other in named for bound in (other, other))
+        item = Call(session=client.id, number=number, watermark=client.below, confirmed=pairs, command=command)
         outputs = self.feed(item, name)
         answers = [o for o in outputs if isinstance(o, Answer) and (o.session, o.number) == name]
         assert len(answers) <= 1

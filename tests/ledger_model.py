@@ -58,7 +58,8 @@ class Model(ClaimModel):
         self.ahead: set[Name] = set()
         self.pins: dict[Name, set[Place]] = {}
         self.births: dict[str, set[int]] = {}
-        self.confirmed: dict[int, int] = {}
+        self.below: dict[int, int] = {}
+        self.told: set[Name] = set()
         self.found: dict[Name, list[Place]] = {}
         self.draining: set[int] = set()
         self.past: deque[tuple[str, tuple[int, int], int]] = deque(maxlen=12)
@@ -424,10 +425,14 @@ class Model(ClaimModel):
                         yield held
 
     def returnable(self, held: Held) -> bool:
-        """Leased, or not yet confirmed by the watermark."""
+        """Leased, or not yet confirmed."""
         if held.acked:
             return False
-        return held.until is not None or held.name[1] >= self.confirmed.get(held.name[0], 1)
+        return held.until is not None or not self.settled(held.name)
+
+    def settled(self, name: Name) -> bool:
+        """Whether the client said that it has this answer: by its watermark, or by name."""
+        return name[1] < self.below.get(name[0], 1) or name in self.told
 
 
 def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | None) -> bool:

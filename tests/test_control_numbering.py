@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.control.numbering import Numbering, undo_of
+from dataplane.control.numbering import MOST_NAMED, Numbering, undo_of
 from dataplane.ledger import commands as c
 
 ALLOCATE = c.Allocate(partition="p", columns=())
@@ -105,19 +105,85 @@ def test_posted_calls_come_due_until_they_are_answered() -> None:
     assert numbering.due(2.0) == []
 
 
-def test_a_call_that_waits_long_is_named_apart_and_stops_no_others() -> None:
-    numbering = Numbering(1, hold=3)
+def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_it_is_answered() -> None:
+    numbering = Numbering(1)
     numbering.issue(CLAIM, now=0.0)
     for number in (2, 3):
-        assert numbering.issue(c.Units(), now=0.0).waiting == ()
+        call = numbering.issue(c.Units(), now=0.0)
+        assert (call.number, call.watermark, call.confirmed) == (number, 1, (2, 2) if number == 3 else ())
         numbering.answered(number)
-    fourth = numbering.issue(c.Units(), now=0.0)
-    assert (fourth.number, fourth.watermark, fourth.waiting) == (4, 4, (1,))
-    again = numbering.repeat(1, now=0.0)
-    assert (again.number, again.watermark, again.waiting) == (1, 4, (1,))
-    undo = numbering.abandon(1, now=0.0)
+    lost = numbering.issue(c.Units(), now=0.0)
+    later = numbering.issue(c.Units(), now=0.0)
+    assert lost.confirmed == later.confirmed == (3, 3)
+    numbering.answered(later.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 5)
+    assert numbering.repeat(lost.number, now=1.0).confirmed == (5, 5)
+
+
+def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() -> None:
+    numbering = Numbering(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.answered(2)
+    assert numbering.repeat(3, now=1.0).confirmed == (2, 2)
+    numbering.answered(3)
+    assert numbering.issue(c.Units(), now=2.0).confirmed == (2, 3)
+
+
+def test_an_answer_that_the_ledger_did_not_give_leaves_what_its_call_named() -> None:
+    numbering = Numbering(1)
+    for _ in range(2):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.answered(2)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 2)
+    numbering.answered(3, heard=False)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 3)
+
+
+def test_what_the_watermark_passes_is_not_named() -> None:
+    numbering = Numbering(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.answered(2)
+    numbering.answered(1)
+    call = numbering.issue(c.Units(), now=0.0)
+    assert (call.watermark, call.confirmed) == (3, ())
+
+
+def test_one_call_names_a_bounded_number() -> None:
+    numbering = Numbering(1)
+    for _ in range(2 * MOST_NAMED + 9):
+        numbering.issue(CLAIM, now=0.0)
+    for number in range(2, 2 * MOST_NAMED + 9, 2):
+        numbering.answered(number)
+    first = numbering.issue(c.Units(), now=0.0)
+    assert first.confirmed[::2] == first.confirmed[1::2] == tuple(range(2, 2 * MOST_NAMED + 2, 2))
+    numbering.answered(first.number)
+    rest = (*range(2 * MOST_NAMED + 2, 2 * MOST_NAMED + 9, 2), first.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed[::2] == rest
+
+
+def test_what_is_known_of_a_range_is_not_named_again() -> None:
+    numbering = Numbering(1)
+    for _ in range(9):
+        numbering.issue(CLAIM, now=0.0)
+    for number in (2, 3, 4):
+        numbering.answered(number)
+    early = numbering.issue(c.Units(), now=0.0)
+    assert early.confirmed == (2, 4)
+    for number in (5, 6):
+        numbering.answered(number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 6)
+    numbering.answered(early.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 6, early.number, early.number)
+
+
+def test_abandoned_calls_are_named_once_their_undo_is_answered() -> None:
+    numbering = Numbering(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    undo = numbering.abandon(2, now=0.0)
     assert undo is not None
-    assert (undo.watermark, undo.waiting) == (4, (1,))
-    numbering.answered(4)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == ()
     numbering.answered(undo.number)
-    assert (numbering.watermark, numbering.waiting) == (6, ())
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (undo.number, undo.number, 2, 2)

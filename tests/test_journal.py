@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from dataplane import failpoints, log_end
 from dataplane import journal as module
 from dataplane.errors import StateDirError
-from dataplane.journal import LOG_NAME, Journal, Log
+from dataplane.journal import END_NAME, LOG_NAME, Journal, Log
 
 
 def fill(journal: Journal) -> None:
@@ -57,7 +58,7 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
         assert not journal.fact("clean")
 
 
-def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path) -> None:
+def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost, kept = tmp_path / "lost", tmp_path / "kept"
     journal = Journal.open(tmp_path / "state")
     journal.force()
@@ -73,6 +74,7 @@ def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path) ->
         shutil.copytree(journal.directory, folder)
     os.truncate(lost / f"{LOG_NAME}-wal", synced)  # what a disk may lack that was never told to have it
     journal.close()
+    monkeypatch.setattr(log_end, "boot_id", lambda: "another boot")
     for folder, count in ((lost, 100), (kept, 200)):
         with Journal.open(folder) as after:
             assert after.forced
@@ -229,6 +231,70 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
         everything(journal)
 
 
+def left_by_a_kill(folder: Path, copy: Path, count: int, *, synced: int = 0) -> None:
+    """What a life that was killed after `count` records leaves, and of which so many were forced to the disk."""
+    with Journal.open(folder) as journal:
+        if synced:
+            journal.force()
+        for number in range(1, count + 1):
+            journal.append(b"%d" % number * 1000)
+            if number == synced:
+                journal.sync()
+        shutil.copytree(folder, copy)
+
+
+def damage_from_the_middle(folder: Path) -> None:
+    path = folder / f"{LOG_NAME}-wal"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_to_the_write_ahead_log_is_named(tmp_path: Path) -> None:
+    left_by_a_kill(tmp_path / "first", tmp_path / "state", 40)
+    damage_from_the_middle(tmp_path / "state")
+    with pytest.raises(StateDirError, match=r"record \d+, but 40 were appended: .*-wal is damaged") as refused:
+        Journal.open(tmp_path / "state")
+    assert f"delete {END_NAME}" in str(refused.value)
+    (tmp_path / "state" / END_NAME).unlink()
+    with Journal.open(tmp_path / "state") as journal:
+        assert 0 < journal.last < 40
+        assert len(everything(journal)) == journal.last
+
+
+def test_a_kill_between_a_record_and_the_note_of_it_starts_normally(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "first") as journal:
+        journal.append(b"one")
+        failpoints.arm("journal.appended", lambda: shutil.copytree(tmp_path / "first", tmp_path / "state") and None)
+        journal.append(b"two")
+        failpoints.disarm()
+    with Journal.open(tmp_path / "state") as journal:
+        assert everything(journal) == [b"one", b"two"]
+
+
+def test_after_the_end_of_the_machine_what_was_synced_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_kill(tmp_path / "first", tmp_path / "synced", 40, synced=40)
+    left_by_a_kill(tmp_path / "other", tmp_path / "never", 40)
+    monkeypatch.setattr(log_end, "boot_id", lambda: "another boot")
+    for folder in ("synced", "never"):
+        damage_from_the_middle(tmp_path / folder)
+    with pytest.raises(StateDirError, match="but 40 were appended"):
+        Journal.open(tmp_path / "synced")
+    with Journal.open(tmp_path / "never") as journal:
+        assert journal.last < 40
+
+
+@pytest.mark.parametrize("content", [b"", b"short", bytes(200)])
+def test_a_note_that_makes_no_sense_says_nothing(tmp_path: Path, content: bytes) -> None:
+    left_by_a_kill(tmp_path / "first", tmp_path / "state", 3)
+    (tmp_path / "state" / END_NAME).write_bytes(content)
+    with Journal.open(tmp_path / "state") as journal:
+        assert journal.last == 3
+        journal.append(b"more")
+
+
 def test_garbage_is_no_journal(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).write_bytes(b"not a database at all" * 100)
     with pytest.raises(StateDirError, match=r"journal.sqlite cannot be opened: file is not a database"):
@@ -240,7 +306,7 @@ def test_garbage_is_no_journal(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     with Journal.open(tmp_path) as journal:
         journal.set_facts(format=99)
-    with pytest.raises(StateDirError, match=r"format 99, this version reads 1"):
+    with pytest.raises(StateDirError, match=r"format 99, this version reads 2"):
         Journal.open(tmp_path)
 
 

@@ -40,12 +40,12 @@ def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: str(kind.__name__))
 @budget(30)
-@given(data=st.data(), session=INT64, number=INT64, watermark=INT64, waiting=st.lists(INT64, max_size=3).map(tuple))
+@given(data=st.data(), session=INT64, number=INT64, watermark=INT64, confirmed=st.lists(INT64, max_size=3).map(tuple))
 def test_calls(
-    kind: type[c.Command], data: st.DataObject, session: int, number: int, watermark: int, waiting: tuple[int, ...]
+    kind: type[c.Command], data: st.DataObject, session: int, number: int, watermark: int, confirmed: tuple[int, ...]
 ) -> None:
     command = data.draw(of_type(kind))
-    call = c.Call(session=session, number=number, watermark=watermark, waiting=waiting, command=command)
+    call = c.Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=command)
     assert plain(decode(encode(call))) == plain(call)
 
 

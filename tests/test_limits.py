@@ -170,11 +170,14 @@ def test_calls_in_flight(address: str) -> None:
     with grpc.insecure_channel(address) as there:
         control = control_pb2_grpc.ControlStub(there)  # type: ignore[no-untyped-call]
         session = control.OpenSession(opening, timeout=WAIT_S).session
-        far = pb.UnitsRequest(header=pb.Header(session=session, number=9, watermark=1))
+        for number in range(1, 9):
+            call = pb.UnitsRequest(header=pb.Header(session=session, number=number, watermark=1))
+            assert len(control.Units(call, timeout=WAIT_S).units) == 1
+        call.header.number = 9
         with pytest.raises(grpc.RpcError, match=r"calls in flight: 9, and the limit is 8\. Wait for answers"):
-            control.Units(far, timeout=WAIT_S)
-        near = pb.UnitsRequest(header=pb.Header(session=session, number=8, watermark=1))
-        assert len(control.Units(near, timeout=WAIT_S).units) == 1
+            control.Units(call, timeout=WAIT_S)
+        named = pb.UnitsRequest(header=pb.Header(session=session, number=10, watermark=1, confirmed=[4, 5, 9, 9]))
+        assert len(control.Units(named, timeout=WAIT_S).units) == 1
 
 
 def test_messages(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

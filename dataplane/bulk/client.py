@@ -35,6 +35,7 @@ from dataplane.bulk.in_frames import ClientFrames
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.payloads import Arrived, ClientPayloads, Sent
 from dataplane.bulk.wire import Wire, WireLostError, WireSilentError
+from dataplane.descriptors import enough_for
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.failpoints import hit
 from dataplane.host import boot_id
@@ -403,7 +404,8 @@ class UnitConnection:
             with self._state:
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
-                return Wire(self._context, self._endpoint, wake=self._wake, curve_key=self.info.curve_key)
+                with enough_for(self._endpoint):
+                    return Wire(self._context, self._endpoint, wake=self._wake, curve_key=self.info.curve_key)
             if wire.idle_and_sound:
                 return wire
             wire.close()

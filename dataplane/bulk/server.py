@@ -49,6 +49,7 @@ from dataplane.ledger.commands import (
     SessionGone,
     ShrinkArena,
 )
+from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.rowcopy import gather
@@ -153,6 +154,7 @@ class BulkServer:
             self._close_sockets()
             self._close_engine()
             raise
+        listens_at(self.endpoints)
         self._thread = threading.Thread(target=self._run, name="tq-bulk", daemon=True)
         self._thread.start()
 
@@ -196,6 +198,7 @@ class BulkServer:
         if self._thread.is_alive():
             raise InternalError(what=f"the bulk server did not stop within {STOP_WAIT_S:.0f} s")
         self._thread = None
+        listens_no_more_at(self.endpoints)
         self._close_sockets()
         self._sessions.close()
         self._close_engine()

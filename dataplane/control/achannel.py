@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -189,6 +190,27 @@ class AsyncChannel(OpenChannel):
             self._send(outgoing.frames)
 
     # --- the end
+
+    def have_ended(self, first: Callable[[], None]) -> None:
+        """See `Keeper.have_ended`: after `first` this is closed in its loop or, if that is closed, just lets go."""
+
+        def end() -> None:
+            first()
+            closing = self.close()
+            try:
+                asyncio.run_coroutine_threadsafe(closing, self._loop)
+            except RuntimeError:
+                closing.close()
+                self._let_go()
+
+        self._keeper.have_ended(end)
+
+    def _let_go(self) -> None:
+        """What `close` does for the process, without a loop; the service finds out by itself."""
+        self._closing = True
+        self._calls.end(ClientClosedError())
+        self._dealer.close()
+        self._end()
 
     async def close(self) -> None:
         """As `Channel.close`."""

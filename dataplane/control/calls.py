@@ -19,9 +19,11 @@ from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
     DataPlaneError,
+    InternalError,
     RequestTooLargeError,
     ServiceUnavailableError,
     SessionExpiredError,
+    StaleCallError,
     StateDirError,
     from_wire,
     to_wire,
@@ -35,6 +37,8 @@ RESEND_MAX_S = 10.0
 _EXPIRED = SessionExpiredError.__name__
 _NOT_DONE = frozenset({StateDirError.__name__})
 """Errors with which a posted call was not executed, and is to be sent again."""
+_UNHEARD = _NOT_DONE | {ServiceUnavailableError.__name__, InternalError.__name__}
+"""Errors after which the ledger may not have seen the call, nor what it named."""
 
 
 @dataclass(slots=True)
@@ -197,8 +201,9 @@ class Calls:
         if isinstance(error, SessionExpiredError):
             self.end(error)
         if error is not None:
-            # An answer too large to be sent is no refusal: what it gave must be undone, so the call stays open.
-            if not isinstance(error, RequestTooLargeError):
+            # An answer too large to be sent or to be kept for a repetition is no refusal: what it gave must be undone,
+            # so the call stays open.
+            if not isinstance(error, RequestTooLargeError | StaleCallError):
                 self._answered(reply)
             raise error
         result = codec.decode_result(outgoing.method, reply.body)
@@ -216,7 +221,7 @@ class Calls:
     def _answered(self, reply: wire.Reply) -> None:
         if reply.number:
             with self._lock:
-                self._numbering.answered(reply.number)
+                self._numbering.answered(reply.number, heard=reply.outcome not in _UNHEARD)
 
     def abandon(self, number: int) -> Outgoing | None:
         """Nobody will use that call's answer. What to send to undo it, if anything; not waited for."""
@@ -238,7 +243,7 @@ class Calls:
             frames = wire.request(call, self._token)
         except BaseException:
             with self._lock:
-                self._numbering.answered(call.number)
+                self._numbering.answered(call.number, heard=False)
             raise
         name = type(call.command).__name__
         return Outgoing(call.number, name, frames, now, deadline, now + RESEND_S)

@@ -18,7 +18,7 @@ from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
 from dataplane.descriptors import enough_for
-from dataplane.errors import ClientClosedError
+from dataplane.errors import ClientClosedError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """How long each part of closing may take."""
+
+
+MOST_SOCKETS = 4096
+"""Of one session, which may have as many calls in flight."""
 
 
 class Channel(OpenChannel):
@@ -51,6 +55,7 @@ class Channel(OpenChannel):
         """Connect to `config.address` and open a session. Blocks for `config.connect_timeout_s` at most. Raises as
         `open_session`. lock_path: see there."""
         context: zmq.Context[Socket] = zmq.Context()
+        context.max_sockets = MOST_SOCKETS
         try:
             with enough_for(config.address or ""):
                 session, dealer = open_session(config, context, lock_path)
@@ -131,7 +136,12 @@ class Channel(OpenChannel):
             self._send_once(undo)
 
     def _send_once(self, outgoing: Outgoing) -> None:
-        door, dealer = self._take()
+        """What finds no socket, as this process may open no more files, is repeated like what got lost."""
+        try:
+            door, dealer = self._take()
+        except ServiceUnavailableError as error:
+            log.warning("%s: sent later: %s", outgoing.method, error)
+            return
         try:
             send(dealer, outgoing.frames)
         finally:
@@ -139,19 +149,15 @@ class Channel(OpenChannel):
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""
-        door = self._door
-        dealers = door.take_idle()
-        try:
-            for dealer in dealers:
-                for reply in arrived(dealer):
-                    self._calls.heard(reply)
-        finally:
-            for dealer in dealers:
-                door.put_back(dealer)
+        self._door.serve_idle(self._take_in)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             for command in [] if self._calls.pointless else self.leftovers():
                 self.post(command)
+
+    def _take_in(self, dealer: Socket) -> None:
+        for reply in arrived(dealer):
+            self._calls.heard(reply)
 
     def _repeat_posted(self, due: list[Outgoing]) -> None:
         with contextlib.suppress(ClientClosedError):
@@ -185,6 +191,10 @@ class Channel(OpenChannel):
             self._repeat_posted(self._calls.due(all_of_them=True))
 
     # --- the end
+
+    def have_ended(self, end: Callable[[], None]) -> None:
+        """See `Keeper.have_ended`."""
+        self._keeper.have_ended(end)
 
     def close(self) -> None:
         """Say Bye and let go of everything. Blocks for some seconds at most, also when the service does not answer.

@@ -117,7 +117,7 @@ def call_to_pb(call: c.Call) -> Message:
         "session": call.session,
         "number": call.number,
         "watermark": call.watermark,
-        "waiting": call.waiting,
+        "confirmed": call.confirmed,
     }
     try:
         return plan.message(header=header, **plan.keywords(call.command))
@@ -135,7 +135,7 @@ def call_from_pb(method: Method, wire: Any) -> c.Call:
         session=header.session,
         number=header.number,
         watermark=header.watermark,
-        waiting=tuple(header.waiting),
+        confirmed=tuple(header.confirmed),
         command=_PLANS[method.command].from_pb(wire),
     )
 

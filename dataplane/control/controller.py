@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ from dataplane.host import (
     resolve_host,
 )
 from dataplane.ledger.ledger import Ledger
+from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.recorder import Recorder
 from dataplane.types import Checksums
 
@@ -62,6 +64,8 @@ class Controller:
         self._keys: ServerKeys | None = None
         self._http: HttpDoor | None = None
         self._address = ""
+        self._listens_at: list[int | str] = []
+        self._pid = os.getpid()
 
     @property
     def address(self) -> str:
@@ -114,6 +118,8 @@ class Controller:
         self._grpc = import_grpc_door()(Secret(token), config.tls)
         port, door = self._bind(self._grpc, Secret(ticket or token))
         self._address = join_address(reachable_host(config.host), port)
+        self._listens_at = [port, port + 1, *(each for each in door.endpoints if each.startswith("ipc://"))]
+        listens_at(self._listens_at)
         facts = Facts(
             address=self._address,
             epoch=self._epoch,
@@ -208,7 +214,9 @@ class Controller:
 
     def stop(self) -> None:
         """End both doors and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
-        seconds at most. Idempotent."""
+        seconds at most. Idempotent; in a forked child it does nothing."""
+        if self._pid != os.getpid():
+            return
         shell, self._shell = self._shell, None
         grpc, self._grpc = self._grpc, None
         http, self._http = self._http, None
@@ -218,6 +226,7 @@ class Controller:
             shell.stop(STOP_S)
         if grpc is not None:
             grpc.stop(STOP_S)
+        listens_no_more_at(self._listens_at)
         durable, self._durable = self._durable, None
         if durable is not None:
             durable.close()

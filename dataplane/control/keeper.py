@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -61,7 +62,9 @@ class Keeper:
         self._maintain = maintain
         self._moved = moved
         self._waker = Waker()
+        self._pid = os.getpid()
         self._closing = False
+        self._end_it: Callable[[], None] | None = None
         self._doubted = False
         self._misses = 0
         self._told = False
@@ -75,6 +78,13 @@ class Keeper:
         """Find out now whether session and service are there. Any thread; does not block."""
         self._doubted = True
         self._waker.wake()
+
+    def have_ended(self, end: Callable[[], None]) -> None:
+        """Nobody refers to the client any more: have `end` called by a thread of its own. Takes no lock, as a finalizer
+        may come at any moment of any thread; does nothing in a forked child."""
+        if self._pid == os.getpid():
+            self._end_it = end
+            self._waker.wake()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and close its socket; whether that was done in time. Idempotent."""
@@ -103,6 +113,9 @@ class Keeper:
         sources = (self._dealer, self._monitor, self._waker.fd)
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], patience_ms)
         self._waker.clear()
+        end, self._end_it = self._end_it, None
+        if end is not None:
+            threading.Thread(target=end, name="tq-close", daemon=True).start()
         self._listen()
         self._notice_disconnects()
         if not self._closing and (self._doubted or time.monotonic() >= self._look_at):

@@ -37,6 +37,9 @@ from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.types import Checksums
 
+_NEVER_TOO_MANY: frozenset[type[Any]] = frozenset({c.Abort, c.Release, c.Unclaim, c.Bye})
+"""Commands that give back: without them what is held would be for good."""
+
 Handler = Callable[[Session, int, Any], c.Result | None]
 """(session, number, command) -> the result, or None when the call was parked."""
 
@@ -251,8 +254,8 @@ class Ledger:
             return
         session.hear(state.now)
         unconfirmed = len(session.unconfirmed)
-        if call.watermark <= number or number in call.waiting:
-            for abandoned in session.confirm(call.watermark, call.waiting):
+        if call.watermark <= number:
+            for abandoned in session.confirm(call.watermark, call.confirmed, state.limits):
                 state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
             if len(session.unconfirmed) < unconfirmed:
                 state.loosen()
@@ -261,7 +264,7 @@ class Ledger:
         answered = session.answers.get(number)
         if answered is not None:
             state.out.append(c.Answer(session=session.number, number=number, result=answered))
-        elif session.settled(number) or (number < call.watermark and number not in call.waiting):
+        elif session.settled(number) or number < call.watermark:
             error = StaleCallError(session=session.number, number=number, watermark=session.watermark)
             state.out.append(c.Answer(session=session.number, number=number, result=error))
         else:
@@ -270,8 +273,9 @@ class Ledger:
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         result: c.Result | DataPlaneError | None
         try:
-            in_flight = number - session.watermark + 1 + len(session.waiting)
-            check_limit("calls in flight", in_flight, self._state.limits.in_flight, "Wait for answers to earlier ones.")
+            if type(command) not in _NEVER_TOO_MANY:
+                most = self._state.limits.in_flight
+                check_limit("calls in flight", session.unanswered + 1, most, "Wait for answers to earlier ones.")
             result = self._handlers[type(command)](session, number, command)
         except DataPlaneError as error:
             result = error
@@ -319,7 +323,7 @@ class Ledger:
             expected = getattr(kind, "__name__", kind)
             raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {expected}")
         elif not session.settled(target) and not isinstance(answered, DataPlaneError):
-            session.answers[target] = cancelled
+            session.keep(target, cancelled, self._state.limits)
 
     # --- time
 

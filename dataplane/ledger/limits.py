@@ -13,7 +13,9 @@ SPLIT = "Send several smaller ones."
 class Limits:
     """Every count is inclusive. What is beyond one is refused with a `LimitError`.
 
-    in_flight: numbers a session may use above its watermark. parked: commands waiting, over all sessions.
+    in_flight: calls of a session without an answer that it has confirmed; those that undo one are never refused.
+    answer_bytes: about how much of large answers a session's calls keep until they are confirmed, and at least one.
+    parked: commands waiting, over all sessions.
     samples: samples or values in one command, and of one claim. columns: columns, fields or conditions in one command,
     and fields, tasks, tags or enumerations of a partition.
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or unit. tag_bytes:
@@ -25,6 +27,7 @@ class Limits:
     """
 
     in_flight: int = 4096
+    answer_bytes: int = 64 << 20
     parked: int = 65536
     sessions: int = 65536
     partitions: int = 65536

@@ -1,6 +1,6 @@
 """The ledger's inputs as bytes, for the log, and back: msgpack of plain values by name, without pickle.
 
-A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark, waiting,
+A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark, confirmed,
 values of the command]. Arrays are the bytes of their little-endian elements. An input with an integer beyond 64 bits (a
 tag) is written as an image. A later version reads the records of an earlier one as long as what it added has defaults.
 """
@@ -30,7 +30,7 @@ def encode(item: Input) -> bytes:
     try:
         if type(item) is Call:
             command = item.command
-            return _encode([type(command).__name__, item.session, item.number, item.watermark, item.waiting, command])
+            return _encode([type(command).__name__, item.session, item.number, item.watermark, item.confirmed, command])
         return _encode([type(item).__name__, item])
     except OverflowError:
         return _encode([_AS_IMAGE, dump([item])])
@@ -44,8 +44,8 @@ def decode(record: bytes | memoryview) -> Input:
         value: Any = load(_content.decode(parts[1]))[0] if name == _AS_IMAGE else _decoders[name].decode(parts[-1])
         if len(parts) == 2 and isinstance(value, Input):
             return value
-        session, number, watermark, waiting = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
-        return Call(session=session, number=number, watermark=watermark, waiting=waiting, command=value)
+        session, number, watermark, confirmed = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
+        return Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=value)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise RecordError(f"no record of an input: {error!r}") from error
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataplane.errors import DataPlaneError
+from dataplane.ledger.answer_size import size_of
 from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, UnitShrunk
+from dataplane.ledger.limits import Limits
+from dataplane.ledger.numbers import Numbers
 
 if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
@@ -125,9 +129,10 @@ class Claimed:
 
 
 class Session:
-    """`answers` keeps results from the watermark on, `parked` the calls that wait; `reservations`, `pins`,
+    """`answers` keeps results until they are settled, `parked` the calls that wait; `reservations`, `pins`,
     `saves` (what a Save took, by partition) and `unconfirmed` claims are by the number of the call that made them.
-    `waiting` are numbers below the watermark that count as if they were above it.
+    Numbers below `watermark` and those in `above` are settled: the client has their answers, or will get none.
+    `large` has the bytes of the answers that are large, `large_bytes` their sum.
 
     `lock_path` is where it says its lock is: it may be local to a unit of its host whose report of that was lost.
     `attached` (in order of attachment) are the units that proved it local, with the path of its lock; `fencing` those
@@ -143,8 +148,10 @@ class Session:
         self.state = SessionState.LIVE
         self.why = ""
         self.watermark = 1
-        self.waiting: frozenset[int] = frozenset()
+        self.above = Numbers()
         self.answers: dict[int, Result | DataPlaneError] = {}
+        self.large: dict[int, int] = {}
+        self.large_bytes = 0
         self.parked: dict[int, Parked] = {}
         self.reservations: dict[int, Room] = {}
         self.pins: dict[int, Int32s] = {}
@@ -166,20 +173,57 @@ class Session:
         self.silent = False
         self.suspected = None
 
-    def settled(self, number: int) -> bool:
-        """Whether the client said that it has the answer of this number, or wants none."""
-        return number < self.watermark and number not in self.waiting
+    @property
+    def unanswered(self) -> int:
+        """Calls of which the client may have no answer yet."""
+        return len(self.parked) + len(self.answers)
 
-    def confirm(self, watermark: int, waiting: tuple[int, ...] = ()) -> list[Parked]:
-        """The client has the answers of all numbers below `watermark` but those `waiting`. Gives parked calls it has
-        thereby given up. What was settled once stays so, in whatever order calls arrive."""
-        if watermark < self.watermark or (watermark == self.watermark and not self.waiting):
+    def settled(self, number: int) -> bool:
+        """Whether this number will not be executed, or not again."""
+        return number < self.watermark or number in self.above
+
+    def keep(self, number: int, result: Result | DataPlaneError, limits: Limits) -> None:
+        """Keep an answer for repetitions of its call. One that there is no place for is not: then they are refused."""
+        size = size_of(result)
+        fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
+        if not fits or len(self.answers) >= 2 * limits.in_flight:
+            self.above.add(number, number)
+            return
+        self.answers[number] = result
+        if size:
+            self.large[number] = size
+            self.large_bytes += size
+
+    def confirm(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> list[Parked]:
+        """The client has the answers of all numbers below `watermark` and of those `confirmed`, or wants none. Gives
+        parked calls it has thereby given up. What was settled once stays so, in whatever order calls arrive."""
+        if watermark <= self.watermark and not confirmed:
             return []
-        kept = frozenset(number for number in waiting if number < watermark and not self.settled(number))
-        if watermark == self.watermark and kept == self.waiting:
-            return []
-        self.watermark, self.waiting = watermark, kept
-        for numbered in (self.answers, self.unconfirmed):
-            for number in [number for number in numbered if self.settled(number)]:
-                del numbered[number]
-        return [parked for number, parked in self.parked.items() if self.settled(number)]
+        settled: list[int] = []
+        if watermark > self.watermark:
+            settled += self._known(self.watermark, watermark - 1)
+            self.watermark = watermark
+            if self.above.bounds:
+                self.above.drop_below(watermark)
+        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
+            first = max(first, self.watermark)
+            # Between ranges is a call without an answer: more than these are not noted, and stay unconfirmed.
+            if first <= last and self.above.ranges <= 2 * limits.in_flight:
+                settled += self._known(first, last)
+                self.above.add(first, last)
+        given_up: list[Parked] = []
+        for number in settled:
+            self.answers.pop(number, None)
+            self.unconfirmed.pop(number, None)
+            if number in self.large:
+                self.large_bytes -= self.large.pop(number)
+            if number in self.parked:
+                given_up.append(self.parked[number])
+        return given_up
+
+    def _known(self, first: int, last: int) -> Iterable[int]:
+        """The numbers from `first` to `last` of which there may be anything, ascending."""
+        if last - first <= self.unanswered:
+            return range(first, last + 1)
+        known = {*self.answers, *self.unconfirmed, *self.parked}
+        return sorted([number for number in known if first <= number <= last])

@@ -154,8 +154,8 @@ class State:
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
         """Send the one answer of this number, and keep it while it may be asked for again."""
-        if not session.settled(number) and number - session.watermark < 2 * self.limits.in_flight:
-            session.answers[number] = result
+        if not session.settled(number):
+            session.keep(number, result, self.limits)
         self.out.append(Answer(session=session.number, number=number, result=result))
 
     # --- what a session holds

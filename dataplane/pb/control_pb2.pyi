@@ -93,16 +93,16 @@ WAIT_KIND_CLAIM: WaitKind
 WAIT_KIND_PUT: WaitKind
 
 class Header(_message.Message):
-    __slots__ = ("session", "number", "watermark", "waiting")
+    __slots__ = ("session", "number", "watermark", "confirmed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     session: int
     number: int
     watermark: int
-    waiting: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ..., waiting: _Optional[_Iterable[int]] = ...) -> None: ...
+    confirmed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ..., confirmed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("name", "facts")

@@ -22,6 +22,7 @@ from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from dataplane.host import join_address, reachable_host, require_free_port, resolve_host
+from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.web.messages import HttpError, Request, Response
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class HttpServer:
         self._thread: threading.Thread | None = None
         self._turned_away = 0
         self._complained = -math.inf
+        self._pid = os.getpid()
         self.address = ""
 
     def start(self) -> Self:
@@ -86,7 +88,9 @@ class HttpServer:
         self._listener = socket.create_server((address, self._port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.address = join_address(reachable_host(self._host), self._listener.getsockname()[1])
+        port = self._listener.getsockname()[1]
+        listens_at([port])
+        self.address = join_address(reachable_host(self._host), port)
         self._thread = threading.Thread(target=self._run, name="tq-http", daemon=True)
         self._thread.start()
         return self
@@ -97,10 +101,12 @@ class HttpServer:
         return f"{'http' if self._context is None else 'https'}://{self.address}"
 
     def stop(self) -> None:
-        """Answer nobody any more: who is being answered is hung up on. Idempotent."""
+        """Answer nobody any more: who is being answered is hung up on. Idempotent; in a forked child it does
+        nothing."""
         thread, self._thread = self._thread, None
-        if thread is None or self._listener is None:
+        if thread is None or self._listener is None or self._pid != os.getpid():
             return
+        listens_no_more_at([self._listener.getsockname()[1]])
         os.eventfd_write(self._wake, 1)
         thread.join()
         self._listener.close()

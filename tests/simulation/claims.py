@@ -63,6 +63,14 @@ class ClaimBooks:
             if holder.name == name:
                 holder.given_back = True
 
+    def final(self, name: Name) -> None:
+        """Its client made another call since it had the answer of this claim: the session's end takes nothing back."""
+        session = self.record.ledger._state.sessions.get(name[0])
+        assert session is None or name[1] not in session.unconfirmed, f"claim {name} is not final"
+        for holder in self.holders.values():
+            if holder.name == name and holder.lease_until is None:
+                holder.acked = True
+
     def refused(self, command: Command, error: DataPlaneError) -> None:
         if isinstance(command, Settling) and isinstance(error, StaleSampleError):
             self.settled(command, error.positions)

@@ -11,6 +11,7 @@ from dataplane.errors import DataPlaneError, SessionExpiredError
 from dataplane.ledger.commands import (
     Answer,
     Bye,
+    Claimed,
     Command,
     Opened,
     OpenSession,
@@ -103,7 +104,8 @@ class Thread:
 
 
 class Client:
-    """A process on `host`. `locks` are the sessions whose lock file it holds."""
+    """A process on `host`. `locks` are the sessions whose lock file it holds, `claims` what it was given and no call
+    made since has confirmed yet, `confirms` which of them each call under way does."""
 
     def __init__(self, world: World, name: str, host: str, scripts: list[Callable[[Client, Thread], Script]]) -> None:
         self.world = world
@@ -122,6 +124,8 @@ class Client:
         self.handshakes = 0
         self.numbering = Numbering(0)
         self.posted: set[int] = set()
+        self.claims: list[int] = []
+        self.confirms: dict[int, list[int]] = {}
         self.bye = 0
         self.threads = [Thread(make) for make in scripts]
         world.clients.append(self)
@@ -202,6 +206,8 @@ class Client:
         self.local = set()
         self.numbering = Numbering(self.session)
         self.posted = set()
+        self.claims = []
+        self.confirms = {}
         self.state = "attaching"
         near = [unit for unit in self.world.units if unit.host == self.host]
         self.handshakes = len(near)
@@ -267,6 +273,7 @@ class Client:
         call = self.numbering.issue(command, now=self.world.now, posted=posted)
         if posted:
             self.posted.add(call.number)
+        self.confirms[call.number] = list(self.claims)
         self.world.call(call)
         return call.number
 
@@ -301,6 +308,7 @@ class Client:
         if not self.numbering.is_open(answer.number):
             return
         self.numbering.answered(answer.number)
+        self.check_claims(answer)
         if self.state == "closing" and answer.number == self.bye:
             self.end()
             return
@@ -311,6 +319,15 @@ class Client:
                 return
         failed = answer.number in self.posted and not isinstance(answer.result, Result)
         assert not failed, f"a posted call failed: {answer}"
+
+    def check_claims(self, answer: Answer) -> None:
+        """Whatever else is open, claims answered before this call was made are final now."""
+        final = self.confirms.pop(answer.number, [])
+        for number in final:
+            self.world.record.claims.final((self.session, number))
+        self.claims = [number for number in self.claims if number not in final]
+        if isinstance(answer.result, Claimed) and not self.numbering.is_open(answer.number):
+            self.claims.append(answer.number)
 
     # --- threads ---------------------------------------------------------------------------------------------
 

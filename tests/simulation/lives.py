@@ -15,7 +15,19 @@ from dataplane.types import GRANULE_BYTES
 from tests.simulation.client import Client
 from tests.simulation.movers import mover
 from tests.simulation.schedule import finish, play, settle
-from tests.simulation.scripts import Make, cleaner, closer, dripper, producer, reader, register, saver, scorer, trainer
+from tests.simulation.scripts import (
+    Make,
+    cleaner,
+    closer,
+    dripper,
+    producer,
+    reader,
+    register,
+    saver,
+    scorer,
+    trainer,
+    waiter,
+)
 from tests.simulation.world import World
 
 HOSTS = ("host0", "host1")
@@ -37,6 +49,7 @@ def scripts() -> st.SearchStrategy[Make]:
         st.builds(producer, seed, count, shared=st.booleans(), mode=mode),
         st.builds(scorer, seed, count, lease_s=st.sampled_from([None, 3.0])),
         st.builds(trainer, seed, count),
+        st.builds(waiter, count),
         st.builds(reader, seed, count),
         st.builds(cleaner, seed, count),
         st.builds(dripper, seed, count),
@@ -59,7 +72,7 @@ def plans(draw: st.DrawFn) -> Plan:
     seed = draw(st.integers(0, 50))
     clients: list[tuple[str, tuple[Make, ...]]] = [
         (draw(host), (producer(seed, 12, shared=seed % 2 == 0, mode=Mode.UPSERT),)),
-        (draw(host), (scorer(seed, 12, lease_s=None), reader(seed, 8))),
+        (draw(host), (scorer(seed, 12, lease_s=None), waiter(3), reader(seed, 8))),
         (draw(host), (scorer(seed + 1, 12, lease_s=3.0),)),
         (HOSTS[0], (dripper(seed, 6), cleaner(seed, 4))),
         (draw(host), (saver(seed, 3),)),

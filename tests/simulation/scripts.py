@@ -396,6 +396,15 @@ def closer(seed: int, count: int) -> Make:
     return rounds(count, body)
 
 
+def waiter(count: int) -> Make:
+    """Waits for what nobody produces, again and again."""
+
+    def body(client: Client, thread: Thread) -> Script:
+        yield Ask(Claim(partition=PARTITION, task="train", fields=("nothing",), batch_size=1, timeout_s=20.0))
+
+    return rounds(count, body)
+
+
 def trainer(seed: int, count: int) -> Make:
     """Claims what is scored, reads it whole, clears it."""
     random = Random(seed)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
+from dataplane.control.numbering import Numbering
 from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
@@ -235,6 +236,10 @@ def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Task, "unsettled", property(lambda self: 0, lambda self, value: None), raising=False)
 
 
+def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Numbering, "confirmed", ())
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
@@ -266,6 +271,7 @@ def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
         moves_do_not_look_again,
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
+        a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
 )
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,15 @@ class Input(Value, frozen=True, kw_only=True):
 
 class Call(Input, frozen=True, kw_only=True):
     """A command with its place: `number` counts up from 1 within the session, `watermark` is the session's lowest
-    unanswered number (answers below it are forgotten, claims below it confirmed) but for those in `waiting`, ascending:
-    calls that have waited so long that the watermark went past them. They count as if they were above it."""
+    unanswered number, `confirmed` names answered numbers above it: the first and the last of a range, of the next one,
+    and so on. Answers to numbers that are below the watermark or were ever named are forgotten, claims confirmed, and a
+    late repetition is refused. A client names each number until a call that named it is answered."""
 
     session: int
     number: int
     watermark: int
     command: Command
-    waiting: tuple[int, ...] = ()
+    confirmed: tuple[int, ...] = ()
 
 
 class OpenSession(Input, frozen=True, kw_only=True):

@@ -1,0 +1,44 @@
+"""About how many bytes an answer takes, found without looking at each of its samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import DataPlaneError
+from dataplane.ledger.commands import Allocated, Result
+
+FEW_ROWS = 32
+SMALL_BYTES = 4096
+"""What is smaller counts as nothing: the number of answers is bounded, too."""
+_ITEM_BYTES = 64
+"""Of a text, a number or a tag in a tuple."""
+
+
+def size_of(result: Result | DataPlaneError) -> int:
+    """0 for a small answer."""
+    if isinstance(result, DataPlaneError):
+        return 0
+    rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)
+    if rows is not None and len(rows) < FEW_ROWS:
+        return 0
+    size = _bytes(result)
+    return size if size >= SMALL_BYTES else 0
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, msgspec.Struct):
+        return sum([_bytes(getattr(value, name)) for name in value.__struct_fields__])
+    if isinstance(value, tuple):
+        if value and isinstance(value[0], msgspec.Struct | tuple):
+            return sum(map(_bytes, value))
+        return _ITEM_BYTES * len(value)
+    if isinstance(value, dict):
+        return _ITEM_BYTES * len(value)
+    return 8
