@@ -92,7 +92,7 @@ class BudgetBooks:
         return bool(held) and all(one is not None and self.for_good(one) for one in held)
 
     def for_good(self, held: Held) -> bool:
-        sure = held.acked or self.model.settled(held.name)
+        sure = held.acked or self.model.has_answer(held.name)
         return held.until is None and sure
 
     def may_go(self, sample: Sample, *, whole: bool = False) -> bool:

@@ -280,7 +280,7 @@ class LedgerDriver(SpaceChecks):
                 self.books.publish(command)
             case Unclaim(claimed=number):
                 mine = [held for held in model.claims_of(session) if held.name[1] == number]
-                unconfirmed = not model.settled((session, number))
+                unconfirmed = not model.has_answer((session, number))
                 model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
             case SetVersion():
                 model.partitions[command.partition].version = command.version

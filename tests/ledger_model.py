@@ -428,9 +428,9 @@ class Model(ClaimModel):
         """Leased, or not yet confirmed."""
         if held.acked:
             return False
-        return held.until is not None or not self.settled(held.name)
+        return held.until is not None or not self.has_answer(held.name)
 
-    def settled(self, name: Name) -> bool:
+    def has_answer(self, name: Name) -> bool:
         """Whether the client said that it has this answer: by its watermark, or by name."""
         return name[1] < self.below.get(name[0], 1) or name in self.told
 

@@ -384,7 +384,7 @@ class LedgerMachine(LedgerSaver, LedgerMover):
         else:
             assert len(mine) == 1
             stale = type(mine[0].result).__name__ == "StaleCallError"
-            assert stale == self.model.settled(name)
+            assert stale == self.model.has_answer(name)
             kept = canonical(mine[0].result) == self.answers[name]
             assert stale or kept or (name in self.withdrawn and type(mine[0].result).__name__ == "CallCancelledError")
         self.feed(Heartbeat(session=client.id))
