@@ -202,3 +202,33 @@ class Proxy:
             for each in (source, other):
                 self._pairs.pop(each)
                 self._drop(each)
+
+
+class ProxyPair:
+    """Both doors of the service at port `target`, on neighbouring ports of its own, from `port` on."""
+
+    def __init__(self, target: int) -> None:
+        while True:
+            first = Proxy(target)
+            try:
+                self._both = (first, Proxy(target + 1, first.port + 1))
+                break
+            except OSError:  # somebody has the port above
+                first.close()
+        self.port = first.port
+
+    def pause(self) -> None:
+        for each in self._both:
+            each.pause()
+
+    def cut(self) -> None:
+        for each in self._both:
+            each.cut()
+
+    def heal(self) -> None:
+        for each in self._both:
+            each.heal()
+
+    def close(self) -> None:
+        for each in self._both:
+            each.close()

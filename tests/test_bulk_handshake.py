@@ -68,8 +68,8 @@ def test_a_proof_that_the_unit_does_not_believe_is_no_error(unit, lock, monkeypa
     ("facts", "more", "error"),
     [
         ({}, {"token": "wrong"}, AuthenticationError),
-        ({}, {"token": None}, AuthenticationError),
-        ({"epoch": EPOCH - 1}, {}, ServiceRestartedError),
+        ({}, {"token": None}, StorageUnitError),
+        ({"epoch": EPOCH - 1}, {}, StorageUnitError),
         ({"endpoints": ()}, {}, StorageUnitError),
         ({"endpoints": ("ipc://@tq-nobody",)}, {}, StorageUnitError),
         ({"endpoints": ("tcp://127.0.0.1:9",)}, {}, StorageUnitError),
