@@ -287,16 +287,16 @@ def test_a_dead_address_is_an_error_at_once(open_channel: Open) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        with pytest.raises(ServiceUnavailableError, match=f":{port - 1}: connecting to its ZMQ door"):
-            Channel.open(replace(QUICK, address=f"127.0.0.1:{port - 1}"))
+        with pytest.raises(ServiceUnavailableError, match=f":{port}: connecting to it"):
+            Channel.open(replace(QUICK, address=f"127.0.0.1:{port}"))
 
 
 def test_something_else_at_the_address_is_an_error_in_time() -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        address = f"127.0.0.1:{mute.getsockname()[1] - 1}"
-        with pytest.raises(ServiceUnavailableError, match=r"nothing answered within 0\.\d s"):
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(ServiceUnavailableError, match="does not answer in time"):
             Channel.open(replace(QUICK, address=address, connect_timeout_s=0.2))
 
 
