@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -40,11 +41,20 @@ ANOTHER_INSTANCE = b"500"
 class Admission:
     """Answers, in a thread of its own, for all sockets of `context` that it guards; nobody is let in until `admit`.
 
-    name: of what is guarded, for the log. keys: peers talk CURVE. `close` before the context is terminated.
+    name: of what is guarded, for the log. keys: peers talk CURVE. on_refused: called in that thread for each peer that
+    does not know the secret; returns at once. `close` before the context is terminated.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        name: str,
+        keys: ServerKeys | None = None,
+        *,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
+        self._on_refused = on_refused
         self._keys = keys
         self._ticket: Ticket | None = None
         self._curve_key = b""
@@ -111,6 +121,7 @@ class Admission:
             log.exception("%s could not judge a peer", self._name)
             return REFUSED, b"refused"
         if code == REFUSED:
+            self._on_refused()
             self.complain(f"a peer at {address}", "it does not know the token")
         return code, b"" if code == TAKEN else b"refused"
 

@@ -5,7 +5,7 @@ import pytest
 from dataplane.bulk import client as client_module
 from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.lock import SessionLock
-from dataplane.errors import AuthenticationError, ServiceRestartedError, StorageUnitError
+from dataplane.errors import AuthenticationError, StorageUnitError
 from dataplane.ledger.commands import SessionAttached
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 

@@ -8,14 +8,15 @@ import zmq
 
 from dataplane.bulk import server as server_module
 from dataplane.bulk import sessions as sessions_module
-from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.client import UnitConnection
+from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, StorageUnitError, from_wire
 from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
+from dataplane.metrics.counts import Op
 from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise
 from tests.logs import logged
@@ -133,6 +134,8 @@ def test_who_does_not_know_the_token_is_hung_up_on(unit, token):
         assert monitor.poll(WAIT_S * 1000)
         stranger.socket.disable_monitor()
         monitor.close()
+    refused_so_far = unit.server._counts.verbs.get("handshake", Op()).errors
+    assert set(refused_so_far) == ({"AuthenticationError"} if token else set())
 
 
 def test_another_epoch_is_refused(unit, peer):

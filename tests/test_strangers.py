@@ -221,12 +221,12 @@ def test_an_older_client_is_named_in_the_log() -> None:
     with (
         Controller(replace(CONFIG, token=TOKEN)) as controller,
         logged("does not begin with this protocol's handshake"),
+        socket.create_connection(split_address(door_address(controller.address)), timeout=WAIT_S) as peer,
     ):
-        with socket.create_connection(split_address(door_address(controller.address)), timeout=WAIT_S) as peer:
-            peer.sendall(greeting(b"NULL"))
-            with contextlib.suppress(ConnectionError):
-                while peer.recv(1024):
-                    pass
+        peer.sendall(greeting(b"NULL"))
+        with contextlib.suppress(ConnectionError):
+            while peer.recv(1024):
+                pass
 
 
 # --- what an impostor learns

@@ -406,9 +406,7 @@ class UnitConnection:
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
                 curve_key = self.info.curve_key
-                return Wire(
-                    self._context, self._endpoint, wake=self._wake, ticket=self._ticket, curve_key=curve_key
-                )
+                return Wire(self._context, self._endpoint, wake=self._wake, ticket=self._ticket, curve_key=curve_key)
             if wire.idle_and_sound:
                 return wire
             wire.close()

@@ -30,6 +30,7 @@ from dataplane.bulk.payloads import Fill, Offer, UnitPayloads
 from dataplane.bulk.sessions import Sessions
 from dataplane.curve import ServerKeys
 from dataplane.errors import (
+    AuthenticationError,
     DataPlaneError,
     InternalError,
     ProtocolVersionError,
@@ -141,7 +142,8 @@ class BulkServer:
             self._router.set(zmq.RCVHWM, PEER_REQUESTS)
             self._router.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             if self._token is not None or self._keys is not None:
-                self._admission = Admission(self._context, f"the storage unit at {self._arena.path}", self._keys)
+                name = f"the storage unit at {self._arena.path}"
+                self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
                 self._admission.guard(self._router)
                 self.admit(self._token)
             self._frames = UnitFrames(self._router, self._fault)
@@ -358,6 +360,10 @@ class BulkServer:
         """Who is one too many asks again."""
         if len(self._early) < EARLY:
             self._early.append((peer, request))
+
+    def _count_refused(self) -> None:
+        error = AuthenticationError(peer=f"storage unit {self._unit}", why="the token is wrong")
+        self._counts.note("handshake", error, 0.0)
 
     def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
         """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""

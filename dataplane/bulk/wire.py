@@ -57,8 +57,8 @@ class Wire:
         ticket: Ticket | None = None,
         curve_key: str = "",
     ) -> None:
-        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `ticket`: for this
-        epoch of the unit. `curve_key`: its public key; "": it does not encrypt."""
+        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `ticket`: for
+        this epoch of the unit. `curve_key`: its public key; "": it does not encrypt."""
         self._endpoint = endpoint
         self._called = 0
         self._early: dict[int, pb.BulkReply] = {}
@@ -79,9 +79,7 @@ class Wire:
     def request(self, *, session: int, epoch: int) -> pb.BulkRequest:
         """A header for the next call, without its verb."""
         self._called += 1
-        return pb.BulkRequest(
-            protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called
-        )
+        return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called)
 
     def send(
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]

@@ -43,7 +43,7 @@ def is_public(method: str, keys: str) -> bool:
 
 
 def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for any kind of call. gRPC reads a body only as its handler asks for messages, and `behavior` must not."""
+    """A handler for any kind of call. gRPC reads a body as its handler asks for messages, which `behavior` must not."""
     return grpc.stream_stream_rpc_method_handler(behavior, response_serializer=lambda reply: reply.SerializeToString())
 
 
@@ -102,7 +102,9 @@ class Health:
     async def _watch(self, unread: Any, context: Context) -> AsyncIterator[Message]:
         peer = context.peer().rpartition(":")[0]
         if self._watching[peer] >= WATCHES_PER_PEER or self._watching.total() >= WATCHES:
-            why = f"it is busy: {self._watching[peer]} callers at {peer} watch its health; at most {WATCHES_PER_PEER} may"
+            why = (
+                f"it is busy: {self._watching[peer]} callers at {peer} watch its health; at most {WATCHES_PER_PEER} may"
+            )
             await abort(context, ServiceUnavailableError(address=self._address, why=why))
         self._watching[peer] += 1
         try:

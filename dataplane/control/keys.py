@@ -27,7 +27,7 @@ from dataplane.types import PROTOCOL_VERSION
 METHOD = "/tq.v1.Control/GetKeys"
 NONCE_KEY = "tq-nonce"
 VERSION_KEY = "tq-protocol-version"
-"""Metadata of that call: what the proof is to be for, in hex, and the version of the protocol that the client speaks."""
+"""Metadata of that call: what the proof is to be for, in hex, and the client's version of the protocol."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,8 +140,9 @@ class UnitLink:
     ) -> int:
         """Offer the unit to the controller; its number there. `on_proven` is called with the service's secret ("": it
         has none) each time before the unit is offered. The other callbacks are called in the link's thread: `on_order`
-        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with nothing of what it held, when the controller
-        does not know the number: how it presents itself then. What they raise ends the link.
+        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
+        nothing of what it held, when the controller does not know the number: how it presents itself then. What they
+        raise ends the link.
 
         Blocks for `timeout_s` at most. Raises `ServiceUnavailableError` (at once where nothing listens),
         `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there

@@ -15,7 +15,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 """The same with what CURVE adds to it."""
 REQUEST_FRAME_BYTES = 256 << 10
-"""A longer request comes in several frames: a peer that has not shown its ticket can make the service hold one frame."""
+"""A longer request comes in several frames: of a peer that has not shown its ticket the service holds one at most."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 
 

@@ -1,6 +1,7 @@
 """The HTTP server: a thread that accepts, one for each request that is under way, and a bound on everything.
 
-One request a connection, which has a place once it is there. Nothing of a request is kept, and what is not HTTP costs a thread for `READ_S` at most.
+One request a connection, which has a place once it is there. Nothing of a request is kept, and what is not HTTP costs a
+thread for `READ_S` at most.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataplane.errors import DataPlaneError, SessionExpiredError, from_wire, to_
 from dataplane.host import boot_id
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
-from tests.bulk_unit import EPOCH, TOKEN, WAIT_S, Peer, Unit
+from tests.bulk_unit import EPOCH, WAIT_S, Peer, Unit
 from tests.fuzz.target import Feed, FindingError, Standing, Target, piece
 
 BACKED_BYTES = 1 << 20
