@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from dataplane.control import grpc_public, keys
 from dataplane.control.controller import Controller
 from dataplane.control.keys import keys_of
 from dataplane.control.opening import door_address
+from dataplane.errors import SessionExpiredError, to_wire
 from dataplane.host import split_address
 from dataplane.kept import discard
 from dataplane.pb import control_pb2 as pb
@@ -313,14 +315,46 @@ def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_anoth
         discard(tmp_path / "state", ["/dev/shm"])
 
 
+def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> bytes:
+    """What an impostor answers to GetKeys."""
+    token = TOKEN + "x" if how == "another token" else TOKEN
+    port = split_address(address)[1] + (how == "another port")
+    asked = secrets.token_bytes(NONCE_BYTES) if how == "another nonce" else nonce
+    return pb.Keys(instance="i", proof=proof_of(token, asked, "i", port)).SerializeToString()
+
+
 @pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
 def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    def answer(address: str, files: object, nonce: bytes, rest: object) -> bytes:
-        token = TOKEN + "x" if how == "another token" else TOKEN
-        port = split_address(address)[1] + (how == "another port")
-        asked = secrets.token_bytes(NONCE_BYTES) if how == "another nonce" else nonce
-        return pb.Keys(instance="i", proof=proof_of(token, asked, "i", port)).SerializeToString()
-
-    monkeypatch.setattr(keys, "_ask", answer)
+    monkeypatch.setattr(keys, "_ask", functools.partial(lie, how))
     with pytest.raises(AuthenticationError, match="does not prove that it knows"):
         keys_of("127.0.0.1:7", TOKEN, None, deadline=time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize("how", ["proof", "error"])
+def test_an_impostor_ends_neither_sessions_nor_storage_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    lives = Lives(tmp_path / "state", replace(CONFIG, token=TOKEN))
+    lives.start()
+    unit = lives.unit(state_dir=str(tmp_path / "state"))
+    asked: set[str] = set()
+
+    def answer(address: str, files: object, nonce: bytes, rest: object) -> bytes:
+        asked.add(threading.current_thread().name)
+        if how == "proof":
+            return lie("another token", address, files, nonce, rest)
+        name, facts = to_wire(SessionExpiredError(session=1, why="so an impostor says"))
+        return pb.Keys(error=pb.Error(name=name, facts=facts)).SerializeToString()
+
+    try:
+        with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client:
+            put_and_get(client)
+            with monkeypatch.context() as patched:
+                patched.setattr(keys, "_ask", answer)
+                lives.restart()
+                wait_until(lambda: asked >= {"tq-heartbeat", "tq-unit-link"}, "both to look for the service")
+            put_and_get(client)
+            assert not unit.lost.is_set()
+    finally:
+        lives.close()
+        discard(tmp_path / "state", ["/dev/shm"])

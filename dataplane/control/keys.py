@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane.config import TlsFiles
 from dataplane.control import http2, tls
-from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError, from_wire
+from dataplane.errors import AuthenticationError, DataPlaneError, ProtocolVersionError, ServiceUnavailableError, from_wire
 from dataplane.host import split_address
 from dataplane.pb import control_pb2 as pb
 from dataplane.proof import NONCE_BYTES, Ticket, proof_of
@@ -79,7 +79,9 @@ def keys_of(
     except DecodeError as error:
         raise _unavailable(address, "what answers is no data plane service") from error
     if answer.HasField("error"):
-        raise from_wire(answer.error.name, answer.error.facts)
+        told = from_wire(answer.error.name, answer.error.facts)
+        # Nothing is proved yet: of errors only that one is believed.
+        raise told if isinstance(told, ProtocolVersionError) else _unavailable(address, f"it gives no keys: {told}")
     secret = _proven(answer, token, files is not None, address, nonce)
     return DoorKeys(curve_key=answer.curve_key, ticket=Ticket.of(secret, answer.instance), secret=secret)
 

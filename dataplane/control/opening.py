@@ -28,11 +28,14 @@ from dataplane.control import codec, wire
 from dataplane.control.keys import OPEN, DoorKeys, keys_of
 from dataplane.control.resolve import resolve
 from dataplane.errors import (
+    AuthenticationError,
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
+    ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
+    TlsError,
 )
 from dataplane.failpoints import hit
 from dataplane.host import boot_id, join_address, split_address
@@ -116,8 +119,9 @@ def go_on(
     """The same session, of whoever answers at `config.address` now, and a socket as `open_session` gives. Blocks for a
     few times `GO_ON_S` at most, and no longer than the address takes to resolve once `given_up()`.
 
-    Raises `ServiceUnavailableError` while there is no service, `ServiceRestartedError` from one that does not have the
-    session's state, `SessionExpiredError`, `AuthenticationError`, `TlsError`, `ClientClosedError` once `given_up()`.
+    Raises `ServiceUnavailableError` while there is no service, also where somebody else has taken its place,
+    `ServiceRestartedError` from one that does not have the session's state, `SessionExpiredError`, `ClientClosedError`
+    once `given_up()`.
     """
     assert config.address is not None
     wanted = _wanted(config, session.nonce, session.number, session.epoch)
@@ -126,6 +130,8 @@ def go_on(
         found, dealer = _enter(config, context, address, wanted, GO_ON_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
+    except (AuthenticationError, ProtocolVersionError, TlsError) as error:
+        raise ServiceUnavailableError(address=address, why=str(error)) from error
     if found.number != session.number or found.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(

@@ -250,9 +250,12 @@ class UnitLink:
         return True
 
     def _again(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
-        """The link once more, or why it cannot be made now."""
+        """The link once more, or why it cannot be made now: that may change, also where somebody else has taken the
+        controller's place."""
         try:
             return self._stream(resolve(self._address)), None
+        except FINAL as error:
+            return None, ServiceUnavailableError(address=self._address, why=str(error))
         except DataPlaneError as error:
             return None, error
         except Exception as error:
