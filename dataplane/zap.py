@@ -61,12 +61,17 @@ class Admission:
         self._refused = 0
         self._complained = -math.inf
         self._guard = threading.Lock()
-        self._socket = context.socket(zmq.REP)
-        self._socket.linger = 0
-        self._socket.bind(ENDPOINT)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="tq-zap", daemon=True)
-        self._thread.start()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._socket = context.socket(zmq.REP)
+            self._socket.linger = 0
+            self._socket.bind(ENDPOINT)
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
         """Let only who is admitted through whatever `socket` binds from now on."""
@@ -97,20 +102,24 @@ class Admission:
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._socket.close(linger=0)
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._socket is not None:
+            self._socket.close(linger=0)
         os.close(self._wake)
         self._wake = -1
 
     def _run(self) -> None:
+        handler = self._socket
+        assert handler is not None
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(handler, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         while self._wake not in dict(poller.poll()):
             with contextlib.suppress(zmq.Again):
-                version, request, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+                version, request, *rest = handler.recv_multipart(zmq.NOBLOCK)
                 code, text = self._judged(rest)
-                self._socket.send_multipart([version, request, code, text, b"", b""])
+                handler.send_multipart([version, request, code, text, b"", b""])
 
     def _judged(self, asked: list[bytes]) -> tuple[bytes, bytes]:
         """The status for one peer. It must never fail: ZMQ waits for the answer."""

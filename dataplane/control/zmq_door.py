@@ -55,10 +55,7 @@ class ZmqDoor:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
         self.socket.set(zmq.MAXMSGSIZE, wire.MAX_REQUEST_FRAME_BYTES)
-        self._admission = None if ticket is None else Admission(self._context, "the controller", keys)
-        if self._admission is not None:
-            self._admission.admit(ticket)
-            self._admission.guard(self.socket)
+        self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
         self._peers: dict[int, str] = {}
         self._is_stranger = False
@@ -66,6 +63,10 @@ class ZmqDoor:
         try:
             guarded = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
             self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | guarded)
+            if ticket is not None:
+                self._admission = Admission(self._context, "the controller", keys)
+                self._admission.admit(ticket)
+                self._admission.guard(self.socket)
             self.port = self._bind_tcp(host, port)
             ipc = f"ipc://@tq-control-{secrets.token_hex(16)}"
             self.socket.bind(ipc)
