@@ -18,7 +18,13 @@ from google.protobuf.message import DecodeError
 
 from dataplane.config import TlsFiles
 from dataplane.control import http2, tls
-from dataplane.errors import AuthenticationError, DataPlaneError, ProtocolVersionError, ServiceUnavailableError, from_wire
+from dataplane.errors import (
+    AuthenticationError,
+    DataPlaneError,
+    ProtocolVersionError,
+    ServiceUnavailableError,
+    from_wire,
+)
 from dataplane.host import split_address
 from dataplane.pb import control_pb2 as pb
 from dataplane.proof import NONCE_BYTES, Ticket, proof_of
