@@ -40,8 +40,7 @@ class Guard:
             if not guarded and not _names_this_machine(request.headers.get("host", "")):
                 raise HttpError(
                     HTTPStatus.MISDIRECTED_REQUEST,
-                    "without a token this answers to localhost, to the name of this machine and to addresses in numbers "
-                    "only",
+                    "without a token this answers only to localhost, the name of this machine and addresses in numbers",
                 )
             return
         if self._shows_token(request) or self._shows_cookie(request):
