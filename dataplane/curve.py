@@ -1,8 +1,7 @@
 """CURVE, ZMQ's encryption, on the sockets of a service that uses TLS.
 
-A server has a key pair for its life, in memory only. Its public key is told to nobody but over the authenticated
-control plane, and who does not know it cannot even begin to talk. Whether a client is one, the ticket in each of its
-messages tells.
+A server has a key pair for its life, in memory only. Its public key is told over TLS and over the encrypted control
+plane, and who does not know it cannot even begin to talk. Whether a client is one, its own key tells (see `zap`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ class ServerKeys:
         socket.curve_secretkey = self._secret
 
 
-def encrypt(socket: zmq.Socket[Any], server_key: str) -> None:
-    """Have `socket` talk to the server with this public key only, through whatever it connects to from now on; "": to
-    one without CURVE. `TlsError` where this ZMQ has no CURVE."""
-    if not server_key:
-        return
+def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = None) -> None:
+    """Have `socket` talk to the server with this public key only, through whatever it connects to from now on, with
+    the secret key `own_key` (z85; by default a new one). `TlsError` where this ZMQ has no CURVE."""
     require_curve("a client of a service with TLS")
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    secret = own_key or zmq.curve_keypair()[1]
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(secret), secret
     socket.curve_serverkey = server_key.encode()
 
 

@@ -90,7 +90,11 @@ class StorageUnit:
         self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         self._link.open(
-            self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
+            self._begin(self._link),
+            on_order=self._order,
+            on_proven=self._proven,
+            on_added=self._added,
+            start_over=self._start_over,
         )
         if config.http_port is not None:
             self._http = self._http_server(config, config.http_port).start()
@@ -144,10 +148,13 @@ class StorageUnit:
             link, data = self._link, self._arena.data
         link.report(_checked(order, data))
 
-    def _added(self, number: int, ticket: str) -> None:
+    def _proven(self, secret: str) -> None:
         with self._guard:
-            if self._bulk is not None and ticket:
-                self._bulk.admit(ticket)
+            if self._bulk is not None:
+                self._bulk.admit(secret)
+
+    def _added(self, number: int) -> None:
+        with self._guard:
             if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
                 self._bulk.unit = number
                 if self._record is not None:

@@ -21,7 +21,9 @@ from dataplane.config import MIB
 from dataplane.host import boot_id
 from dataplane.ledger.commands import Input, UnitInfo
 from dataplane.pb import bulk_pb2 as pb
+from dataplane.proof import Ticket
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.zap import present
 
 WAIT_S = 60.0
 TOKEN = "sesame"
@@ -96,10 +98,11 @@ def changed(info: UnitInfo, **facts: Any) -> UnitInfo:
 class Peer:
     """A client that says whatever it is told to: raw frames to a unit and back."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, token: str | None = TOKEN) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
+        present(self.socket, Ticket.of(token, str(unit.arena.path), str(EPOCH)))
         self.socket.connect(unit.server.endpoints[0])
 
     def ask(self, *payload: bytes, **header: Any) -> tuple[pb.BulkReply, list[bytes]]:
@@ -108,7 +111,7 @@ class Peer:
         return self.reply()
 
     def send(self, *payload: bytes, **header: Any) -> None:
-        facts = {"protocol_version": PROTOCOL_VERSION, "token": TOKEN.encode(), "session": 1, "epoch": EPOCH, "call": 1}
+        facts = {"protocol_version": PROTOCOL_VERSION, "session": 1, "epoch": EPOCH, "call": 1}
         self.socket.send_multipart([pb.BulkRequest(**(facts | header)).SerializeToString(), *payload])
 
     def reply(self) -> tuple[pb.BulkReply, list[bytes]]:

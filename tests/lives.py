@@ -15,6 +15,7 @@ from typing import Any
 
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.controller import Controller
+from dataplane.host import lasting_port, require_free_port
 from dataplane.unit import StorageUnit
 
 CONFIG = DataPlaneConfig(
@@ -202,3 +203,37 @@ class Proxy:
             for each in (source, other):
                 self._pairs.pop(each)
                 self._drop(each)
+
+
+def _two_ports() -> int:
+    while True:
+        port = lasting_port()
+        with contextlib.suppress(OSError):
+            require_free_port("127.0.0.1", port)
+            require_free_port("127.0.0.1", port + 1)
+            return port
+
+
+class ProxyPair:
+    """Both doors of the service at port `target`, on neighbouring ports of its own, from `port` on, which nobody else
+    gets while they are cut."""
+
+    def __init__(self, target: int) -> None:
+        self.port = _two_ports()
+        self._both = (Proxy(target, self.port), Proxy(target + 1, self.port + 1))
+
+    def pause(self) -> None:
+        for each in self._both:
+            each.pause()
+
+    def cut(self) -> None:
+        for each in self._both:
+            each.cut()
+
+    def heal(self) -> None:
+        for each in self._both:
+            each.heal()
+
+    def close(self) -> None:
+        for each in self._both:
+            each.close()

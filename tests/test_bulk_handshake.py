@@ -5,7 +5,7 @@ import pytest
 from dataplane.bulk import client as client_module
 from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.lock import SessionLock
-from dataplane.errors import AuthenticationError, ServiceRestartedError, StorageUnitError
+from dataplane.errors import AuthenticationError, StorageUnitError
 from dataplane.ledger.commands import SessionAttached
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 
@@ -68,8 +68,8 @@ def test_a_proof_that_the_unit_does_not_believe_is_no_error(unit, lock, monkeypa
     ("facts", "more", "error"),
     [
         ({}, {"token": "wrong"}, AuthenticationError),
-        ({}, {"token": None}, AuthenticationError),
-        ({"epoch": EPOCH - 1}, {}, ServiceRestartedError),
+        ({}, {"token": None}, StorageUnitError),
+        ({"epoch": EPOCH - 1}, {}, StorageUnitError),
         ({"endpoints": ()}, {}, StorageUnitError),
         ({"endpoints": ("ipc://@tq-nobody",)}, {}, StorageUnitError),
         ({"endpoints": ("tcp://127.0.0.1:9",)}, {}, StorageUnitError),

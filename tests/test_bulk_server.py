@@ -8,15 +8,17 @@ import zmq
 
 from dataplane.bulk import server as server_module
 from dataplane.bulk import sessions as sessions_module
+from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
-from dataplane.errors import ArenaSpaceError, SessionExpiredError, from_wire
+from dataplane.errors import ArenaSpaceError, SessionExpiredError, StorageUnitError, from_wire
 from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
+from dataplane.metrics.counts import Op
 from dataplane.pb import bulk_pb2 as pb
-from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, noise
+from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise
 from tests.logs import logged
 
 pytestmark = pytest.mark.integration
@@ -122,10 +124,18 @@ def test_nothing_beyond_the_ranges_is_touched_by_a_long_frame(unit, peer):
     assert not unit.arena.data[10:100].any()
 
 
-@pytest.mark.parametrize("token", [b"", b"wrong", TOKEN.encode() + b"\0", b"\xff"])
-def test_the_token_is_checked_first(unit, peer, token):
-    for verb in ({"read": read((0, 1))}, {"attach": pb.Attach()}, {"write": write((0, 1)), "epoch": 99}):
-        assert type(refused(peer.ask(token=token, **verb))).__name__ == "AuthenticationError"
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN + " "])
+def test_who_does_not_know_the_token_is_hung_up_on(unit, token):
+    events = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    with Peer(unit, token) as stranger:
+        stranger.socket.disconnect(unit.server.endpoints[0])
+        monitor = stranger.socket.get_monitor_socket(events)
+        stranger.socket.connect(unit.server.endpoints[0])
+        assert monitor.poll(WAIT_S * 1000)
+        stranger.socket.disable_monitor()
+        monitor.close()
+    refused_so_far = unit.server._counts.verbs.get("handshake", Op()).errors
+    assert set(refused_so_far) == ({"AuthenticationError"} if token else set())
 
 
 def test_another_epoch_is_refused(unit, peer):
@@ -414,7 +424,7 @@ def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkey
     with SessionLock.create() as lock:
         assert type(refused(prove(unit, peer, lock))).__name__ == "InternalError"
     unit.server.order(FenceSession(unit=UNIT, session=9))
-    assert type(refused(peer.ask(b"x", token=b"", write=write((0, 1))))).__name__ == "AuthenticationError"
+    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
     assert "the controller is gone" in caplog.text
     assert unit.server.alive
 
@@ -450,11 +460,11 @@ def test_no_token_serves_who_gives_none_and_refuses_who_gives_one(unit):
     open_unit.start()
     open_unit.unit = UNIT
     try:
-        with Peer(unit) as peer:
-            peer.socket.disconnect(unit.server.endpoints[0])
-            peer.socket.connect(open_unit.endpoints[0])
-            assert peer.ask(b"x", token=b"", write=write((0, 1)))[0].written.size == 1
-            assert type(refused(peer.ask(b"x", write=write((0, 1))))).__name__ == "AuthenticationError"
+        info = changed(unit.info, endpoints=open_unit.endpoints)
+        with UnitConnection(info, session=1) as connection:
+            connection.write([0], [b"x"], reservation=1, timeout_s=WAIT_S)
+        with pytest.raises(StorageUnitError, match="cannot be reached"):
+            UnitConnection(info, session=1, token=TOKEN)
     finally:
         open_unit.stop()
 

@@ -15,7 +15,7 @@ from dataplane.cli import bench as bench_module
 from dataplane.cli import main, own
 from dataplane.cli.measuring import Measure
 from dataplane.cli.own import own_service
-from dataplane.config import MIB
+from dataplane.config import MIB, DataPlaneConfig
 from tests.cli_service import filled  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -74,10 +74,13 @@ def test_speeds_are_at_the_median() -> None:
 
 def test_a_service_of_its_own_needs_no_token_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_TOKEN", "secret")
-    with own_service(capacity_bytes=8 * MIB) as address, connect(address, token="whatever") as client:
+    with (
+        own_service(capacity_bytes=8 * MIB) as address,
+        DataPlaneClient(DataPlaneConfig(address=address)) as client,
+    ):
         assert len(client.stats().units) == 1
     with pytest.raises(ServiceUnavailableError):
-        connect(address)
+        DataPlaneClient(DataPlaneConfig(address=address)).connect()
 
 
 def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:

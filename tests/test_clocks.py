@@ -13,7 +13,6 @@ import torch
 
 import dataplane
 from dataplane.control.handlers import Facts
-from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.durable import DurableLedger, LedgerSettings
@@ -99,7 +98,7 @@ class Service:
     """A real ledger in its thread, by a clock that the test sets, and sessions that ask it."""
 
     def __init__(self, clock: Clock) -> None:
-        door = ZmqDoor("127.0.0.1", 0, Secret(None))
+        door = ZmqDoor("127.0.0.1", 0)
         door.introduce(FACTS)
         ledger = Ledger(7, heartbeat_s=SETTINGS.heartbeat_s, session_timeout_s=SETTINGS.session_timeout_s)
         self.shell = LedgerShell(ledger, door, FACTS, clock=clock)

@@ -384,16 +384,16 @@ def test_a_dead_address_is_an_error_at_once(open_channel: Open) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        with pytest.raises(ServiceUnavailableError, match=f":{port - 1}: connecting to its ZMQ door"):
-            Channel.open(replace(QUICK, address=f"127.0.0.1:{port - 1}"))
+        with pytest.raises(ServiceUnavailableError, match=f":{port}: connecting to it"):
+            Channel.open(replace(QUICK, address=f"127.0.0.1:{port}"))
 
 
 def test_something_else_at_the_address_is_an_error_in_time() -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        address = f"127.0.0.1:{mute.getsockname()[1] - 1}"
-        with pytest.raises(ServiceUnavailableError, match=r"nothing answered within 0\.\d s"):
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(ServiceUnavailableError, match="does not answer in time"):
             Channel.open(replace(QUICK, address=address, connect_timeout_s=0.2))
 
 
@@ -573,10 +573,10 @@ def test_the_door_refuses_what_is_no_request(real: Controller) -> None:
     dealer = opening.door_socket(context, f"tcp://{opening.door_address(real.address)}")
     try:
         for frames, why in (
-            ([b"Units"], "3 frames"),
-            ([b"Tick", b"", b""], "unknown method 'Tick'"),
-            ([b"SessionGone", b"", b""], "unknown method 'SessionGone'"),
-            ([b"Units", b"", b"\xff\xff"], "not a Units message"),
+            ([b"Units"], "2 or more frames"),
+            ([b"Tick", b""], "unknown method 'Tick'"),
+            ([b"SessionGone", b""], "unknown method 'SessionGone'"),
+            ([b"Units", b"\xff\xff"], "not a Units message"),
         ):
             dealer.send_multipart(frames)
             assert dealer.poll(int(WAIT_S * 1000))

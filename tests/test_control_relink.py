@@ -96,7 +96,7 @@ def told(ledger: ScriptedLedger) -> list[c.Input]:
 def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> None:
     link, orders = scene.link(), queue.SimpleQueue[c.UnitOrder]()
     added: list[int] = []
-    link.open(add_unit(), orders.put, on_added=lambda unit, ticket: added.append(unit))
+    link.open(add_unit(), orders.put, on_added=added.append)
     link.report(attached(1))
     link.report(attached(2))
     link.report(attached(3))
@@ -157,7 +157,7 @@ def test_a_controller_that_knows_nothing_of_it_gets_it_anew(scene: Scene) -> Non
         link.report(gone(7))  # the last of its life before
         return add_unit("another cookie")
 
-    link.open(add_unit(), ignore, on_added=lambda unit, ticket: added.append(unit), start_over=start_over)
+    link.open(add_unit(), ignore, on_added=added.append, start_over=start_over)
     link.report(attached(1))
     scene.ledger.wait_for(c.SessionAttached)
     ledger = scene.live_again(Forgetful())

@@ -13,7 +13,6 @@ import pytest
 import zmq
 
 from dataplane.control.handlers import Facts, Reply
-from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
@@ -34,7 +33,7 @@ def serve() -> Iterator[Serve]:
     shells = []
 
     def start(ledger: ScriptedLedger, **settings: Any) -> LedgerShell:
-        door = ZmqDoor("127.0.0.1", 0, Secret(None))
+        door = ZmqDoor("127.0.0.1", 0)
         door.introduce(FACTS)
         shells.append(LedgerShell(ledger, door, FACTS, **settings))
         shells[-1].start()

@@ -76,6 +76,7 @@ def test_an_error_too_large_for_a_trailer_keeps_its_status_and_the_start_of_its_
         (grpc.StatusCode.DEADLINE_EXCEEDED, e.CallTimeoutError),
         (grpc.StatusCode.UNAUTHENTICATED, e.AuthenticationError),
         (grpc.StatusCode.INVALID_ARGUMENT, e.InvalidRequestError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, e.ServiceUnavailableError),
         (grpc.StatusCode.DATA_LOSS, e.InternalError),
     ],
     ids=lambda each: getattr(each, "name", getattr(each, "__name__", "")),

@@ -5,17 +5,29 @@ from __future__ import annotations
 import pytest
 
 from dataplane.control import wire
+from dataplane.control.handlers import parse
 from dataplane.control.opening import door_address
 from dataplane.control.resolve import register_resolver, resolve
 from dataplane.control.secret import Secret
 from dataplane.errors import AuthenticationError, InternalError, PartitionNotFoundError
 from dataplane.ledger import commands as c
+from dataplane.proof import Ticket
 
 
-def test_a_request_is_method_token_message() -> None:
-    method, token, body = wire.request(c.Heartbeat(session=3), b"secret")
-    assert (method, token) == (b"Heartbeat", b"secret")
+def test_a_request_is_method_and_message() -> None:
+    method, body = wire.request(c.Heartbeat(session=3))
+    assert method == b"Heartbeat"
     assert body
+
+
+def test_a_long_request_comes_in_short_frames() -> None:
+    seal = c.Seal(partition="p" * (600 << 10))
+    method, *parts = wire.request(c.Call(session=3, number=1, watermark=1, command=seal))
+    assert [len(part) for part in parts[:2]] == [wire.REQUEST_FRAME_BYTES] * 2
+    back = parse(method.decode(), b"".join(parts))
+    assert isinstance(back, c.Call)
+    assert isinstance(back.command, c.Seal)
+    assert back.command.partition == seal.partition
 
 
 def test_answers_and_refusals_come_back() -> None:
@@ -40,6 +52,11 @@ def test_the_token_is_checked_only_where_there_is_one() -> None:
         Secret("s").check(b"t", peer="x")
     with pytest.raises(AuthenticationError, match="no token was given"):
         Secret("s").check(b"", peer="x")
+    ticket = Ticket.of("s", "instance")
+    assert ticket is not None
+    Secret("s", ticket).check(ticket.code.encode(), peer="x")
+    with pytest.raises(AuthenticationError, match="the token is wrong"):
+        Secret("s", Ticket.of("s", "another instance")).check(ticket.code.encode(), peer="x")
 
 
 def test_addresses_resolve() -> None:

@@ -15,7 +15,6 @@ from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.control.handlers import Facts, Reply
 from dataplane.control.opening import Socket, door_socket
-from dataplane.control.secret import Secret
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.ledger import commands as c
 
@@ -37,7 +36,7 @@ class Taken:
 
 @pytest.fixture
 def door() -> Iterator[ZmqDoor]:
-    door = ZmqDoor("127.0.0.1", 0, Secret(None))
+    door = ZmqDoor("127.0.0.1", 0)
     door.introduce(Facts(address="here:1", epoch=1, host="host", doors=door.endpoints, heartbeat_s=1.0))
     yield door
     door.close()
@@ -53,7 +52,7 @@ def dealer(door: ZmqDoor) -> Iterator[Socket]:
 
 
 def seal(number: int) -> list[bytes]:
-    return wire.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")), b"")
+    return wire.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")))
 
 
 def test_one_message_is_handled_at_a_time(door: ZmqDoor, dealer: Socket) -> None:
@@ -70,7 +69,7 @@ def test_one_message_is_handled_at_a_time(door: ZmqDoor, dealer: Socket) -> None
 
 def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoor, dealer: Socket) -> None:
     taken = Taken()
-    dealer.send_multipart(wire.request(c.Heartbeat(session=3), b""))
+    dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
     for number in (1, 2):
         dealer.send_multipart(seal(number))
     dealer.close(linger=WAIT_MS)

@@ -18,7 +18,7 @@ from dataplane.control.resolve import register_resolver
 from dataplane.control.shell import LedgerShell
 from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
 from tests.contract.conftest import Blocking
-from tests.lives import CONFIG, WAIT_S, Lives, Proxy, wait_until
+from tests.lives import CONFIG, WAIT_S, Lives, ProxyPair, wait_until
 from tests.test_control_channel import in_fork
 
 pytestmark = pytest.mark.slow
@@ -50,12 +50,12 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def proxy_to() -> Iterator[Callable[[int], Proxy]]:
+def proxy_to() -> Iterator[Callable[[int], ProxyPair]]:
     """Makes proxies, which are closed at the end, after the clients."""
-    made: list[Proxy] = []
+    made: list[ProxyPair] = []
 
-    def proxy(port: int) -> Proxy:
-        made.append(Proxy(port))
+    def proxy(port: int) -> ProxyPair:
+        made.append(ProxyPair(port))
         return made[-1]
 
     yield proxy
@@ -455,7 +455,7 @@ def test_a_unit_waits_no_longer_than_it_is_told(lives: Lives) -> None:
 def test_a_network_that_heals_is_no_end(
     lives: Lives,
     open_client: Open,
-    proxy_to: Callable[[int], Proxy],
+    proxy_to: Callable[[int], ProxyPair],
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     style: str,
@@ -463,8 +463,8 @@ def test_a_network_that_heals_is_no_end(
 ) -> None:
     monkeypatch.setattr(opening, "boot_id", lambda: "another host")
     monkeypatch.setattr(opening, "GO_ON_S", 0.2)
-    proxy = proxy_to(lives.port + 1)
-    client, other = open_client(style, f"127.0.0.1:{proxy.port - 1}"), open_client()
+    proxy = proxy_to(lives.port)
+    client, other = open_client(style, f"127.0.0.1:{proxy.port}"), open_client()
     register(client)
     put(client, 1)
     waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
@@ -479,7 +479,7 @@ def test_a_network_that_heals_is_no_end(
 
 
 def test_a_unit_that_was_cut_off_keeps_its_number_and_its_rows(
-    lives: Lives, open_client: Open, proxy_to: Callable[[int], Proxy], style: str
+    lives: Lives, open_client: Open, proxy_to: Callable[[int], ProxyPair], style: str
 ) -> None:
     proxy = proxy_to(lives.port)
     far = lives.unit(f"127.0.0.1:{proxy.port}")

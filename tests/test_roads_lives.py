@@ -81,7 +81,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
     roads = Roads(config, session=1, lock=None, memory=WarmMemory(0))
     roads.learn([changed(unit.info, epoch=EPOCH - 1)])
-    with pytest.raises(ServiceRestartedError):
+    with pytest.raises(StorageUnitError, match="started anew"):
         roads.gather([ROW], {UNIT})
     assert roads.unknown({UNIT})
     roads.learn([unit.info])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -33,15 +34,17 @@ from dataplane.bulk import wire as bulk_wire
 from dataplane.config import MIB
 from dataplane.control import grpc_link, keys, opening, wire
 from dataplane.control.controller import Controller
-from dataplane.control.keys import keys_of
+from dataplane.control.keys import DoorKeys, keys_of
 from dataplane.control.opening import door_address
-from dataplane.curve import ServerKeys, encrypt
+from dataplane.curve import ServerKeys
 from dataplane.kept import discard
 from dataplane.ledger import commands as c
 from dataplane.pb import bulk_pb2, control_pb2_grpc
 from dataplane.pb import control_pb2 as pb
+from dataplane.proof import Ticket
 from dataplane.types import PROTOCOL_VERSION
 from dataplane.unit import StorageUnit
+from dataplane.zap import present
 from tests.conftest import litter, our_files
 from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, Lives
@@ -68,6 +71,7 @@ CLIENTS = {
 REFUSED: list[tuple[str, str, type[Exception], str]] = [
     ("token", "plain", AuthenticationError, "no token was given.*config.token"),
     ("token", "wrong token", AuthenticationError, "the token is wrong"),
+    ("plain", "token", AuthenticationError, "what answers there knows none"),
     ("plain", "tls", TlsError, "does not speak TLS, and this side does.*tls_"),
     ("token", "tls and token", TlsError, "does not speak TLS"),
     ("tls", "plain", TlsError, "speaks TLS, and this side does not.*tls_cert_file"),
@@ -154,14 +158,15 @@ def test_any_grpc_library_gets_in_with_a_certificate(services: dict[str, Server]
     credentials = grpc.ssl_channel_credentials(files["tls_ca_file"], files["tls_key_file"], files["tls_cert_file"])
     with grpc.secure_channel(services["tls"].address, credentials) as channel:
         assert asked(channel, "OpenSession", opening_message()).session > 0
-        given = asked(channel, "GetKeys", pb.GetKeysRequest(protocol_version=PROTOCOL_VERSION))
+        shown = (("tq-nonce", secrets.token_hex(32)), ("tq-protocol-version", str(PROTOCOL_VERSION)))
+        given = asked(channel, "GetKeys", pb.GetKeysRequest(), shown)
         assert len(given.curve_key) == 40
-        assert given.ticket
+        assert given.secret
     with (
         grpc.secure_channel(services["tls"].address, grpc.ssl_channel_credentials(files["tls_ca_file"])) as channel,
         pytest.raises(grpc.RpcError),
     ):
-        asked(channel, "GetKeys", pb.GetKeysRequest(protocol_version=PROTOCOL_VERSION))
+        asked(channel, "GetKeys", pb.GetKeysRequest())
 
 
 # --- names in certificates
@@ -218,14 +223,15 @@ def units_of(client: Any) -> tuple[c.UnitInfo, ...]:
     return client._connections.get()._channel.units  # type: ignore[no-any-return]
 
 
-def heard(endpoint: str, frames: list[bytes], curve_key: str = "") -> bool:
+def heard(endpoint: str, frames: list[bytes], ticket: Ticket | None = None, curve_key: str = "") -> bool:
     """Whether what listens there says anything to a peer; False once it has hung up."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
-        encrypt(peer, curve_key)
-        monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        present(peer, ticket, curve_key)
+        monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         peer.connect(endpoint)
-        peer.send_multipart(frames)
+        with contextlib.suppress(zmq.Again):  # it may have been hung up on by now
+            peer.send_multipart(frames, zmq.NOBLOCK)
         ready = dict(zmq.zmq_poll([(peer, zmq.POLLIN), (monitor, zmq.POLLIN)], int(WAIT_S * 1000)))
         assert ready, "neither answered nor hung up on"
         if monitor in ready:
@@ -235,9 +241,18 @@ def heard(endpoint: str, frames: list[bytes], curve_key: str = "") -> bool:
         return peer in ready
 
 
-def hello(ticket: str) -> list[bytes]:
+def hello() -> list[bytes]:
     item = c.OpenSession(nonce=secrets.token_hex(8), host="h", name="n", protocol_version=PROTOCOL_VERSION)
-    return wire.request(item, ticket.encode())
+    return wire.request(item)
+
+
+def own_keys(address: str, **settings: Any) -> DoorKeys:
+    config = DataPlaneConfig(**settings)
+    return keys_of(address, config.secret(), config.tls, deadline=time.monotonic() + WAIT_S)
+
+
+def attach() -> list[bytes]:
+    return [bulk_pb2.BulkRequest(protocol_version=PROTOCOL_VERSION, session=1, call=1).SerializeToString()]
 
 
 @pytest.mark.parametrize("door", ["controller", "unit"])
@@ -247,27 +262,23 @@ def test_zmq_doors_of_a_service_with_tls_say_nothing_without_the_key(
 ) -> None:
     server = services["tls"]
     curve_key = ServerKeys().public if key else ""
-    ticket = keys_of(DataPlaneConfig(**tls()), server.address, time.monotonic() + WAIT_S).ticket
+    ticket = own_keys(server.address, **tls()).ticket
     if door == "controller":
-        assert not heard(f"tcp://{door_address(server.address)}", hello(ticket), curve_key)
+        assert not heard(f"tcp://{door_address(server.address)}", hello(), ticket, curve_key)
         return
-    attach = bulk_pb2.BulkRequest(protocol_version=PROTOCOL_VERSION, token=ticket.encode(), session=1, call=1)
-    assert not heard(endpoint_of_unit(server, **tls()), [attach.SerializeToString()], curve_key)
+    assert not heard(endpoint_of_unit(server, **tls()), attach(), ticket, curve_key)
 
 
-@pytest.mark.parametrize("shown", ["", "wrong"])
-def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], shown: str) -> None:
+@pytest.mark.parametrize("secret", ["", "wrong"])
+def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], secret: str) -> None:
     """Also where the service has no token."""
     server = services["tls"]
-    own = keys_of(DataPlaneConfig(**tls()), server.address, time.monotonic() + WAIT_S)
-    with zmq.Context() as context, opening.door_socket(context, f"tcp://{door_address(server.address)}", own) as peer:
-        peer.send_multipart(hello(shown))
-        assert peer.poll(int(WAIT_S * 1000))
-        reply = wire.Reply.parse(peer.recv_multipart())
-        assert isinstance(reply.error, AuthenticationError)
+    own = own_keys(server.address, **tls())
+    assert heard(f"tcp://{door_address(server.address)}", hello(), own.ticket, own.curve_key)
+    assert not heard(f"tcp://{door_address(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
     with connect(server.address, force_remote=True, **tls()) as client:
         roads = client._connections.get().desk.roads
-        roads._config = replace(roads._config, token=shown or None)
+        roads._config = replace(roads._config, token=secret or None)
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(AuthenticationError, match="storage unit"):
             client.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
@@ -347,12 +358,13 @@ def test_clients_and_units_go_on_with_a_service_that_has_new_keys(
     client: Any = Blocking(connect_async(address, **settings)) if "async" in style else connect(address, **settings)
     try:
         put_and_get(client, "before")
-        before = keys_of(config, lives.address, time.monotonic() + WAIT_S)
+        before = own_keys(lives.address, token=token, **tls())
         lives.restart()
         put_and_get(client, "another controller")
-        after = keys_of(config, lives.address, time.monotonic() + WAIT_S)
+        after = own_keys(lives.address, token=token, **tls())
         assert before.curve_key != after.curve_key
-        assert before.ticket == after.ticket
+        assert before.ticket != after.ticket
+        assert before.secret == after.secret
         lives.units.pop().stop()
         lives.unit(state_dir=str(tmp_path / "state"))
         put_and_get(client, "another unit")

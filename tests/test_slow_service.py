@@ -13,7 +13,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control import keeper, opening
 from dataplane.control.controller import Controller
 from dataplane.errors import ServiceUnavailableError
-from tests.lives import Proxy
+from tests.lives import ProxyPair
 
 pytestmark = pytest.mark.integration
 
@@ -21,13 +21,13 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyPair]:
     """The network to a service, which clients look for often."""
     monkeypatch.setattr(opening, "boot_id", lambda: "another host")
     monkeypatch.setattr(opening, "GO_ON_S", 0.05)
     with Controller(DataPlaneConfig(session_timeout_s=60.0)) as controller:
         port = int(controller.address.rpartition(":")[2])
-        made = Proxy(port + 1)
+        made = ProxyPair(port)
         yield made
         made.close()
 
@@ -46,8 +46,8 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return misses
 
 
-def test_calls_wait_for_a_service_that_is_only_slow(proxy: Proxy, looked: threading.Semaphore) -> None:
-    address = f"127.0.0.1:{proxy.port - 1}"
+def test_calls_wait_for_a_service_that_is_only_slow(proxy: ProxyPair, looked: threading.Semaphore) -> None:
+    address = f"127.0.0.1:{proxy.port}"
     with dataplane.connect(address, heartbeat_s=0.05) as client, ThreadPoolExecutor(1) as pool:
         assert client.stats().units == ()
         proxy.pause()
@@ -58,8 +58,8 @@ def test_calls_wait_for_a_service_that_is_only_slow(proxy: Proxy, looked: thread
         assert asked.result(WAIT_S).units == ()
 
 
-def test_calls_end_where_nothing_listens(proxy: Proxy, looked: threading.Semaphore) -> None:
-    address = f"127.0.0.1:{proxy.port - 1}"
+def test_calls_end_where_nothing_listens(proxy: ProxyPair, looked: threading.Semaphore) -> None:
+    address = f"127.0.0.1:{proxy.port}"
     with dataplane.connect(address, heartbeat_s=0.05) as client:
         proxy.cut()
         assert looked.acquire(timeout=WAIT_S)

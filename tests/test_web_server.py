@@ -146,7 +146,7 @@ def test_who_sends_one_byte_at_a_time_is_hung_up_on_too(monkeypatch: pytest.Monk
         pytest.fail("it was listened to for ever")
 
 
-def test_more_at_once_than_are_taken_are_hung_up_on(
+def test_more_at_once_than_are_taken_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "AT_ONCE", 2)
@@ -165,7 +165,7 @@ def test_more_at_once_than_are_taken_are_hung_up_on(
         assert came.acquire(timeout=WAIT_S)
         assert came.acquire(timeout=WAIT_S)
         for _ in range(3):
-            assert raw(server.address, b"GET / HTTP/1.1\r\n\r\n") == b""
+            assert raw(server.address, b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 503 ")
         go.set()
         for thread in threads:
             thread.join(WAIT_S)
@@ -178,8 +178,7 @@ def test_more_at_once_than_are_taken_are_hung_up_on(
 
 
 def test_who_draws_a_handshake_out_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "AT_ONCE", 1)
-    monkeypatch.setattr(server_module, "OVERDUE_S", 0.0)
+    monkeypatch.setattr(server_module, "UNREAD", 1)
     secured = server_context(DataPlaneConfig(**tls()).tls)
     with (
         HttpServer(echo, "127.0.0.1", 0, context=secured) as server,
@@ -187,10 +186,43 @@ def test_who_draws_a_handshake_out_gives_its_place_up(monkeypatch: pytest.Monkey
     ):
         slow.sendall(b"\x16\x03\x01")
         wait_until(lambda: server._open, "the slow one's turn")
-        assert raw(server.address, b"x") == b""
-        assert slow.recv(1) == b""
-        wait_until(lambda: server._slots._value == 1, "its place is free")
         assert ask(server.address, "/", context=context()).status == 200
+        assert slow.recv(1) == b""
+
+
+def test_who_says_nothing_keeps_nobody_from_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "READ_S", WAIT_S)
+    count = 2 * server_module.UNREAD
+    with HttpServer(echo, "127.0.0.1", 0) as server, contextlib.ExitStack() as ends:
+        where = split_address(server.address)
+        silent = [ends.enter_context(socket.create_connection(where, timeout=WAIT_S)) for _ in range(count)]
+        assert ask(server.address, server_module.HEALTH_PATH).status == 200
+        assert len(server._unread) <= server_module.UNREAD
+        assert silent[0].recv(1) == b"", "the first to come is the first to go"
+        silent[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert silent[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def test_health_is_told_while_every_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "AT_ONCE", 1)
+    came, go = threading.Semaphore(0), threading.Event()
+
+    def slow(request: Request) -> Response:
+        if request.path != server_module.HEALTH_PATH:
+            came.release()
+            assert go.wait(WAIT_S)
+        return plain("done")
+
+    with HttpServer(slow, "127.0.0.1", 0) as server:
+        asking = threading.Thread(target=ask, args=(server.address, "/"))
+        asking.start()
+        try:
+            assert came.acquire(timeout=WAIT_S)
+            assert ask(server.address, "/").status == 503
+            assert ask(server.address, server_module.HEALTH_PATH).status == 200
+        finally:
+            go.set()
+            asking.join(WAIT_S)
 
 
 @settings(max_examples=200, deadline=None)

@@ -21,6 +21,8 @@ from dataplane.control.controller import Controller
 from dataplane.errors import StateDirError
 from dataplane.host import split_address
 from dataplane.ledger import commands as c
+from dataplane.web.auth import Guard
+from dataplane.web.messages import HttpError, Request
 from tests.control_service import ScriptedLedger, done
 from tests.lives import wait_until
 from tests.secure import tls
@@ -304,6 +306,18 @@ def test_a_name_that_leads_to_loopback_is_not_answered(server: Server) -> None:
         "[::1]": 200,
     }.items():
         assert ask(server.http_address, "/api/stats", Host=host).status == status
+
+
+def test_nor_is_one_by_a_service_that_is_open_to_its_network() -> None:
+    def asked(host: str) -> Request:
+        return Request(method="GET", path="/", query={}, headers={"host": host})
+
+    open_to_all = Guard(None, secure=False, local=False)
+    for host in ("10.0.0.1:7042", "localhost", socket.gethostname(), f"{socket.gethostname()}:7042"):
+        open_to_all.check(asked(host))
+    with pytest.raises(HttpError, match="without a token"):
+        open_to_all.check(asked("evil.example"))
+    Guard(None, secure=True, local=False).check(asked("controller.example"))
 
 
 # --- TLS

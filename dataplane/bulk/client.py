@@ -41,6 +41,7 @@ from dataplane.failpoints import hit
 from dataplane.host import boot_id
 from dataplane.ledger.commands import UnitInfo
 from dataplane.pb import bulk_pb2 as pb
+from dataplane.proof import Ticket
 from dataplane.warm import FROM_BYTES, WarmMemory
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class UnitConnection:
     """Thread-safe. After the constructor returned, `local` says whether `arena` may be used; in any case `write` and
     `read` go over sockets, one for each call under way.
 
+    token: the service's secret; the unit is shown the ticket for its epoch that is made of it.
     lock: the session's lock, held before the session was opened; None, or force_remote, never proves to be local.
     context: a ZMQ context to use, left open by `close`; by default the connection has its own.
     memory: where reads are received; by default new memory each time.
@@ -113,7 +115,7 @@ class UnitConnection:
         self.local = False
         self.arena: MappedArena | None = None
         self._session = session
-        self._token = (token or "").encode()
+        self._ticket = Ticket.of(token, info.arena_path, str(info.epoch))
         self._owner = os.getpid()
         self._memory = WarmMemory(0) if memory is None else memory
         self._context = zmq.Context() if context is None else context
@@ -365,7 +367,7 @@ class UnitConnection:
         return self._memory.take(nbytes) if nbytes >= FROM_BYTES else np.empty(nbytes, np.uint8)
 
     def _header(self, wire: Wire) -> pb.BulkRequest:
-        return wire.request(session=self._session, epoch=self.info.epoch, token=self._token)
+        return wire.request(session=self._session, epoch=self.info.epoch)
 
     # --- sockets ------------------------------------------------------------------------------------------------
 
@@ -404,8 +406,11 @@ class UnitConnection:
             with self._state:
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
+                curve_key = self.info.curve_key
                 with enough_for(self._endpoint):
-                    return Wire(self._context, self._endpoint, wake=self._wake, curve_key=self.info.curve_key)
+                    return Wire(
+                        self._context, self._endpoint, wake=self._wake, ticket=self._ticket, curve_key=curve_key
+                    )
             if wire.idle_and_sound:
                 return wire
             wire.close()

@@ -37,7 +37,10 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_ARENA_BYTES = 1 << 48
 """No arena has more: addresses times columns fit 64 bits."""
 MAX_REQUEST_BYTES = 64 << 20
-"""The unit refuses a request, and drops a peer whose frame is larger."""
+"""The unit refuses a larger request."""
+MAX_FRAME_BYTES = CHUNK_BYTES + 1024
+"""The unit drops a peer whose frame is larger: a chunk, and what CURVE adds. A peer that has not shown its ticket can
+make the unit hold one."""
 
 
 @dataclass

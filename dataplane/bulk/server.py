@@ -7,7 +7,6 @@ when all of it is there, and taken in one go.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import threading
@@ -23,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane.arena import Arena
 from dataplane.bulk.endpoints import bind
-from dataplane.bulk.frames import MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
+from dataplane.bulk.frames import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
 from dataplane.bulk.growth import Growth
 from dataplane.bulk.in_frames import UnitFrames
 from dataplane.bulk.lock import lock_directories as default_lock_directories
@@ -52,8 +51,10 @@ from dataplane.ledger.commands import (
 from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
+from dataplane.proof import Ticket
 from dataplane.rowcopy import gather
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ class BulkServer:
 
     report: called in the server's thread with what the unit has to tell the ledger; must hand it over and return.
     advertise_host: the name that remote clients reach `tcp_host` by, where it is not that itself (0.0.0.0).
-    token: what every request must carry; with `keys`, until `admit` says otherwise.
+    token: the secret whose ticket for this epoch of the arena peers show; "admit" may give it later.
     insecure: with neither token nor keys, `tcp_host` may be other than loopback.
-    keys: only those who know the public one get a word in.
+    keys: peers talk CURVE.
     counts: what is served is counted there.
     engine: where payloads may also be fetched by, closed with the server.
     lock_directories: where clients' session locks may be; the arena's directory and this user's in /dev/shm by default.
@@ -105,7 +106,7 @@ class BulkServer:
         folders = default_lock_directories(arena.path.parent) if lock_directories is None else lock_directories
         self._arena = arena
         self._epoch = epoch
-        self._token = (token or "").encode()
+        self._token = token
         self._report = report
         self._keys = keys
         self._engine = engine
@@ -116,6 +117,7 @@ class BulkServer:
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._counts = counts or BulkCounts()
         self._unit = 0
+        self._admission: Admission | None = None
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._growth = Growth(arena, report)
@@ -139,9 +141,12 @@ class BulkServer:
             self._router.linger = 0
             self._router.set(zmq.SNDHWM, PEER_REPLIES)
             self._router.set(zmq.RCVHWM, PEER_REQUESTS)
-            self._router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            if self._keys is not None:
-                self._keys.guard(self._router)
+            self._router.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            if self._token is not None or self._keys is not None:
+                name = f"the storage unit at {self._arena.path}"
+                self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
+                self._admission.guard(self._router)
+                self.admit(self._token)
             self._frames = UnitFrames(self._router, self._fault)
             self.endpoints = bind(
                 self._router,
@@ -168,9 +173,11 @@ class BulkServer:
         self._unit = number
         self._kick()
 
-    def admit(self, token: str) -> None:
-        """From now on requests carry this token. From any thread; before `unit` is set, or the same again."""
-        self._token = token.encode()
+    def admit(self, token: str | None) -> None:
+        """From now on peers show the ticket that this secret makes; "" or None: nobody is let in. From any thread; does
+        nothing in a unit with neither token nor keys."""
+        if self._admission is not None:
+            self._admission.admit(Ticket.of(token, str(self._arena.path), str(self._epoch)))
 
     @property
     def attached(self) -> int:
@@ -209,6 +216,8 @@ class BulkServer:
 
     def _close_sockets(self) -> None:
         self._router.close()
+        if self._admission is not None:
+            self._admission.close()
         self._context.term()
         with self._wake_lock:
             os.close(self._wake)
@@ -351,9 +360,13 @@ class BulkServer:
         self._counts.note(verb, failed, time.perf_counter() - began)
 
     def _wait_for_number(self, peer: bytes, request: pb.BulkRequest) -> None:
-        """Nobody is refused for a token that the unit does not know yet either. Who is one too many asks again."""
+        """Who is one too many asks again."""
         if len(self._early) < EARLY:
             self._early.append((peer, request))
+
+    def _count_refused(self) -> None:
+        error = AuthenticationError(peer=f"storage unit {self._unit}", why="the token is wrong")
+        self._counts.note("handshake", error, 0.0)
 
     def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
         """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""
@@ -365,9 +378,6 @@ class BulkServer:
     def _admit(self, request: pb.BulkRequest) -> None:
         if request.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=request.protocol_version, service_version=PROTOCOL_VERSION)
-        if not hmac.compare_digest(request.token, self._token):
-            why = "its token is wrong" if request.token else "it gave no token"
-            raise AuthenticationError(peer=f"storage unit {self._unit}", why=why)
         if request.epoch != self._epoch:
             raise ServiceRestartedError(
                 expected_epoch=request.epoch, got_epoch=self._epoch, what=f"storage unit {self._unit}"

@@ -11,19 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
+from zmq.utils.monitor import recv_monitor_message
 
 from dataplane import failpoints
 from dataplane.bulk.frames import Bytes
-from dataplane.curve import encrypt
-from dataplane.errors import ClientClosedError, from_wire
+from dataplane.errors import AuthenticationError, ClientClosedError, from_wire
 from dataplane.pb import bulk_pb2 as pb
+from dataplane.proof import Ticket
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.zap import REFUSED, present
 
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
 
@@ -46,16 +49,23 @@ class Wire:
     """After any exception out of its methods it is good for `close` only."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, wake: int, curve_key: str = ""
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        wake: int,
+        ticket: Ticket | None = None,
+        curve_key: str = "",
     ) -> None:
-        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `curve_key`: the
-        unit's public key; "": it does not encrypt."""
+        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `ticket`: for
+        this epoch of the unit. `curve_key`: its public key; "": it does not encrypt."""
+        self._endpoint = endpoint
         self._called = 0
         self._early: dict[int, pb.BulkReply] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndtimeo = SEND_MS
-        encrypt(self._socket, curve_key)
+        present(self._socket, ticket, curve_key)
         if endpoint.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(_LOST, f"inproc://tq-lost-{secrets.token_hex(8)}")
@@ -66,12 +76,10 @@ class Wire:
             self._poller.register(each, zmq.POLLIN)
         self._socket.connect(endpoint)
 
-    def request(self, *, session: int, epoch: int, token: bytes) -> pb.BulkRequest:
+    def request(self, *, session: int, epoch: int) -> pb.BulkRequest:
         """A header for the next call, without its verb."""
         self._called += 1
-        return pb.BulkRequest(
-            protocol_version=PROTOCOL_VERSION, token=token, session=session, epoch=epoch, call=self._called
-        )
+        return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called)
 
     def send(
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
@@ -82,7 +90,7 @@ class Wire:
         )
         held.extend(part.tracker for part in parts if part.tracker is not None)
         try:
-            self._socket.send(header.SerializeToString(), zmq.SNDMORE if parts else 0)
+            self._send_head(header.SerializeToString(), zmq.SNDMORE if parts else 0)
             while parts:
                 failpoints.hit("bulk.write.between_frames")
                 self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
@@ -93,6 +101,15 @@ class Wire:
             parts.clear()
             traceback.clear_frames(error.__traceback__)
             raise error
+
+    def _send_head(self, head: bytes, flags: int) -> None:
+        try:
+            self._socket.send(head, flags | zmq.NOBLOCK)
+        except zmq.Again:
+            # There is no connection any more where the unit has refused this one.
+            if self._monitor.poll(0):
+                self._refuse_or_lose()
+            self._socket.send(head, flags)
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
         """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.
@@ -133,9 +150,18 @@ class Wire:
         if self._wake in ready:
             raise ClientClosedError
         if self._monitor in ready:
-            raise WireLostError("it cannot be reached")
+            self._refuse_or_lose()
         if left_s <= 0:
             raise WireSilentError
+
+    def _refuse_or_lose(self) -> None:
+        """Raises what the monitor tells. A unit of another epoch is lost to who knows it no better."""
+        event = recv_monitor_message(self._monitor)
+        if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise WireLostError("it cannot be reached")
+        if event["value"] == int(REFUSED):
+            raise AuthenticationError(peer=f"the storage unit at {self._endpoint}", why="the token is wrong")
+        raise WireLostError("it has been started anew")
 
     def payload(self, nbytes: int) -> Bytes:
         """The payload frame of the reply just received, not copied; it must have `nbytes`."""

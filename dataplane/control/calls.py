@@ -71,7 +71,6 @@ class Calls:
         self.session = session
         self.doubt: Callable[[], None] = lambda: None
         self._reconnect_s = config.reconnect_s
-        self._token = session.keys.ticket.encode()
         self._timeout_s = config.call_timeout_s
         self._numbering = Numbering(session.number)
         self._lock = threading.Lock()
@@ -172,7 +171,7 @@ class Calls:
             if not self._numbering.is_open(outgoing.number):
                 return outgoing.frames
             call = self._numbering.repeat(outgoing.number, now=now)
-        return wire.request(call, self._token)
+        return wire.request(call)
 
     def answers(self, outgoing: Outgoing, reply: wire.Reply) -> bool:
         """Whether this reply is the call's answer, or else the call goes on waiting for one."""
@@ -240,7 +239,7 @@ class Calls:
 
     def _outgoing(self, call: c.Call, now: float, deadline: float) -> Outgoing:
         try:
-            frames = wire.request(call, self._token)
+            frames = wire.request(call)
         except BaseException:
             with self._lock:
                 self._numbering.answered(call.number, heard=False)
@@ -256,7 +255,7 @@ class OpenChannel:
 
     def __init__(self, session: Session, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
-        self.shown = replace(config, token=session.keys.ticket or None, token_file=None)
+        self.shown = replace(config, token=session.keys.secret or None, token_file=None)
         self.leftovers: Callable[[], Iterable[c.Command]] = list
         self.learned: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
 

@@ -32,6 +32,7 @@ from dataplane.host import (
 from dataplane.ledger.ledger import Ledger
 from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.recorder import Recorder
+from dataplane.proof import Ticket
 from dataplane.types import Checksums
 
 if TYPE_CHECKING:
@@ -113,10 +114,12 @@ class Controller:
     def _start(self, token: str | None) -> None:
         config = self._config
         ledger = self._open_ledger()
-        ticket = token or self._made_ticket() if config.tls else ""
+        secret = token or (self._made_secret() if config.tls else "")
+        instance = secrets.token_hex(16)
+        ticket = Ticket.of(secret, instance)
         self._keys = ServerKeys() if config.tls else None
-        self._grpc = import_grpc_door()(Secret(token), config.tls)
-        port, door = self._bind(self._grpc, Secret(ticket or token))
+        self._grpc = import_grpc_door()(Secret(token, ticket), config.tls)
+        port, door = self._bind(self._grpc, ticket)
         self._address = join_address(reachable_host(config.host), port)
         self._listens_at = [port, port + 1, *(each for each in door.endpoints if each.startswith("ipc://"))]
         listens_at(self._listens_at)
@@ -129,7 +132,9 @@ class Controller:
             durable=self._durable is not None,
             forced=self._durable is not None and self._durable.forced,
             curve_key="" if self._keys is None else self._keys.public,
-            ticket=ticket,
+            instance=instance,
+            secret=secret,
+            told=token is None,
         )
         door.introduce(facts)
         if self._durable is not None:
@@ -145,14 +150,14 @@ class Controller:
                 config, self._shell, ledger, recorder, address=self._address, heartbeat_s=config.heartbeat_s
             ).start()
 
-    def _made_ticket(self) -> str:
+    def _made_secret(self) -> str:
         """What stands for the token that a service with TLS does not have. A later life has the same, so that storage
         units and their clients need not hear of a new one at once."""
         before = None if self._durable is None else self._durable.recall_text("ticket")
-        ticket = before or secrets.token_urlsafe(32)
+        secret = before or secrets.token_urlsafe(32)
         if self._durable is not None and before is None:
-            self._durable.remember(ticket=ticket)
-        return ticket
+            self._durable.remember(ticket=secret)
+        return secret
 
     def _open_ledger(self) -> LedgerLike:
         config = self._config
@@ -172,28 +177,28 @@ class Controller:
         self._epoch = self._durable.epoch
         return self._durable
 
-    def _bind(self, grpc: GrpcDoor, secret: Secret) -> tuple[int, ZmqDoor]:
+    def _bind(self, grpc: GrpcDoor, ticket: Ticket | None) -> tuple[int, ZmqDoor]:
         """Both doors on neighboring ports."""
         host = self._config.host
         if self._config.port:
-            return self._bind_pair(grpc, ZmqDoor(host, self._config.port + 1, secret, self._keys))
+            return self._bind_pair(grpc, ZmqDoor(host, self._config.port + 1, ticket, self._keys))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
-            return self._bind_again(grpc, secret, before)
+            return self._bind_again(grpc, ticket, before)
         for _ in range(PORT_TRIES):
             port = 0 if self._durable is None else lasting_port()
             try:
-                return self._bind_pair(grpc, ZmqDoor(host, port and port + 1, secret, self._keys))
+                return self._bind_pair(grpc, ZmqDoor(host, port and port + 1, ticket, self._keys))
             except OSError as error:
                 log.debug("trying other ports: %s", error)
         raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
 
-    def _bind_again(self, grpc: GrpcDoor, secret: Secret, port: int) -> tuple[int, ZmqDoor]:
+    def _bind_again(self, grpc: GrpcDoor, ticket: Ticket | None, port: int) -> tuple[int, ZmqDoor]:
         """Where clients of this state look for it. OSError if somebody else has the port and keeps it."""
         end = time.monotonic() + PORT_WAIT_S
         while True:
             try:
-                return self._bind_pair(grpc, ZmqDoor(self._config.host, port + 1, secret, self._keys))
+                return self._bind_pair(grpc, ZmqDoor(self._config.host, port + 1, ticket, self._keys))
             except OSError as error:
                 if time.monotonic() > end:
                     raise OSError(

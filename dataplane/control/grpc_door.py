@@ -16,30 +16,27 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from dataplane.config import TlsFiles
 from dataplane.control import codec, unit_messages
 from dataplane.control.complaints import Complaints, OneLine
+from dataplane.control.grpc_public import Health, abort, check_version, is_public, keys_handler, unread
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
-from dataplane.control.statuses import to_status
 from dataplane.control.tls import server_credentials
 from dataplane.control.wire import MAX_MESSAGE_BYTES
 from dataplane.errors import (
     DataPlaneError,
     InternalError,
     InvalidRequestError,
-    ProtocolVersionError,
     ServiceUnavailableError,
-    to_wire,
 )
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
-from dataplane.types import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +59,12 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Strangers hold a connection, without a call, no longer than this.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # What gRPC reads ahead of a call's handler, which may refuse it unread.
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
 )
 
 
@@ -98,8 +101,6 @@ class GrpcDoor:
         server = self._server = grpc.aio.server(
             interceptors=[_Guard(self._secret)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
         )
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._ready.set()
         await self._ended.wait()
@@ -121,14 +122,12 @@ class GrpcDoor:
 
     def serve(self, shell: LedgerShell, facts: Facts) -> None:
         """Begin to answer."""
-        self._run(self._serve(_Service(shell, facts, self._loop)))
+        self._run(self._serve(_Service(shell, facts, self._loop), facts.address))
 
-    async def _serve(self, service: _Service) -> None:
+    async def _serve(self, service: _Service, address: str) -> None:
         self._end_links = service.end_links
-        self._server.add_generic_rpc_handlers((service.handler(),))
+        self._server.add_generic_rpc_handlers((service.handler(), Health(address, self._ended).handler()))
         await self._server.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, timeout_s: float) -> None:
         """End all calls and the thread. Idempotent."""
@@ -143,47 +142,28 @@ class GrpcDoor:
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Checks the token of every call but health checks, which probes make without one."""
+    """Checks the token of every call but those that are made without one. What is refused is not read."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        if details.method.startswith(f"/{health.SERVICE_NAME}/"):
+        if is_public(details.method, GET_KEYS):
             return await continuation(details)
         shown = dict(details.invocation_metadata or ()).get("authorization", "")
         try:
             self._secret.check(str(shown).removeprefix("Bearer ").encode(), peer="the controller")
         except DataPlaneError as error:
-            if details.method == GET_KEYS:
-                return grpc.unary_unary_rpc_method_handler(_refuser_of_keys(error), response_serializer=_serialize)
-            return grpc.stream_stream_rpc_method_handler(_refuser(error))
+            return unread(_refuser(error))
         return await continuation(details)
 
 
-def _refuser_of_keys(error: DataPlaneError) -> Callable[[Any, Context], Awaitable[Message]]:
-    async def refuse(request: Any, context: Context) -> Message:
-        return _no_keys(error)
-
-    return refuse
-
-
-def _no_keys(error: DataPlaneError) -> pb.Keys:
-    name, facts = to_wire(error)
-    return pb.Keys(error=pb.Error(name=name, facts=facts))
-
-
 def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
-    async def refuse(requests: Any, context: Context) -> AsyncIterator[Message]:
-        await _abort(context, error)
+    async def refuse(unread: Any, context: Context) -> AsyncIterator[Message]:
+        await abort(context, error)
         yield pb.Done()  # never reached: it makes this a stream, which fits any kind of call
 
     return refuse
-
-
-async def _abort(context: Context, error: DataPlaneError) -> None:
-    code, text, metadata = to_status(error)
-    await context.abort(code, text, metadata)
 
 
 class _Service:
@@ -209,7 +189,7 @@ class _Service:
             )
         methods = {name: _unary(self._answer(parse), request_type) for name, (request_type, parse) in unary.items()}
         methods["Heartbeat"] = _unary(self._heartbeat, pb.HeartbeatRequest)
-        methods["GetKeys"] = _unary(self._keys, pb.GetKeysRequest)
+        methods["GetKeys"] = keys_handler(self._facts)
         methods["KeepSession"] = _stream(self._keep_session, pb.HeartbeatRequest)
         methods["AttachUnit"] = _stream(self._attach_unit, pb.UnitReport)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -246,13 +226,6 @@ class _Service:
         self._shell.submit(codec.from_pb(c.Heartbeat, request))
         return heartbeat_reply(self._facts)
 
-    async def _keys(self, request: pb.GetKeysRequest, context: Context) -> Message:
-        try:
-            _check_version(request.protocol_version)
-        except DataPlaneError as error:
-            return _no_keys(error)
-        return pb.Keys(curve_key=self._facts.curve_key, ticket=self._facts.ticket)
-
     async def _keep_session(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
     ) -> AsyncIterator[Message]:
@@ -265,7 +238,7 @@ class _Service:
                     self._streams[session] += 1
                     yield heartbeat_reply(self._facts)
                 elif beat.session != session:
-                    await _abort(context, InvalidRequestError("a stream keeps one session alive, not several"))
+                    await abort(context, InvalidRequestError("a stream keeps one session alive, not several"))
                 self._shell.submit(beat)
         finally:
             if session is not None:
@@ -285,9 +258,7 @@ class _Service:
         self._links.add(orders)
         try:
             unit = await self._add_unit(requests, order)
-            added = unit_messages.order_to_pb(unit)
-            added.added.ticket = self._facts.ticket
-            yield added
+            yield unit_messages.order_to_pb(unit)
             reading = asyncio.create_task(self._read_reports(requests, unit.unit, orders))
             while (item := await orders.get()) is not None:
                 if isinstance(item, DataPlaneError):
@@ -297,7 +268,7 @@ class _Service:
             if reading is not None:
                 reading.cancel()
                 await asyncio.wait([reading])
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             self._links.discard(orders)
             if reading is not None:
@@ -316,7 +287,7 @@ class _Service:
             add = unit_messages.report_from_pb(request)
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("a storage unit says AddUnit first")
-            _check_version(request.add.protocol_version)
+            check_version(request.add.protocol_version)
             if self._facts.forced and not add.forced:
                 raise InvalidRequestError(
                     f"storage unit {add.name!r} was started without --durability machine, which this service promises"
@@ -349,11 +320,6 @@ class _Service:
         except Exception as error:
             log.exception("failed on a report of storage unit %d", unit)
             orders.put_nowait(InternalError(what=repr(error)))
-
-
-def _check_version(theirs: int) -> None:
-    if theirs != PROTOCOL_VERSION:
-        raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 
 
 def _unary(
@@ -406,7 +372,7 @@ async def _refuse(context: Context, request_type: type[Message], error: Exceptio
         if line is not None:
             log.error("%s", line, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")
-    await _abort(context, error)
+    await abort(context, error)
 
 
 def _serialize(message: Message) -> bytes:

@@ -16,6 +16,7 @@ from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.pb import control_pb2_grpc
+from dataplane.proof import Ticket
 from dataplane.types import PROTOCOL_VERSION
 
 OPTIONS = (
@@ -32,18 +33,17 @@ OPTIONS = (
 
 
 class GrpcLink:
-    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. `ticket`: what clients of the
-    unit show as token, once it was added; "": the service's token.
+    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. ticket: of the controller's
+    instance, which has proved that it is the service.
 
     ValueError for files of `tls` that cannot be used.
     """
 
-    def __init__(self, address: str, token: str | None, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
+    def __init__(self, address: str, ticket: Ticket | None, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
         self._address = address
         self._tls = tls
-        self.ticket = ""
         self._channel = _channel(address, tls)
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        metadata = (("authorization", f"Bearer {ticket.code}"),) if ticket else ()
         stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._since = time.monotonic()
         self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
@@ -52,7 +52,6 @@ class GrpcLink:
         """Until the stream ends. Raises the error it ended with."""
         try:
             for wire in self._call:
-                self.ticket = wire.added.ticket or self.ticket
                 yield unit_messages.order_from_pb(wire)
         except grpc.RpcError as error:
             waited_s = time.monotonic() - self._since

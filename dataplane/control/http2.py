@@ -1,12 +1,13 @@
 """One unary gRPC call over a socket that is there already.
 
-Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service with TLS for its keys. What the
+Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service for its keys. What the
 answer's headers say is not read, so the method must tell its errors in its answer.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 
 from h2.config import H2Configuration
@@ -18,6 +19,8 @@ MAX_ANSWER_BYTES = 32 << 10
 """More is no answer of ours; the window that HTTP/2 begins with is larger."""
 MAX_TRAFFIC_BYTES = 64 << 10
 RECEIVE_BYTES = 16 << 10
+LOOK_S = 0.1
+"""How long a read waits before `rest` is called again."""
 
 Rest = Callable[[], float]
 
@@ -29,11 +32,11 @@ class Http2Error(Exception):
 def call(
     peer: socket.socket, method: str, message: bytes, *, authority: str, metadata: Mapping[str, str], rest: Rest
 ) -> bytes:
-    """The message that answers unary `method` ("/package.Service/Name"). Before each read, `rest()` says how many
-    seconds that may take. Raises `Http2Error`, OSError (TimeoutError among them)."""
+    """The message that answers unary `method` ("/package.Service/Name"). `rest()`, which is called often, says how many
+    seconds are left. Raises `Http2Error`, OSError (TimeoutError among them), what `rest` raises."""
     headers = {
         ":method": "POST",
-        ":scheme": "https",
+        ":scheme": "https" if isinstance(peer, ssl.SSLSocket) else "http",
         ":path": method,
         ":authority": authority,
         "te": "trailers",
@@ -56,8 +59,7 @@ def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
     body, received = b"", 0
     while received <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())
-        peer.settimeout(max(rest(), 0.001))
-        arrived = peer.recv(RECEIVE_BYTES)
+        arrived = _arrived(peer, rest)
         if not arrived:
             raise Http2Error("it hung up")
         received += len(arrived)
@@ -68,6 +70,17 @@ def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
             if isinstance(event, StreamEnded):
                 return body
     raise Http2Error("its answer is too long")
+
+
+def _arrived(peer: socket.socket, rest: Rest) -> bytes:
+    while True:
+        left_s = rest()
+        peer.settimeout(max(min(left_s, LOOK_S), 0.001))
+        try:
+            return peer.recv(RECEIVE_BYTES)
+        except TimeoutError:
+            if left_s <= LOOK_S:
+                raise
 
 
 def _data(event: Event) -> bytes:

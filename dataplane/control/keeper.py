@@ -58,7 +58,7 @@ class Keeper:
         self._config = config
         self._context = context
         self._hold(dealer)
-        self._beat = wire.request(c.Heartbeat(session=calls.session.number), calls.session.keys.ticket.encode())
+        self._beat = wire.request(c.Heartbeat(session=calls.session.number))
         self._maintain = maintain
         self._moved = moved
         self._waker = Waker()
@@ -123,7 +123,8 @@ class Keeper:
 
     def _hold(self, dealer: Socket) -> None:
         self._dealer = dealer
-        self._monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://tq-{secrets.token_hex(8)}")
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = dealer.get_monitor_socket(events, f"inproc://tq-{secrets.token_hex(8)}")
 
     def _let_go(self) -> None:
         self._dealer.disable_monitor()
@@ -132,8 +133,9 @@ class Keeper:
 
     def _notice_disconnects(self) -> None:
         while readable(self._monitor):
-            recv_monitor_message(self._monitor)
-            if self._calls.session.durable:
+            event = recv_monitor_message(self._monitor)["event"]
+            # What refuses the ticket is another instance: a connection to it is not tried again.
+            if self._calls.session.durable or event != zmq.EVENT_DISCONNECTED:
                 self._doubted = True
 
     def _look(self) -> None:

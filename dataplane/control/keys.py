@@ -1,7 +1,14 @@
-"""What the ZMQ doors of a service want of a client, and how a client comes to know it."""
+"""What the ZMQ doors of a service want of a client, and how a client comes to know it.
+
+One small call to the gRPC door, before anything else is sent: the service proves that it knows the secret. The call is
+made without gRPC (see `opening`), and carries no body: what the service takes from strangers fits in its headers.
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -9,63 +16,106 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from dataplane.config import DataPlaneConfig, TlsFiles
+from dataplane.config import TlsFiles
 from dataplane.control import http2, tls
-from dataplane.errors import DataPlaneError, ServiceUnavailableError, from_wire
+from dataplane.errors import (
+    AuthenticationError,
+    DataPlaneError,
+    ProtocolVersionError,
+    ServiceUnavailableError,
+    from_wire,
+)
+from dataplane.host import split_address
 from dataplane.pb import control_pb2 as pb
+from dataplane.proof import NONCE_BYTES, Ticket, proof_of
 from dataplane.types import PROTOCOL_VERSION
 
 METHOD = "/tq.v1.Control/GetKeys"
+NONCE_KEY = "tq-nonce"
+VERSION_KEY = "tq-protocol-version"
+"""Metadata of that call: what the proof is to be for, in hex, and the client's version of the protocol."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoorKeys:
-    """curve_key: the controller's public one; "": its doors do not encrypt. ticket: what every message carries as
-    token, to the controller and to storage units."""
+    """curve_key: the controller's public one; "": its doors do not encrypt. ticket: for this instance of the
+    controller. secret: what tickets are derived from, storage units' too; "": the service has none."""
 
     curve_key: str = field(default="", repr=False)
-    ticket: str = field(default="", repr=False)
+    ticket: Ticket | None = None
+    secret: str = field(default="", repr=False)
 
 
 OPEN = DoorKeys()
 """Of a service without token and TLS."""
 
 
-def keys_of(config: DataPlaneConfig, address: str, deadline: float) -> DoorKeys:
-    """Of the service at `address`: from `config` where that has no TLS, else asked of the gRPC door, until `deadline`
-    (of `time.monotonic`) at the latest. Raises `ServiceUnavailableError` (at once where nothing listens), `TlsError`,
-    `AuthenticationError`, `ProtocolVersionError`, ValueError for files that cannot be used."""
-    token = config.secret() or ""
-    if config.tls is None:
-        return DoorKeys(ticket=token)
+def keys_of(
+    address: str,
+    token: str | None,
+    files: TlsFiles | None,
+    *,
+    deadline: float,
+    check: Callable[[], None] = lambda: None,
+) -> DoorKeys:
+    """Of the service at `address`, once it has proved that it knows the token, until `deadline` (of `time.monotonic`)
+    at the latest. `check` is called now and then and may raise. Raises `ServiceUnavailableError` (at once where
+    nothing listens), `TlsError`, `AuthenticationError`, `ProtocolVersionError`, ValueError for files that cannot be
+    used."""
 
     def rest() -> float:
+        check()
         return deadline - time.monotonic()
 
+    nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        answer = pb.Keys.FromString(_ask(address, config.tls, token, rest))
+        answer = pb.Keys.FromString(_ask(address, files, nonce, rest))
     except DataPlaneError:
         raise
     except TimeoutError as error:
         raise _unavailable(address, "something listens, but it does not answer in time") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error) or _unavailable(address, f"the connection broke: {error}") from error
-    except ConnectionResetError as error:
-        raise tls.diagnose(address, config.tls) or _unavailable(address, "it hung up") from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise tls.diagnose(address, files) or _unavailable(address, "it hung up") from error
     except OSError as error:
         raise _unavailable(address, f"connecting to it: {error.strerror or error}") from error
     except http2.Http2Error as error:
-        raise tls.diagnose(address, config.tls) or _unavailable(address, str(error)) from error
+        raise tls.diagnose(address, files) or _unavailable(address, str(error)) from error
     except DecodeError as error:
         raise _unavailable(address, "what answers is no data plane service") from error
     if answer.HasField("error"):
-        raise from_wire(answer.error.name, answer.error.facts)
-    return DoorKeys(curve_key=answer.curve_key, ticket=answer.ticket)
+        told = from_wire(answer.error.name, answer.error.facts)
+        # Nothing is proved yet: of errors only that one is believed.
+        raise told if isinstance(told, ProtocolVersionError) else _unavailable(address, f"it gives no keys: {told}")
+    secret = _proven(answer, token, files is not None, address, nonce)
+    return DoorKeys(curve_key=answer.curve_key, ticket=Ticket.of(secret, answer.instance), secret=secret)
 
 
-def _ask(address: str, files: TlsFiles, token: str, rest: Callable[[], float]) -> bytes:
-    request = pb.GetKeysRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
-    metadata = {"authorization": f"Bearer {token}"} if token else {}
+def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
+    """The secret of the service, which has proved that it knows it. `AuthenticationError` if it has not."""
+    # A secret that comes without TLS comes from no service.
+    secret = token or (answer.secret if secure else "")
+    if not secret and not answer.proof:
+        return ""
+    peer = f"the controller at {address}"
+    if not secret:
+        raise AuthenticationError(peer=peer, why="no token was given")
+    if not answer.proof:
+        raise AuthenticationError(peer=peer, why="this side has a token and what answers there knows none")
+    expected = proof_of(secret, nonce, answer.instance, split_address(address)[1])
+    if not hmac.compare_digest(expected, answer.proof):
+        why = "the token is wrong, or what answers there is not the service: it does not prove that it knows this token"
+        raise AuthenticationError(peer=peer, why=why)
+    return secret
+
+
+def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> bytes:
+    request = pb.GetKeysRequest().SerializeToString()
+    metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
+    if files is None:
+        with socket.create_connection(split_address(address), timeout=max(rest(), 0.001)) as plain:
+            return http2.call(plain, METHOD, request, authority=address, metadata=metadata, rest=rest)
     with tls.connect(address, files, rest) as peer:
         authority = tls.authority_of(address, files)
         return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest)

@@ -4,13 +4,14 @@ Not over gRPC, because clients live in training processes, which fork (data load
 process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
 support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child use one road.
 
-Where the service uses TLS, the client first asks the gRPC door, in the one small call that `http2` makes, for the keys
-of the ZMQ doors.
+First of all the client asks the gRPC door, in the one small call that `http2` makes, to prove that it is the service,
+and for the keys of the ZMQ doors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -26,12 +27,12 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
 from dataplane.control.keys import OPEN, DoorKeys, keys_of
 from dataplane.control.resolve import resolve
-from dataplane.control.tls import USE_TLS
-from dataplane.curve import encrypt
 from dataplane.errors import (
+    AuthenticationError,
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
+    ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
     TlsError,
@@ -41,6 +42,9 @@ from dataplane.host import boot_id, join_address, split_address
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.zap import present
+
+log = logging.getLogger(__name__)
 
 IPC_WAIT_S = 1.0
 """An ipc door that does not answer in this time is not reachable from here (another network namespace)."""
@@ -53,6 +57,10 @@ LOOK_S = 0.1
 _NO_SERVICE = "what answers is no data plane service"
 
 Socket = zmq.Socket[bytes]
+
+
+class _ChangedError(Exception):
+    """The door does not take the keys that the service gave out just now: it has been started anew since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,7 @@ def _dealer(context: zmq.Context[Socket], endpoint: str, keys: DoorKeys) -> Sock
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.set(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    encrypt(dealer, keys.curve_key)
+    present(dealer, keys.ticket, keys.curve_key)
     if "[" in endpoint:
         dealer.set(zmq.IPV6, 1)
     return dealer
@@ -111,8 +119,9 @@ def go_on(
     """The same session, of whoever answers at `config.address` now, and a socket as `open_session` gives. Blocks for a
     few times `GO_ON_S` at most, and no longer than the address takes to resolve once `given_up()`.
 
-    Raises `ServiceUnavailableError` while there is no service, `ServiceRestartedError` from one that does not have the
-    session's state, `SessionExpiredError`, `AuthenticationError`, `TlsError`, `ClientClosedError` once `given_up()`.
+    Raises `ServiceUnavailableError` while there is no service, also where somebody else has taken its place,
+    `ServiceRestartedError` from one that does not have the session's state, `SessionExpiredError`, `ClientClosedError`
+    once `given_up()`.
     """
     assert config.address is not None
     wanted = _wanted(config, session.nonce, session.number, session.epoch)
@@ -121,6 +130,8 @@ def go_on(
         found, dealer = _enter(config, context, address, wanted, GO_ON_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
+    except (AuthenticationError, ProtocolVersionError, TlsError) as error:
+        raise ServiceUnavailableError(address=address, why=str(error)) from error
     if found.number != session.number or found.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(
@@ -162,15 +173,33 @@ def _enter(
     given_up: Callable[[], bool],
 ) -> tuple[Session, Socket]:
     deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _enter_once(config, context, address, wanted, deadline, given_up)
+        except _ChangedError:
+            log.info("the service at %s was started anew while a client connected", address)
+
+
+def _enter_once(
+    config: DataPlaneConfig,
+    context: zmq.Context[Socket],
+    address: str,
+    wanted: c.OpenSession,
+    deadline: float,
+    given_up: Callable[[], bool],
+) -> tuple[Session, Socket]:
+    def check() -> None:
+        if given_up():
+            raise ClientClosedError()
+
     door = door_address(address)
-    keys = keys_of(config, address, deadline)
+    keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
     probe(address, max(deadline - time.monotonic(), LOOK_S))
     dealer = _dealer(context, f"tcp://{door}", keys)
     try:
         with _refusals(dealer) as refused:
             dealer.connect(f"tcp://{door}")
-            frames = wire.request(wanted, keys.ticket.encode())
-            reply = _ask(dealer, refused, frames, address, deadline, given_up)
+            reply = _ask(dealer, refused, wire.request(wanted), address, deadline, check)
         opened, value = _opened(reply.good_body(), address)
         endpoint, dealer = _nearest(dealer, opened, keys, context, door)
     except BaseException:
@@ -221,8 +250,8 @@ def probe(address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _refusals(dealer: Socket) -> Iterator[Socket]:
-    """A socket that becomes readable when what `dealer` will connect to encrypts and it does not."""
-    event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    """A socket that becomes readable when what `dealer` will connect to does not take its keys."""
+    event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
     try:
         yield monitor
@@ -237,18 +266,17 @@ def _ask(
     frames: list[bytes],
     address: str,
     deadline: float,
-    given_up: Callable[[], bool],
+    check: Callable[[], None],
 ) -> wire.Reply:
     """What answers, asked again after each `REPEAT_S` while something listens."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:
-        if given_up():
-            raise ClientClosedError()
+        check()
         if now >= repeat_at:
             if now > began:
                 probe(address, deadline - now)
-            # What refuses this client's security may have hung up by now, and then nothing takes the message.
+            # What refuses this client's keys may have hung up by now, and then nothing takes the message.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
@@ -257,7 +285,7 @@ def _ask(
         if dealer in ready:
             return _reply(dealer, address)
         if refused in ready:
-            raise TlsError(address=address, why=USE_TLS)
+            raise _ChangedError
     why = f"something listens, but nothing answered within {max(0.0, deadline - began):.1f} s"
     raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
 
@@ -273,15 +301,21 @@ def _nearest(
     dealer: Socket, opened: pb.Opened, keys: DoorKeys, context: zmq.Context[Socket], door: str
 ) -> tuple[str, Socket]:
     """The best door that works from here, and a socket to it on which the session's heartbeat was answered."""
-    beat = wire.request(c.Heartbeat(session=opened.session), keys.ticket.encode())
+    beat = wire.request(c.Heartbeat(session=opened.session))
     if opened.host == boot_id():
         for endpoint in (each for each in opened.doors if each.startswith("ipc://")):
             near = door_socket(context, endpoint, keys)
-            near.send_multipart(beat)
+            _beat_once(near, beat)
             if near.poll(int(IPC_WAIT_S * 1000)):
                 near.recv_multipart()
                 dealer.close()
                 return endpoint, near
             near.close()
-    dealer.send_multipart(beat)
+    _beat_once(dealer, beat)
     return f"tcp://{door}", dealer
+
+
+def _beat_once(dealer: Socket, beat: list[bytes]) -> None:
+    """Nothing is sent where the connection was refused; the next heartbeats find that out."""
+    with contextlib.suppress(zmq.Again):
+        dealer.send_multipart(beat, zmq.NOBLOCK)

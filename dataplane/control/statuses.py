@@ -82,6 +82,8 @@ def from_status(error: grpc.RpcError, *, address: str, what: str, waited_s: floa
     match error.code():
         case Code.UNAVAILABLE:
             return e.ServiceUnavailableError(address=address, why=text)
+        case Code.RESOURCE_EXHAUSTED:
+            return e.ServiceUnavailableError(address=address, why=f"it is busy: {text}")
         case Code.DEADLINE_EXCEEDED:
             return e.CallTimeoutError(what=what, waited_s=waited_s, peer=address)
         case Code.UNAUTHENTICATED | Code.PERMISSION_DENIED:

@@ -14,6 +14,7 @@ import msgspec
 from dataplane.chance import jittered
 from dataplane.config import TlsFiles
 from dataplane.control.grpc_import import import_grpc_link
+from dataplane.control.keys import keys_of
 from dataplane.control.resolve import resolve
 from dataplane.errors import (
     AuthenticationError,
@@ -133,13 +134,15 @@ class UnitLink:
         add: c.AddUnit,
         on_order: Callable[[c.UnitOrder], None],
         *,
-        on_added: Callable[[int, str], None] = lambda unit, ticket: None,
+        on_proven: Callable[[str], None] = lambda secret: None,
+        on_added: Callable[[int], None] = lambda unit: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
-        """Offer the unit to the controller; its number there. The callbacks are called in the link's thread: `on_order`
-        in order; `on_added` with the number and what the unit's clients show as token ("": the service's), each time
-        the unit was accepted; `start_over` to make the unit anew, with nothing of what it held, when the controller
-        does not know the number: how it presents itself then. What they raise ends the link.
+        """Offer the unit to the controller; its number there. `on_proven` is called with the service's secret ("": it
+        has none) each time before the unit is offered. The other callbacks are called in the link's thread: `on_order`
+        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
+        nothing of what it held, when the controller does not know the number: how it presents itself then. What they
+        raise ends the link.
 
         Blocks for `timeout_s` at most. Raises `ServiceUnavailableError` (at once where nothing listens),
         `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there
@@ -151,11 +154,13 @@ class UnitLink:
             raise ClientClosedError()
         self._add = add
         self._on_order, self._on_added, self._start_over = on_order, on_added, start_over
+        self._on_proven = on_proven
+        end = time.monotonic() + self._timeout_s
         address = resolve(self._address)
         link = self._stream(address)
         self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
-        if not self._answered.wait(self._timeout_s):
+        if not self._answered.wait(max(0.0, end - time.monotonic())):
             self.close()
             raise CallTimeoutError(what="AddUnit", waited_s=self._timeout_s, peer=f"the controller at {address}")
         if isinstance(self._outcome, Exception):
@@ -245,20 +250,30 @@ class UnitLink:
         return True
 
     def _again(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
-        """The link once more, or why it cannot be made now."""
+        """The link once more, or why it cannot be made now: that may change, also where somebody else has taken the
+        controller's place."""
         try:
             return self._stream(resolve(self._address)), None
+        except FINAL as error:
+            return None, ServiceUnavailableError(address=self._address, why=str(error))
         except DataPlaneError as error:
             return None, error
         except Exception as error:
             return None, ServiceUnavailableError(address=self._address, why=f"the address cannot be resolved: {error}")
 
     def _stream(self, address: str) -> GrpcLink:
+        deadline = time.monotonic() + self._timeout_s
+        keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
+        self._on_proven(keys.secret)
         with self._guard:
             add = self._add
             assert add is not None
             again = list(self._attached.values()) if add.unit else []
-            return import_grpc_link()(address, self._token, self._outbox.stream([add, *again]), self._tls)
+            return import_grpc_link()(address, keys.ticket, self._outbox.stream([add, *again]), self._tls)
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            raise ClientClosedError()
 
     def _converse(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
         """One stream, from AddUnit to its end: whether the unit was accepted, and the error the stream ended with."""
@@ -272,7 +287,7 @@ class UnitLink:
             for order in link.orders():
                 if isinstance(order, c.UnitAdded):
                     accepted.set()
-                    self._accept(order.unit, link.ticket)
+                    self._accept(order.unit)
                 elif isinstance(order, c.UnitOrder):
                     self._on_order(order)
         except DataPlaneError as caught:
@@ -283,12 +298,12 @@ class UnitLink:
             self._settled.set()
         return accepted.is_set(), error
 
-    def _accept(self, unit: int, ticket: str) -> None:
+    def _accept(self, unit: int) -> None:
         with self._guard:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)
         self._outcome = unit
-        self._on_added(unit, ticket)
+        self._on_added(unit)
         self._settled.set()
         self._answered.set()
 

@@ -14,13 +14,19 @@ MAX_MESSAGE_BYTES = 256 << 20
 """The largest message on either door."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 """The same with what CURVE adds to it."""
+REQUEST_FRAME_BYTES = 256 << 10
+"""A longer request comes in several frames: of a peer that has not shown its ticket the service holds one at most."""
+MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 
 
-def request(item: c.Input, token: bytes) -> list[bytes]:
+def request(item: c.Input) -> list[bytes]:
     """The frames of a command, OpenSession, Heartbeat or DropUnit. Raises `RequestTooLargeError`."""
     method, body = codec.encode(item)
     check_size(body, f"a {method} command")
-    return [method.encode(), token, body]
+    if len(body) <= REQUEST_FRAME_BYTES:
+        return [method.encode(), body]
+    starts = range(0, len(body), REQUEST_FRAME_BYTES)
+    return [method.encode(), *(body[at : at + REQUEST_FRAME_BYTES] for at in starts)]
 
 
 def check_size(body: bytes, what: str) -> None:

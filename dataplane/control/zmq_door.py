@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import secrets
+import socket
 from typing import Protocol
 
 import zmq
@@ -13,12 +15,13 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.control import wire
 from dataplane.control.complaints import Complaints
 from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
-from dataplane.control.secret import Secret
 from dataplane.control.sockets import NOBLOCK, readable, receive, send
 from dataplane.curve import ServerKeys
-from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, InvalidRequestError
+from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
 from dataplane.host import join_address, resolve_host
 from dataplane.ledger import commands as c
+from dataplane.proof import Ticket
+from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,9 @@ BEFORE_DISCONNECTS = 256
 BACKLOG = 1024
 GOODBYE_MS = 500
 """How long closing waits for the last replies to leave."""
+
+
+_STRANGER = "it does not begin with this protocol's handshake; an older client does so: install the same release there"
 
 
 class Handler(Protocol):
@@ -40,24 +46,29 @@ class ZmqDoor:
     and `monitor` and calls `serve` and `notice_disconnects`.
 
     The connection that a session's heartbeats come from stands for its client: when it ends before the session said
-    Bye, the handler gets `SessionSilent`. With `keys` it talks to those only who know its public one. Raises OSError if
-    the port is taken.
+    Bye, the handler gets `SessionSilent`. With a `ticket` it talks to those only who show it, encrypted with `keys`.
+    Raises OSError if the port is taken.
     """
 
-    def __init__(self, host: str, port: int, secret: Secret, keys: ServerKeys | None = None) -> None:
-        self._secret = secret
+    def __init__(self, host: str, port: int, ticket: Ticket | None = None, keys: ServerKeys | None = None) -> None:
         self._facts: Facts | None = None
         self._refusals, self._failures = Complaints(), Complaints()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
-        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-        if keys is not None:
-            keys.guard(self.socket)
+        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_REQUEST_FRAME_BYTES)
+        self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
+        self._peers: dict[int, str] = {}
+        self._is_stranger = False
         self._closed = False
         try:
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            guarded = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | guarded)
+            if ticket is not None:
+                self._admission = Admission(self._context, "the controller", keys)
+                self._admission.admit(ticket)
+                self._admission.guard(self.socket)
             self.port = self._bind_tcp(host, port)
             ipc = f"ipc://@tq-control-{secrets.token_hex(16)}"
             self.socket.bind(ipc)
@@ -97,26 +108,37 @@ class ZmqDoor:
             if not self.serve(handler):
                 break
         while readable(self.monitor):
-            descriptor = int(recv_monitor_message(self.monitor)["value"])
-            session = self._sessions.pop(descriptor, None)
-            if session is not None and session not in self._sessions.values():
-                handler.handle(c.SessionSilent(session=session), None, caller=None)
+            event = recv_monitor_message(self.monitor)
+            match event["event"]:
+                case zmq.EVENT_ACCEPTED:
+                    self._peers[int(event["value"])] = _peer_of(int(event["value"]))
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                    self._is_stranger = True  # the next connection that ends is its
+                case zmq.EVENT_DISCONNECTED:
+                    self._end_connection(handler, int(event["value"]))
+
+    def _end_connection(self, handler: Handler, descriptor: int) -> None:
+        peer = self._peers.pop(descriptor, "")
+        if self._admission is not None and self._is_stranger:
+            self._is_stranger = False
+            self._admission.complain(f"a peer at {peer or 'an unknown address'}", _STRANGER)
+        session = self._sessions.pop(descriptor, None)
+        if session is not None and session not in self._sessions.values():
+            handler.handle(c.SessionSilent(session=session), None, caller=None)
 
     def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         caller = peer.bytes
         try:
-            if len(frames) != 3:
-                raise InvalidRequestError(f"a request has 3 frames (method, token, message), not {len(frames)}")
-            method, token, body = [frame.bytes for frame in frames]
-            self._secret.check(token, peer="the controller")
-            item = parse(method.decode(errors="replace"), body)
+            if len(frames) < 2:
+                raise InvalidRequestError(f"a request has 2 or more frames (method, message), not {len(frames)}")
+            method, *parts = [frame.bytes for frame in frames]
+            item = parse(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))
             if isinstance(item, c.Heartbeat):
                 self._beat(handler, item, peer)
             else:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
-            if not isinstance(error, AuthenticationError):
-                self._complain(error)
+            self._complain(error)
             self._send(caller, wire.refusal(0, error))
         except Exception as error:
             line = self._failures.take("failed on a request")
@@ -159,4 +181,16 @@ class ZmqDoor:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=GOODBYE_MS)
+        if self._admission is not None:
+            self._admission.close()
         self._context.term()
+
+
+def _peer_of(descriptor: int) -> str:
+    """Who is at the other end of a connection, if it is there still."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            name = connection.getpeername()
+    except OSError:
+        return ""
+    return join_address(name[0], name[1]) if isinstance(name, tuple) else "this host"

@@ -13,7 +13,8 @@ from dataplane.metrics.counts import Op
 
 
 class BulkCounts:
-    """One thread adds, others read. It outlives a bulk server that is started over."""
+    """One thread adds, and another what is refused in handshakes; others read. It outlives a bulk server that is
+    started over."""
 
     def __init__(self) -> None:
         self.verbs: dict[str, Op] = {}

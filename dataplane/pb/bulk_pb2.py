@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x61taplane/pb/bulk.proto\x12\x05tq.v1\"\xbb\x02\n\x0b\x42ulkRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\x12\x1f\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\r.tq.v1.AttachH\x00\x12#\n\x05proof\x18\x07 \x01(\x0b\x32\x12.tq.v1.AttachProofH\x00\x12#\n\x05write\x18\x08 \x01(\x0b\x32\x12.tq.v1.WriteRangesH\x00\x12!\n\x04read\x18\t \x01(\x0b\x32\x11.tq.v1.ReadRangesH\x00\x12\x1e\n\x04stop\x18\n \x01(\x0b\x32\x0e.tq.v1.StopPutH\x00\x12\x1f\n\x06settle\x18\x0b \x01(\x0b\x32\r.tq.v1.SettleH\x00\x42\x06\n\x04verb\"\xc9\x02\n\tBulkReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tq.v1.BulkErrorH\x00\x12%\n\tchallenge\x18\x03 \x01(\x0b\x32\x10.tq.v1.ChallengeH\x00\x12#\n\x08\x61ttached\x18\x04 \x01(\x0b\x32\x0f.tq.v1.AttachedH\x00\x12!\n\x07written\x18\x05 \x01(\x0b\x32\x0e.tq.v1.WrittenH\x00\x12!\n\x05\x62ytes\x18\x06 \x01(\x0b\x32\x10.tq.v1.ReadBytesH\x00\x12!\n\x07stopped\x18\x07 \x01(\x0b\x32\x0e.tq.v1.StoppedH\x00\x12(\n\x0bnot_fetched\x18\x08 \x01(\x0b\x32\x11.tq.v1.NotFetchedH\x00\x12!\n\x07settled\x18\t \x01(\x0b\x32\x0e.tq.v1.SettledH\x00\x42\t\n\x07outcome\"D\n\x06Memory\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0b\n\x03tag\x18\x04 \x01(\x0c\",\n\x06\x41ttach\x12\x11\n\tlock_path\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x8a\x01\n\tChallenge\x12\r\n\x05local\x18\x01 \x01(\x08\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0e\n\x06\x63ookie\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x0b\n\x03why\x18\x06 \x01(\t\x12\x1d\n\x06\x65ngine\x18\x07 \x01(\x0b\x32\r.tq.v1.Memory\"\x1b\n\x0b\x41ttachProof\x12\x0c\n\x04seen\x18\x01 \x01(\x0c\"\n\n\x08\x41ttached\"w\n\x0bWriteRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x14\n\x0c\x66rame_ranges\x18\x03 \x03(\r\x12\x13\n\x0breservation\x18\x04 \x01(\x04\x12\x1d\n\x06source\x18\x05 \x01(\x0b\x32\r.tq.v1.Memory\"\x19\n\nNotFetched\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x17\n\x07Written\x12\x0c\n\x04size\x18\x01 \x01(\x04\"\x1e\n\x07StopPut\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\t\n\x07Stopped\";\n\nReadRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\r\n\x05\x66\x65tch\x18\x03 \x01(\x08\"8\n\tReadBytes\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x1d\n\x06source\x18\x02 \x01(\x0b\x32\r.tq.v1.Memory\"\x15\n\x06Settle\x12\x0b\n\x03tag\x18\x01 \x01(\x0c\"\t\n\x07Settled\"(\n\tBulkError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x61taplane/pb/bulk.proto\x12\x05tq.v1\"\xb2\x02\n\x0b\x42ulkRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\x12\x1f\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\r.tq.v1.AttachH\x00\x12#\n\x05proof\x18\x07 \x01(\x0b\x32\x12.tq.v1.AttachProofH\x00\x12#\n\x05write\x18\x08 \x01(\x0b\x32\x12.tq.v1.WriteRangesH\x00\x12!\n\x04read\x18\t \x01(\x0b\x32\x11.tq.v1.ReadRangesH\x00\x12\x1e\n\x04stop\x18\n \x01(\x0b\x32\x0e.tq.v1.StopPutH\x00\x12\x1f\n\x06settle\x18\x0b \x01(\x0b\x32\r.tq.v1.SettleH\x00\x42\x06\n\x04verbJ\x04\x08\x02\x10\x03\"\xc9\x02\n\tBulkReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tq.v1.BulkErrorH\x00\x12%\n\tchallenge\x18\x03 \x01(\x0b\x32\x10.tq.v1.ChallengeH\x00\x12#\n\x08\x61ttached\x18\x04 \x01(\x0b\x32\x0f.tq.v1.AttachedH\x00\x12!\n\x07written\x18\x05 \x01(\x0b\x32\x0e.tq.v1.WrittenH\x00\x12!\n\x05\x62ytes\x18\x06 \x01(\x0b\x32\x10.tq.v1.ReadBytesH\x00\x12!\n\x07stopped\x18\x07 \x01(\x0b\x32\x0e.tq.v1.StoppedH\x00\x12(\n\x0bnot_fetched\x18\x08 \x01(\x0b\x32\x11.tq.v1.NotFetchedH\x00\x12!\n\x07settled\x18\t \x01(\x0b\x32\x0e.tq.v1.SettledH\x00\x42\t\n\x07outcome\"D\n\x06Memory\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0b\n\x03tag\x18\x04 \x01(\x0c\",\n\x06\x41ttach\x12\x11\n\tlock_path\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x8a\x01\n\tChallenge\x12\r\n\x05local\x18\x01 \x01(\x08\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0e\n\x06\x63ookie\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x0b\n\x03why\x18\x06 \x01(\t\x12\x1d\n\x06\x65ngine\x18\x07 \x01(\x0b\x32\r.tq.v1.Memory\"\x1b\n\x0b\x41ttachProof\x12\x0c\n\x04seen\x18\x01 \x01(\x0c\"\n\n\x08\x41ttached\"w\n\x0bWriteRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\x14\n\x0c\x66rame_ranges\x18\x03 \x03(\r\x12\x13\n\x0breservation\x18\x04 \x01(\x04\x12\x1d\n\x06source\x18\x05 \x01(\x0b\x32\r.tq.v1.Memory\"\x19\n\nNotFetched\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x17\n\x07Written\x12\x0c\n\x04size\x18\x01 \x01(\x04\"\x1e\n\x07StopPut\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\t\n\x07Stopped\";\n\nReadRanges\x12\x0f\n\x07offsets\x18\x01 \x03(\x06\x12\r\n\x05sizes\x18\x02 \x03(\x04\x12\r\n\x05\x66\x65tch\x18\x03 \x01(\x08\"8\n\tReadBytes\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x1d\n\x06source\x18\x02 \x01(\x0b\x32\r.tq.v1.Memory\"\x15\n\x06Settle\x12\x0b\n\x03tag\x18\x01 \x01(\x0c\"\t\n\x07Settled\"(\n\tBulkError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,37 +32,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.pb.bulk_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BULKREQUEST']._serialized_start=35
-  _globals['_BULKREQUEST']._serialized_end=350
-  _globals['_BULKREPLY']._serialized_start=353
-  _globals['_BULKREPLY']._serialized_end=682
-  _globals['_MEMORY']._serialized_start=684
-  _globals['_MEMORY']._serialized_end=752
-  _globals['_ATTACH']._serialized_start=754
-  _globals['_ATTACH']._serialized_end=798
-  _globals['_CHALLENGE']._serialized_start=801
-  _globals['_CHALLENGE']._serialized_end=939
-  _globals['_ATTACHPROOF']._serialized_start=941
-  _globals['_ATTACHPROOF']._serialized_end=968
-  _globals['_ATTACHED']._serialized_start=970
-  _globals['_ATTACHED']._serialized_end=980
-  _globals['_WRITERANGES']._serialized_start=982
-  _globals['_WRITERANGES']._serialized_end=1101
-  _globals['_NOTFETCHED']._serialized_start=1103
-  _globals['_NOTFETCHED']._serialized_end=1128
-  _globals['_WRITTEN']._serialized_start=1130
-  _globals['_WRITTEN']._serialized_end=1153
-  _globals['_STOPPUT']._serialized_start=1155
-  _globals['_STOPPUT']._serialized_end=1185
-  _globals['_STOPPED']._serialized_start=1187
-  _globals['_STOPPED']._serialized_end=1196
-  _globals['_READRANGES']._serialized_start=1198
-  _globals['_READRANGES']._serialized_end=1257
-  _globals['_READBYTES']._serialized_start=1259
-  _globals['_READBYTES']._serialized_end=1315
-  _globals['_SETTLE']._serialized_start=1317
-  _globals['_SETTLE']._serialized_end=1338
-  _globals['_SETTLED']._serialized_start=1340
-  _globals['_SETTLED']._serialized_end=1349
-  _globals['_BULKERROR']._serialized_start=1351
-  _globals['_BULKERROR']._serialized_end=1391
+  _globals['_BULKREQUEST']._serialized_end=341
+  _globals['_BULKREPLY']._serialized_start=344
+  _globals['_BULKREPLY']._serialized_end=673
+  _globals['_MEMORY']._serialized_start=675
+  _globals['_MEMORY']._serialized_end=743
+  _globals['_ATTACH']._serialized_start=745
+  _globals['_ATTACH']._serialized_end=789
+  _globals['_CHALLENGE']._serialized_start=792
+  _globals['_CHALLENGE']._serialized_end=930
+  _globals['_ATTACHPROOF']._serialized_start=932
+  _globals['_ATTACHPROOF']._serialized_end=959
+  _globals['_ATTACHED']._serialized_start=961
+  _globals['_ATTACHED']._serialized_end=971
+  _globals['_WRITERANGES']._serialized_start=973
+  _globals['_WRITERANGES']._serialized_end=1092
+  _globals['_NOTFETCHED']._serialized_start=1094
+  _globals['_NOTFETCHED']._serialized_end=1119
+  _globals['_WRITTEN']._serialized_start=1121
+  _globals['_WRITTEN']._serialized_end=1144
+  _globals['_STOPPUT']._serialized_start=1146
+  _globals['_STOPPUT']._serialized_end=1176
+  _globals['_STOPPED']._serialized_start=1178
+  _globals['_STOPPED']._serialized_end=1187
+  _globals['_READRANGES']._serialized_start=1189
+  _globals['_READRANGES']._serialized_end=1248
+  _globals['_READBYTES']._serialized_start=1250
+  _globals['_READBYTES']._serialized_end=1306
+  _globals['_SETTLE']._serialized_start=1308
+  _globals['_SETTLE']._serialized_end=1329
+  _globals['_SETTLED']._serialized_start=1331
+  _globals['_SETTLED']._serialized_end=1340
+  _globals['_BULKERROR']._serialized_start=1342
+  _globals['_BULKERROR']._serialized_end=1382
 # @@protoc_insertion_point(module_scope)

@@ -6,9 +6,8 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BulkRequest(_message.Message):
-    __slots__ = ("protocol_version", "token", "session", "epoch", "call", "attach", "proof", "write", "read", "stop", "settle")
+    __slots__ = ("protocol_version", "session", "epoch", "call", "attach", "proof", "write", "read", "stop", "settle")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
@@ -19,7 +18,6 @@ class BulkRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
-    token: bytes
     session: int
     epoch: int
     call: int
@@ -29,7 +27,7 @@ class BulkRequest(_message.Message):
     read: ReadRanges
     stop: StopPut
     settle: Settle
-    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[bytes] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ..., stop: _Optional[_Union[StopPut, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., call: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., proof: _Optional[_Union[AttachProof, _Mapping]] = ..., write: _Optional[_Union[WriteRanges, _Mapping]] = ..., read: _Optional[_Union[ReadRanges, _Mapping]] = ..., stop: _Optional[_Union[StopPut, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
 
 class BulkReply(_message.Message):
     __slots__ = ("call", "error", "challenge", "attached", "written", "bytes", "stopped", "not_fetched", "settled")

@@ -365,20 +365,22 @@ class Opened(_message.Message):
     def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ...) -> None: ...
 
 class GetKeysRequest(_message.Message):
-    __slots__ = ("protocol_version",)
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Keys(_message.Message):
-    __slots__ = ("curve_key", "ticket", "error")
+    __slots__ = ("curve_key", "secret", "error", "instance", "proof")
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     curve_key: str
-    ticket: str
+    secret: str
     error: Error
-    def __init__(self, curve_key: _Optional[str] = ..., ticket: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    instance: str
+    proof: bytes
+    def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session",)
@@ -467,14 +469,12 @@ class AddUnit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class UnitAdded(_message.Message):
-    __slots__ = ("cookie", "unit", "ticket")
+    __slots__ = ("cookie", "unit")
     COOKIE_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
     cookie: str
     unit: int
-    ticket: str
-    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ..., ticket: _Optional[str] = ...) -> None: ...
+    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
 
 class UnitLost(_message.Message):
     __slots__ = ("unit",)

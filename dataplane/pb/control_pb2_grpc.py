@@ -260,8 +260,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKeys(self, request, context):
-        """What a client of a service with TLS needs for the ZMQ doors. Tells its errors in its answer, so that clients can ask
-        it without a gRPC library.
+        """Proves that this is the service, and tells what a client needs for the ZMQ doors. Wants no token. Tells its errors
+        in its answer, so that clients can ask it without a gRPC library.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

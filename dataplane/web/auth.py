@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
+import socket
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -20,8 +21,8 @@ _WHY = "<!-- why -->"
 class Guard:
     """Lets requests through that may look. token: of the service, None: it has none; secure: it is reached by TLS.
 
-    Without a token the service is this machine's alone, or guarded otherwise; then `local` says the first, and a
-    browser that a page of somebody else leads here by a name of its own is refused.
+    Without a token the service is this machine's alone (`local`), guarded by certificates, or open to its network. In
+    the first and the last case a browser that a page of somebody else leads here by a name of its own is refused.
     """
 
     def __init__(self, token: str | None, *, secure: bool, local: bool) -> None:
@@ -35,9 +36,11 @@ class Guard:
     def check(self, request: Request) -> None:
         """`HttpError` unless the request shows what it has to."""
         if self._token is None:
-            if self._local and not _names_this_machine(request.headers.get("host", "")):
+            guarded = self._secure and not self._local
+            if not guarded and not _names_this_machine(request.headers.get("host", "")):
                 raise HttpError(
-                    HTTPStatus.MISDIRECTED_REQUEST, "without a token this answers to 127.0.0.1 and localhost only"
+                    HTTPStatus.MISDIRECTED_REQUEST,
+                    "without a token this answers only to localhost, the name of this machine and addresses in numbers",
                 )
             return
         if self._shows_token(request) or self._shows_cookie(request):
@@ -88,8 +91,10 @@ class Guard:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Whether a Host header is an address or localhost: not a name that somebody else's server could have."""
-    if host.lower().rpartition(":")[0] == "localhost" or host.lower() == "localhost":
+    """Whether a Host header is an address, localhost or this machine's own name: not one that somebody else's server
+    could have."""
+    own = {"localhost", socket.gethostname().lower()}
+    if host.lower().rpartition(":")[0] in own or host.lower() in own:
         return True
     try:
         name = split_address(host)[0] if not host.endswith("]") and ":" in host else host.strip("[]")

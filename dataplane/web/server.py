@@ -1,11 +1,13 @@
 """The HTTP server: a thread that accepts, one for each request that is under way, and a bound on everything.
 
-One request a connection. Nothing of a request is kept, and what is not HTTP costs a thread for `READ_S` at most.
+One request a connection, which has a place once it is there. Nothing of a request is kept, and what is not HTTP costs a
+thread for `READ_S` at most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -15,7 +17,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
@@ -28,15 +31,19 @@ from dataplane.web.messages import HttpError, Request, Response
 log = logging.getLogger(__name__)
 
 AT_ONCE = 32
-"""Requests under way; further connections are closed."""
-BACKLOG = 32
+"""Requests being answered, health apart; further ones are refused."""
+HEALTH_PATH = "/healthz"
+HEALTH_AT_ONCE = 16
+"""Whoever looks after the service gets an answer whatever else is asked."""
+UNREAD = 128
+"""Connections whose request is not there yet, so that nobody knows who they are. When another comes, the one that has
+been there longest goes, of the address that has the most: who says at once what he wants is always heard."""
+BACKLOG = 128
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 4 << 10
 MAX_PARAMETERS = 16
 READ_S = 10.0
 """How long a client may take to say what it wants, and to take the answer."""
-OVERDUE_S = 30.0
-"""Who has been there for longer is hung up on when others find no place: a handshake of TLS can be drawn out."""
 COMPLAIN_S = 10.0
 """How often the log says that connections were not taken: whoever opens them could fill a disk with it."""
 PART_BYTES = 256 << 10
@@ -71,8 +78,10 @@ class HttpServer:
         self._listener: socket.socket | None = None
         self._wake = -1
         self._slots = threading.Semaphore(AT_ONCE)
+        self._health_slots = threading.Semaphore(HEALTH_AT_ONCE)
         self._guard = threading.Lock()
-        self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._unread: dict[socket.socket, str] = {}
         self._thread: threading.Thread | None = None
         self._turned_away = 0
         self._complained = -math.inf
@@ -112,8 +121,9 @@ class HttpServer:
         self._listener.close()
         os.close(self._wake)
         with self._guard:
-            handlers = [handler for handler, _ in self._open.values()]
-        self._hang_up(since=math.inf)
+            handlers = list(self._open.values())
+            for peer in self._open:
+                _hang_up(peer)
         end = time.monotonic() + STOP_S
         for handler in handlers:
             handler.join(max(0.0, end - time.monotonic()))
@@ -136,24 +146,22 @@ class HttpServer:
                 if self._wake in ready:
                     return
                 try:
-                    peer, _ = self._listener.accept()
+                    peer, (host, *_) = self._listener.accept()
                 except BlockingIOError:
                     continue
                 except OSError as error:  # no file descriptors left, or the peer is gone again
                     log.warning("an HTTP connection was lost: %s", error)
                     time.sleep(0.1)  # the listener stays readable
                     continue
-                self._begin(peer)
+                self._begin(peer, host)
 
-    def _begin(self, peer: socket.socket) -> None:
-        if not self._slots.acquire(blocking=False):
-            peer.close()
-            self._hang_up(since=time.monotonic() - OVERDUE_S)
-            self._complain()
-            return
+    def _begin(self, peer: socket.socket, host: str) -> None:
         thread = threading.Thread(target=self._serve, args=(peer,), name="tq-http-request", daemon=True)
         with self._guard:
-            self._open[peer] = thread, time.monotonic()
+            while len(self._unread) >= UNREAD:
+                self._hang_up_on_one()
+            self._open[peer] = thread
+            self._unread[peer] = host
         try:
             thread.start()
         except RuntimeError:  # no more threads
@@ -167,13 +175,26 @@ class HttpServer:
             self._complained = time.monotonic()
             log.warning("more than %d HTTP requests at once: %d not taken so far", AT_ONCE, self._turned_away)
 
-    def _hang_up(self, *, since: float) -> None:
-        """On whoever came before `since`."""
+    def _hang_up_on_one(self) -> None:
+        """One whose request is not there yet; its thread ends by itself."""
+        (most, _), *_ = Counter(self._unread.values()).most_common(1)
+        oldest = next(peer for peer, host in self._unread.items() if host == most)
+        del self._unread[oldest]
+        _hang_up(oldest)
+
+    @contextlib.contextmanager
+    def _place(self, peer: socket.socket, request: Request) -> Iterator[None]:
+        """For answering a request, now that it is there. `HttpError` where there is none."""
         with self._guard:
-            for peer, (_, came) in self._open.items():
-                if came < since:
-                    with contextlib.suppress(OSError):
-                        peer.shutdown(socket.SHUT_RDWR)
+            self._unread.pop(peer, None)
+        slots = self._health_slots if request.path == HEALTH_PATH else self._slots
+        if not slots.acquire(blocking=False):
+            self._complain()
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once; ask again", Retry_After="1")
+        try:
+            yield
+        finally:
+            slots.release()
 
     # --- a thread for each request
 
@@ -189,18 +210,24 @@ class HttpServer:
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(READ_S)
+        place = functools.partial(self._place, peer)
         if self._context is None:
-            _Exchange(peer, self._site)
+            _Exchange(peer, self._site, place)
             return
         # A copy of the descriptor: `peer` stays this server's to shut down.
         with self._context.wrap_socket(peer.dup(), server_side=True) as secured:
-            _Exchange(secured, self._site)
+            _Exchange(secured, self._site, place)
 
     def _end(self, peer: socket.socket) -> None:
         with self._guard:
             del self._open[peer]
+            self._unread.pop(peer, None)
             peer.close()
-        self._slots.release()
+
+
+def _hang_up(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 class _Exchange(BaseHTTPRequestHandler):
@@ -208,7 +235,9 @@ class _Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, peer: socket.socket, site: Site) -> None:
+    def __init__(
+        self, peer: socket.socket, site: Site, place: Callable[[Request], contextlib.AbstractContextManager[None]]
+    ) -> None:
         self.connection = peer
         self.close_connection = True
         self.requestline = self.command = ""
@@ -217,13 +246,21 @@ class _Exchange(BaseHTTPRequestHandler):
         self._refused: HttpError | None = None
         self._deadline = time.monotonic() + READ_S
         try:
-            self._send(self._response())
+            self._exchange(place)
         except TimeoutError:
             log.debug("an HTTP client took too long")
 
-    def _response(self) -> Response:
+    def _exchange(self, place: Callable[[Request], contextlib.AbstractContextManager[None]]) -> None:
         try:
-            return self._site(self._request())
+            request = self._request()
+            with place(request):
+                self._send(self._response(request))
+        except HttpError as error:
+            self._send(error.response())
+
+    def _response(self, request: Request) -> Response:
+        try:
+            return self._site(request)
         except HttpError as error:
             return error.response()
         except (OSError, ssl.SSLError):

@@ -14,7 +14,7 @@ from dataplane.errors import DataPlaneError, SessionExpiredError, from_wire, to_
 from dataplane.host import boot_id
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
-from tests.bulk_unit import EPOCH, TOKEN, WAIT_S, Peer, Unit
+from tests.bulk_unit import EPOCH, WAIT_S, Peer, Unit
 from tests.fuzz.target import Feed, FindingError, Standing, Target, piece
 
 BACKED_BYTES = 1 << 20
@@ -66,9 +66,7 @@ def request_seeds() -> list[bytes]:
 
 
 def _request(*payload: bytes, **verb: object) -> bytes:
-    header = pb.BulkRequest(
-        protocol_version=PROTOCOL_VERSION, token=TOKEN.encode(), session=1, epoch=EPOCH, call=1, **verb
-    )
+    header = pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=1, epoch=EPOCH, call=1, **verb)
     return b"".join(map(piece, [header.SerializeToString(), *payload]))
 
 
@@ -98,7 +96,7 @@ def bulk_replies(data: bytes) -> None:
     asked = feed.number(256)
     wire = Wire(server.context, server.endpoint, wake=server.wake)
     try:
-        header = wire.request(session=1, epoch=1, token=b"")
+        header = wire.request(session=1, epoch=1)
         wire.send(header, held=[])
         peer, *_ = server.router.recv_multipart()
         frames = [feed.piece()]

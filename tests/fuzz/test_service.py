@@ -110,12 +110,12 @@ def session(service: Service) -> Iterator[control_pb2.Opened]:
     wanted = c.OpenSession(nonce="attacker", host="elsewhere", name="attacker", protocol_version=PROTOCOL_VERSION)
     with dealer(door(service)) as peer:
         method, body = codec.encode(wanted)
-        peer.send_multipart([method.encode(), b"", body])
+        peer.send_multipart([method.encode(), body])
         assert peer.poll(WAIT_MS)
         opened = control_pb2.Opened.FromString(peer.recv_multipart()[2])
         yield opened
         method, body = codec.encode(c.Call(session=opened.session, number=1 << 40, watermark=1 << 40, command=c.Bye()))
-        peer.send_multipart([method.encode(), b"", body])
+        peer.send_multipart([method.encode(), body])
         assert peer.poll(WAIT_MS)
 
 
@@ -149,7 +149,7 @@ def attack_door(service: Service, session: int) -> None:
     chance = random.Random(3)
     with dealer(door(service)) as peer:
         for method, body in requests(session, DOOR_MESSAGES):
-            frames = [method.encode(), b"", body]
+            frames = [method.encode(), body]
             if chance.random() < 0.2:
                 frames = [damage(frame, body, chance.randrange(1 << 30)) for frame in frames]
             if chance.random() < 0.1:
@@ -160,7 +160,7 @@ def attack_door(service: Service, session: int) -> None:
         # It answers what comes after.
         method, body = codec.encode(c.Heartbeat(session=session))
         with dealer(door(service)) as other:
-            other.send_multipart([method.encode(), b"", body])
+            other.send_multipart([method.encode(), body])
             assert other.poll(WAIT_MS)
 
 

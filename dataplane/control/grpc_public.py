@@ -1,0 +1,122 @@
+"""What the gRPC door answers to callers that have shown nothing: GetKeys and health.
+
+Neither reads the body of a call, which a stranger could make as long as a message may be: gRPC keeps what it reads of
+one until it is whole. What they want of a caller is in its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2
+
+from dataplane.control.handlers import Facts
+from dataplane.control.keys import NONCE_KEY, VERSION_KEY
+from dataplane.control.statuses import to_status
+from dataplane.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    ProtocolVersionError,
+    ServiceUnavailableError,
+    to_wire,
+)
+from dataplane.host import split_address
+from dataplane.pb import control_pb2 as pb
+from dataplane.proof import NONCE_BYTES, proof_of
+from dataplane.types import PROTOCOL_VERSION
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+WATCHES = 256
+WATCHES_PER_PEER = 16
+"""Watchers of health at once, in all and from one address: each holds a call of the door for as long as it likes."""
+
+
+def is_public(method: str, keys: str) -> bool:
+    """Whether a call may be made without the token. keys: the full name of GetKeys."""
+    return method == keys or method.startswith(f"/{health.SERVICE_NAME}/")
+
+
+def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler for any kind of call. gRPC reads a body as its handler asks for messages, which `behavior` must not."""
+    return grpc.stream_stream_rpc_method_handler(behavior, response_serializer=lambda reply: reply.SerializeToString())
+
+
+def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
+    """GetKeys: proves to the caller that this is the service. It tells errors in its answer (see `http2`)."""
+
+    async def keys(unread: Any, context: Context) -> AsyncIterator[Message]:
+        try:
+            yield _keys(facts, {key: str(value) for key, value in context.invocation_metadata() or ()})
+        except DataPlaneError as error:
+            name, told = to_wire(error)
+            yield pb.Keys(error=pb.Error(name=name, facts=told))
+
+    return unread(keys)
+
+
+def _keys(facts: Facts, shown: dict[str, str]) -> pb.Keys:
+    check_version(int(version) if (version := shown.get(VERSION_KEY, "1")).isdecimal() else 0)
+    try:
+        nonce = bytes.fromhex(shown.get(NONCE_KEY, ""))
+    except ValueError:
+        nonce = b""
+    if len(nonce) != NONCE_BYTES:
+        raise InvalidRequestError(f"GetKeys wants {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
+    answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance)
+    if facts.secret:
+        answer.proof = proof_of(facts.secret, nonce, facts.instance, split_address(facts.address)[1])
+    if facts.told:
+        answer.secret = facts.secret
+    return answer
+
+
+def check_version(theirs: int) -> None:
+    """`ProtocolVersionError` unless the caller speaks this version."""
+    if theirs != PROTOCOL_VERSION:
+        raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
+
+
+class Health:
+    """The standard health service, for the whole process, whatever service a caller names. `ended`: set when the door
+    closes."""
+
+    def __init__(self, address: str, ended: asyncio.Event) -> None:
+        self._address = address
+        self._ended = ended
+        self._watching: Counter[str] = Counter()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server takes."""
+        methods = {"Check": unread(self._check), "Watch": unread(self._watch)}
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+
+    async def _check(self, unread: Any, context: Context) -> AsyncIterator[Message]:
+        yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    async def _watch(self, unread: Any, context: Context) -> AsyncIterator[Message]:
+        peer = context.peer().rpartition(":")[0]
+        if self._watching[peer] >= WATCHES_PER_PEER or self._watching.total() >= WATCHES:
+            why = (
+                f"it is busy: {self._watching[peer]} callers at {peer} watch its health; at most {WATCHES_PER_PEER} may"
+            )
+            await abort(context, ServiceUnavailableError(address=self._address, why=why))
+        self._watching[peer] += 1
+        try:
+            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+            await self._ended.wait()
+        finally:
+            self._watching[peer] -= 1
+            if not self._watching[peer]:
+                del self._watching[peer]
+
+
+async def abort(context: Context, error: DataPlaneError) -> None:
+    """End the call with `error`."""
+    code, text, metadata = to_status(error)
+    await context.abort(code, text, metadata)

@@ -1,0 +1,360 @@
+"""What a peer that does not know the token can make a service hold, and what it can learn from clients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import torch
+import zmq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import StreamEnded, StreamReset
+
+from dataplane import AuthenticationError, connect
+from dataplane.control import grpc_public, keys
+from dataplane.control.controller import Controller
+from dataplane.control.keys import keys_of
+from dataplane.control.opening import door_address
+from dataplane.errors import SessionExpiredError, to_wire
+from dataplane.host import split_address
+from dataplane.kept import discard
+from dataplane.pb import control_pb2 as pb
+from dataplane.proof import NONCE_BYTES, proof_of
+from dataplane.zap import ENDPOINT
+from tests.lives import CONFIG, Lives, wait_until
+from tests.logs import logged
+from tests.test_security import endpoint_of_unit, heard, hello
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+SILENT_S = 1.0
+"""Who says nothing for so long says nothing. A slow machine makes such a test see less, never fail."""
+TOKEN = "open-sesame-7f3a"
+MIB = 1 << 20
+CONNECTIONS = 32
+SENT_BYTES = 8 * MIB
+"""What each of them sends; in all 256 MiB."""
+HELD_BYTES = 128 * MIB
+
+
+# --- memory
+
+
+@dataclass
+class Service:
+    """A service with a token, in processes of its own."""
+
+    address: str
+    process: psutil.Process
+
+    def peak_bytes(self, *, anew: bool = False) -> int:
+        """The most that each of its processes has held since it was asked `anew`, together."""
+        pids = [self.process.pid, *(each.pid for each in self.process.children(recursive=True))]
+        if anew:
+            for pid in pids:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is what is held now
+        return sum(map(_peak_bytes, pids))
+
+
+def _peak_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel does not tell how much memory a process has held")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN)
+    command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "16m", "--token-file", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            yield Service(address, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """The beginning of ZMTP 3.0, as a client's."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+UNFINISHED = {
+    "messages": (b"NULL", READY, [b"\x03" + (200 << 10).to_bytes(8, "big") + bytes(200 << 10)] * 41),
+    "a long hello": (b"PLAIN", b"\x06" + (250 * MIB).to_bytes(8, "big"), [bytes(MIB)] * 8),
+    "hellos": (b"PLAIN", b"\x06" + (255 << 10).to_bytes(8, "big"), [bytes(254 << 10)]),
+}
+
+
+@pytest.mark.parametrize("what", UNFINISHED)
+@pytest.mark.parametrize("door", ["controller", "unit"])
+def test_what_strangers_never_finish_is_not_kept(service: Service, door: str, what: str) -> None:
+    unit = endpoint_of_unit_at(service.address).removeprefix("tcp://")
+    address = door_address(service.address) if door == "controller" else unit
+    before = service.peak_bytes(anew=True)
+    with contextlib.ExitStack() as ends:
+        for _ in range(CONNECTIONS):
+            peer = ends.enter_context(socket.create_connection(split_address(address), timeout=WAIT_S))
+            send_unfinished(peer, *UNFINISHED[what])
+        with connect(service.address, token=TOKEN, force_remote=True) as client:
+            put_and_get(client)
+    assert service.peak_bytes() - before < HELD_BYTES
+
+
+def send_unfinished(peer: socket.socket, mechanism: bytes, first: bytes, parts: list[bytes]) -> None:
+    """Until all is sent, or the other end has hung up."""
+    with contextlib.suppress(ConnectionError):
+        peer.sendall(greeting(mechanism))
+        got = b""
+        while len(got) < 64:
+            part = peer.recv(64 - len(got))
+            if not part:
+                return
+            got += part
+        peer.sendall(first)
+        for each in parts:
+            peer.sendall(each)
+
+
+def endpoint_of_unit_at(address: str) -> str:
+    @dataclass
+    class Server:
+        address: str
+
+    return endpoint_of_unit(Server(address), token=TOKEN)  # type: ignore[arg-type]
+
+
+def put_and_get(client: Any) -> None:
+    client.register_partition("p", ["x"], num_samples=2, consumer_tasks=["t"])
+    client.put_samples(["a", "b"], "p", {"x": [torch.arange(5), torch.arange(300_000)]})
+    assert torch.equal(client.get_samples(["b"], "p", ["x"])["x"][0], torch.arange(300_000))
+    client.clear_samples(None, "p")
+
+
+METHODS = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", keys.METHOD, "/tq.v1.Control/PutTags"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_body_of_a_call_without_the_token_is_not_read(service: Service, method: str) -> None:
+    before = service.peak_bytes(anew=True)
+    with socket.create_connection(split_address(service.address), timeout=SILENT_S) as peer:
+        send_endless_calls(peer, service.address, method, calls=4, each_bytes=60 * MIB)
+        assert service.peak_bytes() - before < HELD_BYTES
+    with connect(service.address, token=TOKEN) as client:
+        put_and_get(client)
+
+
+def send_endless_calls(peer: socket.socket, address: str, method: str, *, calls: int, each_bytes: int) -> None:
+    """Calls whose message is announced as of 250 MiB and never ends: until all of it is sent, each call is answered, or
+    no more is taken."""
+    connection = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
+    connection.initiate_connection()
+    rest: dict[int, int] = {}
+    for _ in range(calls):
+        stream = connection.get_next_available_stream_id()
+        headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": address}
+        connection.send_headers(stream, [*headers.items(), ("te", "trailers"), ("content-type", "application/grpc")])
+        connection.send_data(stream, b"\0" + (250 * MIB).to_bytes(4, "big"))
+        rest[stream] = each_bytes
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while rest:
+            for stream in rest:
+                while rest[stream] and (room := connection.local_flow_control_window(stream)):
+                    size = min(room, connection.max_outbound_frame_size, rest[stream])
+                    connection.send_data(stream, bytes(size))
+                    rest[stream] -= size
+            peer.sendall(connection.data_to_send())
+            rest = {stream: left for stream, left in rest.items() if left}
+            if not rest:
+                return
+            for event in connection.receive_data(peer.recv(1 << 16)):
+                if isinstance(event, StreamEnded | StreamReset):
+                    rest.pop(event.stream_id or 0, None)
+
+
+# --- places
+
+
+def test_watchers_of_health_have_a_budget() -> None:
+    with Controller(replace(CONFIG, token=TOKEN)) as controller, grpc.insecure_channel(controller.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(grpc_public.WATCHES_PER_PEER)]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="busy") as refused:
+            next(stub.Watch(health_pb2.HealthCheckRequest()))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        watches[0].cancel()
+
+        def again() -> bool:
+            try:
+                watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
+                return bool(next(watches[-1]).status)
+            except grpc.RpcError:
+                return False
+
+        wait_until(again, "a place for another")
+
+
+def test_an_older_client_is_named_in_the_log() -> None:
+    with (
+        Controller(replace(CONFIG, token=TOKEN)) as controller,
+        logged("does not begin with this protocol's handshake"),
+        socket.create_connection(split_address(door_address(controller.address)), timeout=WAIT_S) as peer,
+    ):
+        peer.sendall(greeting(b"NULL"))
+        with contextlib.suppress(ConnectionError):
+            while peer.recv(1024):
+                pass
+
+
+# --- what an impostor learns
+
+
+class Impostor:
+    """A process that has taken the free ports and the ipc name of a service, lets everybody in, and notes all it is
+    told."""
+
+    def __init__(self, address: str, ipc: str) -> None:
+        self.told: list[bytes] = []
+        self.passwords: list[bytes] = []
+        self._ending = threading.Event()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(ENDPOINT)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.plain_server = 1
+        self._router.zap_domain = b"x"
+        self._router.bind(f"tcp://{door_address(address)}")
+        self._router.bind(ipc)
+        self._listener = socket.create_server(split_address(address))
+        self._listener.settimeout(0.05)
+        self._threads = [threading.Thread(target=each) for each in (self._let_in, self._listen)]
+        for thread in self._threads:
+            thread.start()
+
+    def _let_in(self) -> None:
+        while not self._ending.is_set():
+            for ready, _ in zmq.zmq_poll([(self._zap, zmq.POLLIN), (self._router, zmq.POLLIN)], 50):
+                frames = ready.recv_multipart()
+                self.told += frames
+                if ready is self._zap:
+                    self.passwords.append(frames[-1])
+                    self._zap.send_multipart([b"1.0", frames[1], b"200", b"", b"", b""])
+
+    def _listen(self) -> None:
+        while not self._ending.is_set():
+            with contextlib.suppress(OSError):
+                peer, _ = self._listener.accept()
+                with peer:
+                    peer.settimeout(0.2)
+                    self.told.append(peer.recv(1 << 16))
+
+    def close(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        self._context.destroy(linger=0)
+
+
+def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_another_instance(tmp_path: Path) -> None:
+    lives = Lives(tmp_path / "state", replace(CONFIG, token=TOKEN))
+    lives.start()
+    lives.unit(state_dir=str(tmp_path / "state"))
+    try:
+        with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client, ThreadPoolExecutor(1) as pool:
+            put_and_get(client)
+            door = client._connections.get()._channel.door
+            assert door.startswith("ipc://")
+            client.register_partition("q", ["x"], None, ["t"])
+            waiting = pool.submit(client.claim_meta, "q", "t", ["x"], 1)
+            lives.stop()
+            impostor = Impostor(lives.address, door)
+            wait_until(lambda: len(impostor.told) > 2, "what clients say to whoever listens")
+            wait_until(lambda: impostor.passwords, "what libzmq shows when it connects again")
+            impostor.close()
+            lives.start()
+            client.put_samples(["a"], "q", {"x": torch.ones(1, 4)})
+            assert waiting.result(WAIT_S).sample_ids == ["a"]
+            living = keys_of(lives.address, TOKEN, None, deadline=time.monotonic() + WAIT_S).ticket
+            assert living is not None
+            for shown in impostor.told:
+                assert TOKEN.encode() not in shown
+                assert living.code.encode() not in shown
+            for password in impostor.passwords:
+                endpoint = f"tcp://{door_address(lives.address)}"
+                assert not heard(endpoint, hello(), replace(living, code=password.decode()))
+            assert heard(f"tcp://{door_address(lives.address)}", hello(), living)
+    finally:
+        lives.close()
+        discard(tmp_path / "state", ["/dev/shm"])
+
+
+def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> bytes:
+    """What an impostor answers to GetKeys."""
+    token = TOKEN + "x" if how == "another token" else TOKEN
+    port = split_address(address)[1] + (how == "another port")
+    asked = secrets.token_bytes(NONCE_BYTES) if how == "another nonce" else nonce
+    return pb.Keys(instance="i", proof=proof_of(token, asked, "i", port)).SerializeToString()
+
+
+@pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
+def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(keys, "_ask", functools.partial(lie, how))
+    with pytest.raises(AuthenticationError, match="does not prove that it knows"):
+        keys_of("127.0.0.1:7", TOKEN, None, deadline=time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize("how", ["proof", "error"])
+def test_an_impostor_ends_neither_sessions_nor_storage_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    lives = Lives(tmp_path / "state", replace(CONFIG, token=TOKEN))
+    lives.start()
+    unit = lives.unit(state_dir=str(tmp_path / "state"))
+    asked: set[str] = set()
+
+    def answer(address: str, files: object, nonce: bytes, rest: object) -> bytes:
+        asked.add(threading.current_thread().name)
+        if how == "proof":
+            return lie("another token", address, files, nonce, rest)
+        name, facts = to_wire(SessionExpiredError(session=1, why="so an impostor says"))
+        return pb.Keys(error=pb.Error(name=name, facts=facts)).SerializeToString()
+
+    try:
+        with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client:
+            put_and_get(client)
+            with monkeypatch.context() as patched:
+                patched.setattr(keys, "_ask", answer)
+                lives.restart()
+                wait_until(lambda: asked >= {"tq-heartbeat", "tq-unit-link"}, "both to look for the service")
+            put_and_get(client)
+            assert not unit.lost.is_set()
+    finally:
+        lives.close()
+        discard(tmp_path / "state", ["/dev/shm"])
