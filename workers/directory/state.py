@@ -42,8 +42,11 @@ class _Waiter:
 
 @dataclass
 class _Kept:
+    """asked: by whom, and under which number, it was registered."""
+
     entry: Entry
     owner: Session | None
+    asked: tuple[Session, int]
     watchers: set[Session] = field(default_factory=set)
 
 
@@ -61,9 +64,12 @@ class Registry:
         self._incarnation = 0
 
     def register(self, session: Session, request: Register) -> Effects:
-        """Answers with the new entry; `NameInUseError` if the name's entry lives."""
-        key = (request.kind, request.name)
-        if key in self._live:
+        """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it."""
+        key, asked = (request.kind, request.name), (session, request.number)
+        live = self._live.get(key)
+        if live is not None and live.asked == asked:
+            return [(session, Found(request.number, (live.entry,)))]
+        if live is not None:
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
         self._incarnation += 1
@@ -78,7 +84,7 @@ class Registry:
         if request.kind is Kind.GROUP:
             for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
                 del self._gone[stale]
-        kept = self._live[key] = _Kept(entry, session if request.owned else None)
+        kept = self._live[key] = _Kept(entry, session if request.owned else None, asked)
         effects: Effects = [(session, Found(request.number, (entry,)))]
         for waiter in self._waiting.pop(key, ()):
             kept.watchers.add(waiter.session)
