@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.messengers import Here, address
+from tests.messengers import Here, address, until_it_fails
 from workers.errors import MessageMismatchError, MessageTimeoutError
 from workers.messages import Messenger
 from workers.messages.engine import Engine
@@ -135,8 +135,7 @@ def test_one_of_another_form_refuses_it(far: Here, monkeypatch: pytest.MonkeyPat
     dam.open()
     assert not b._engine.incoming._fetches
     with pytest.raises(MessageMismatchError):
-        while True:
-            a.send("fine", B)
+        until_it_fails(lambda: a.send("fine", B))
     assert b.recv(A) == "fine"
 
 

@@ -1,15 +1,17 @@
 # ruff: noqa: F401, F811
-"""Waits without an end, options that are none, many messages, many peers, few descriptors; and defects in one of them."""
+"""Waits without an end, options that are none, many messages, many peers, few descriptors; and defects."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import resource
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -78,18 +80,13 @@ def test_a_very_long_wait_is_one(one_road: Here) -> None:
 
 def test_options_are_checked_at_the_call(here: Here) -> None:
     a, b = here.workers(2)
+    wrong: Any
     for wrong in ("nccl", {"accel_max_ctas": 2}, 4):
-        for operation in (
-            lambda: a.send(1, B, options=wrong),  # type: ignore[arg-type]
-            lambda: a.recv(B, options=wrong),  # type: ignore[arg-type]
-            lambda: a.broadcast(1, [A, B], options=wrong),  # type: ignore[arg-type]
-        ):
+        for operation in (partial(a.send, 1, B), partial(a.recv, B), partial(a.broadcast, 1, [A, B])):
             with pytest.raises(TypeError, match="expected a CollectiveGroupOptions or None"):
-                operation()
+                operation(options=wrong)
     numpy_options = CollectiveGroupOptions(accel_max_ctas=np.int64(4), is_high_priority_stream=np.bool_(True))  # type: ignore[arg-type]
-    receiving = here.start(
-        b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4, is_high_priority_stream=True)
-    )
+    receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4, is_high_priority_stream=True))
     a.send("fine", B, options=numpy_options)
     assert receiving.result(60) == "fine"
 
@@ -115,10 +112,11 @@ def test_options_that_are_none(wrong: dict[str, Any], kind: type[Exception]) -> 
 def test_small_messages_count_too(one_road: Here) -> None:
     a = one_road.worker(A, backlog_bytes=1 << 20)
     b = one_road.worker(B)
-    sent = 0
+    numbers = itertools.count()
     with pytest.raises(MessageBacklogError, match="that this worker keeps"):
-        for sent in range(1000):
-            a.send(sent, B, async_op=True)
+        until_it_fails(lambda: a.send(next(numbers), B, async_op=True))
+    sent = next(numbers) - 1
+    assert sent < 1000
     assert [b.recv(A) for _ in range(sent)] == list(range(sent))
 
 
@@ -147,8 +145,10 @@ def test_the_work_for_a_message_does_not_grow_with_their_number() -> None:
             workers = Here(True)
             a, b = workers.workers(2)
             for sender, receiver in ((a, B), (b, A)):
-                for number in range(count):
-                    sender.send(number, receiver, async_op=True)
+                sent = [sender.send(number, receiver, async_op=True) for number in range(count)]
+                for each in sent:
+                    assert each is not None
+                    each.wait()
             for receiver, sender in ((a, B), (b, A)):
                 works = [receiver.recv(sender, async_op=True) for _ in range(count)]
                 assert [work.wait() for work in works] == list(range(count))
@@ -322,9 +322,7 @@ def test_a_defect_at_one_message_is_that_message_s(
 
 
 @pytest.mark.parametrize("name", ["post", "_deliver"])
-def test_a_defect_at_one_receive_is_that_receive_s(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_defect_at_one_receive_is_that_receive_s(one_road: Here, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     a, b = one_road.workers(2)
     a.send("first contact", B, async_op=True)
     assert b.recv(A) == "first contact"

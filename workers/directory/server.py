@@ -44,8 +44,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Client:
+    """fd: of the connection that its last Hello came over, until that ends."""
+
     process: wire.Process
-    fd: int | None
+    fd: int | None = None
     lost_at: float = 0.0
 
 
@@ -68,9 +70,10 @@ class Directory:
         self._closing = False
         self._registry = Registry()
         self._clients: dict[Session, _Client] = {}
+        self._connected: set[int] = set()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
         except BaseException:
             self._context.destroy(linger=0)
@@ -137,8 +140,8 @@ class Directory:
         return poll_ms(min(moments)) if moments else None
 
     def _read(self) -> None:
-        """Everything that came. What ended is looked at before each message: a descriptor's number is used again, and
-        then means the connection that the message came over."""
+        """Everything that came. What ended is looked at before each message: a descriptor's number is used again. A
+        connection's last messages may come after its end."""
         self._notice_ends()
         while True:
             try:
@@ -170,12 +173,12 @@ class Directory:
         if isinstance(request, wire.Hello):
             if client is None and request.known:
                 self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
-            self._clients.setdefault(session, _Client(request.process, fd)).fd = fd
+            client = self._clients.setdefault(session, _Client(request.process))
+            client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
             return
         if client is None:
             # Of before its connection broke. After its Hello it asks again.
             return
-        client.fd = fd
         self._say(self._answer(session, request))
 
     def _answer(self, session: Session, request: wire.Request) -> Effects:
@@ -202,6 +205,10 @@ class Directory:
     def _notice_ends(self) -> None:
         while readable(self._monitor):
             event: dict[str, Any] = dict(recv_monitor_message(self._monitor))
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(event["value"])
+                continue
+            self._connected.discard(event["value"])
             for client in self._clients.values():
                 if client.fd == event["value"]:
                     client.fd, client.lost_at = None, time.monotonic()
