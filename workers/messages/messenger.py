@@ -1,7 +1,7 @@
 """Messages between workers: point to point, and broadcasts among any of them.
 
-Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages from the sender's DEALER to the receiver's
-ROUTER. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy them out
+Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages to the receiver's port, from one socket for
+all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy them out
 (so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over ZMQ in
 chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
 
