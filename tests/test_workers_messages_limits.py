@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import resource
-import sys
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -239,9 +239,12 @@ def _broadcast_to_many() -> None:
         peers = stack.enter_context(context.socket(zmq.ROUTER))
         peers.set(zmq.LINGER, 0)
         client = stack.enter_context(DirectoryClient(directory.address))
+        registered = []
         for name in names:
-            port = peers.bind_to_random_port("tcp://127.0.0.1")
-            client.register_worker(name, f"127.0.0.1:{port}")
+            endpoints = (f"127.0.0.1:{peers.bind_to_random_port('tcp://127.0.0.1')}",)
+            registered.append(client._ask_register(Kind.WORKER, name.get_name(), endpoints, {}, owned=True))
+        for each in registered:
+            each.result(60)
         workers = Here(True)
         workers.directory.close()
         workers.directory = directory
@@ -289,6 +292,28 @@ def test_a_message_for_another_incarnation_is_dropped(one_road: Here) -> None:
     a.send("to this one", B, async_op=True)
     assert b.recv(A) == "to this one"
     assert not lost.done()
+
+
+def test_a_port_that_was_something_else_s_is_tried_again(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    client = one_road.client()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        client.register_worker(B, f"127.0.0.1:{port}")
+        lost = a.send("to a stranger", B, async_op=True)
+        connection, _ = stranger.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+        connection.close()
+    assert lost is not None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        peer.bind(f"tcp://127.0.0.1:{port}")
+        heard = False
+        for _ in range(100):
+            a.send("again", B, async_op=True)
+            if heard := bool(peer.poll(500)):
+                break
+        assert heard
 
 
 # --- defects -------------------------------------------------------------------------------------------------------

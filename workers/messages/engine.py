@@ -249,6 +249,7 @@ class Engine:
                 continue
             defect = self._attempt(partial(self._send, sending))
             if defect is not None:
+                self._forget(sending.to, self._peer(sending.to))
                 self._lose(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
         if self._ended is None:
             self.incoming.settle()

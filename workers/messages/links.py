@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
 from collections import OrderedDict
@@ -52,12 +53,24 @@ class Links:
             self._make_room(idle)
             link = self._connect(peer, endpoint)
         self._by_peer.move_to_end(peer)
-        self.socket.send_multipart((link.route, *frames))
+        if not self._sent(link, frames):
+            # ZMQ gives a connection up for good where something else than a worker answered, once.
+            self.cut(peer)
+            self._sent(self._connect(peer, endpoint), frames)
 
     def send_to_all(self, frames: Sequence[Any]) -> None:
         """Send to all that are connected."""
         for link in self._by_peer.values():
+            self._sent(link, frames)
+
+    def _sent(self, link: _Link, frames: Sequence[Any]) -> bool:
+        try:
             self.socket.send_multipart((link.route, *frames))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def receive(self) -> tuple[str, bytes] | None:
         """From whom, and what; None if there is nothing."""
@@ -75,7 +88,8 @@ class Links:
         link = self._by_peer.pop(peer, None)
         if link is not None:
             del self._by_route[link.route], self._by_url[link.url]
-            self.socket.disconnect(link.url)
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.disconnect(link.url)
 
     def _connect(self, peer: str, endpoint: str) -> _Link:
         host, port = split_address(endpoint)

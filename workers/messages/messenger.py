@@ -1,9 +1,9 @@
 """Messages between workers: point to point, and broadcasts among any of them.
 
 Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages to the receiver's port, from one socket for
-all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy them out
-(so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over ZMQ in
-chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
+all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy
+them out (so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over
+ZMQ in chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
 
 Pair groups of torch.distributed would do less: with Gloo and NCCL a send waits for its receive, so two workers that
 both send first stand still; a receive of another shape gets wrong bytes, or aborts the group; a dead peer is noticed
