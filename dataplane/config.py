@@ -14,6 +14,8 @@ from typing import Any
 from dataplane.types import Checksums
 
 MIB = 1 << 20
+LONGEST_S = 2_000_000.0
+"""Of a timeout: 23 days. A poll takes no more."""
 GIB = 1 << 30
 
 DURABILITIES = ("process", "machine")
@@ -145,8 +147,8 @@ class DataPlaneConfig:
         if self.reconnect_s < 0:
             raise ValueError(f"reconnect_s={self.reconnect_s}: cannot be negative")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) <= LONGEST_S:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive, and {LONGEST_S:,} s at most")
         files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):

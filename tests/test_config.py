@@ -25,6 +25,8 @@ from dataplane.config import MIB, TlsFiles
         {"reserve_fraction": 1.0},
         {"heartbeat_s": 0},
         {"call_timeout_s": float("nan")},
+        {"call_timeout_s": float("inf")},
+        {"put_timeout_s": 1e18},
         {"adress": "x:1"},
     ],
 )

@@ -16,7 +16,7 @@ from dataplane.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import RankDied, Ranks
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
-from workers.siblings import ReplicaGroupError, ReplicaLostError
+from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError
 
 pytestmark = pytest.mark.integration
 
@@ -310,3 +310,9 @@ def misuse(rank: int, how: str) -> Exception:
 )
 def test_misuse_is_an_error_on_every_rank(pair: Ranks, how: str, kind: type[Exception]) -> None:
     assert all(isinstance(error, kind | ReplicaGroupError) for error in pair.run(misuse, how))
+
+
+def test_a_fetch_has_an_end() -> None:
+    with pytest.raises(ValueError, match="a wait has an end"):
+        Deadline(float("inf"))
+    assert Deadline(1e18).left.days > 365

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import pickle
 import threading
@@ -292,3 +293,17 @@ def _use_and_end(end: str) -> None:
     assert threading.active_count() == threads
     gc.collect()
     wait_until(lambda: process.num_fds() <= descriptors, "no more descriptors than before")
+
+
+@every_road
+@pytest.mark.parametrize("timeout_s", [math.inf, math.nan, -1.0])
+def test_a_wait_without_an_end_is_refused(make: Any, timeout_s: float) -> None:
+    channel = make()
+    for operation in (channel.get, lambda **how: channel.put(1, **how), lambda **how: channel.get_batch(1, **how)):
+        with pytest.raises(ValueError, match="a wait has an end"):
+            operation(timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="a wait has an end"):
+        make(timeout_s=timeout_s)
+    waiting = channel.get(async_op=True, timeout_s=1e18)
+    channel.put("late", timeout_s=1e18)
+    assert waiting.wait() == "late"

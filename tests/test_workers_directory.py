@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -20,7 +22,19 @@ from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State
 from workers.directory.process import has_ended, this_process
 from workers.directory.state import Registry
-from workers.directory.wire import End, Failed, Found, Gone, Listing, Lookup, Register, Reply
+from workers.directory.wire import (
+    End,
+    Failed,
+    Found,
+    Gone,
+    Hello,
+    Listing,
+    Lookup,
+    Register,
+    Reply,
+    decode_reply,
+    encode,
+)
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
 
 pytestmark = pytest.mark.integration
@@ -360,3 +374,47 @@ def test_a_defect_in_one_request_is_told_and_the_directory_goes_on(monkeypatch: 
                 client.register_group("g", {})
         assert client.register_group("g", {}).live
         client.close()
+
+
+# --- what makes no sense -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_s", [math.inf, math.nan, -1.0, 10**400])
+def test_a_wait_without_an_end_is_refused(client: DirectoryClient, wait_s: float) -> None:
+    with pytest.raises(ValueError, match="a wait has an end"):
+        client.ask(Kind.WORKER, "g:0", wait_s)
+    assert client.listing(Kind.WORKER) == []
+
+
+@pytest.mark.parametrize("wait_s", [math.inf, math.nan, -1.0, 1e18, 1e308])
+def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: DirectoryClient, wait_s: float) -> None:
+    lookup = {"type": "Lookup", "number": 1, "kind": "worker", "name": "g:0", "wait_s": wait_s}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(f"tcp://{directory.address}")
+        peer.send(encode(Hello(this_process())))
+        peer.send(msgspec.msgpack.encode(lookup))
+        peer.send(encode(Listing(number=2, kind=Kind.WORKER)))
+        assert peer.poll(60_000)
+        assert decode_reply(peer.recv()) == Found(2)
+    assert client.listing(Kind.WORKER) == []
+
+
+def test_arguments_that_cannot_be_sent_are_refused_at_the_call(client: DirectoryClient) -> None:
+    with pytest.raises(TypeError, match="unsupported"):
+        client.register_group("g", {"size": object()})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="Expected"):
+        client.register_group("g", {"size": {}})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="Expected `str`"):
+        client.lookup_group(5)  # type: ignore[arg-type]
+    assert client.register_group("g", {}).live
+
+
+def test_a_defect_in_one_step_leaves_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Directory("127.0.0.1") as directory, DirectoryClient(directory.address) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(Registry, "expire", lambda *_: 1 // 0)
+            with logged("the directory failed at _expire"):
+                assert client.register_group("g", {}).live
+        with pytest.raises(NameNotFoundError):
+            client.lookup_group("h", wait_s=0.01)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.alone import alone, leaves_nothing_open
-from tests.lives import wait_until
+from tests.lives import Proxy, wait_until
 from tests.messengers import Here, address, elsewhere, here, one_road, until_it_fails
-from workers.directory import Directory, Kind
+from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import (
     MessengerClosedError,
     NameInUseError,
@@ -217,3 +217,56 @@ def test_the_directory_has_no_entry_after_close() -> None:
         a.close()
         assert client.listing(Kind.WORKER) == []
         workers.close()
+
+
+def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
+    """It stood still, or was cut off, for so long that its peers were told that it is gone."""
+    a = here.worker(A)
+    proxy = Proxy(int(here.directory.address.rpartition(":")[2]))
+    with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
+        b = Messenger(B, client, timeout_s=60.0, shared_memory=here.shared_memory)
+        for sender, receiver in ((a, b), (b, a)):
+            sender.send("first contact", receiver.address, async_op=True)
+            assert receiver.recv(sender.address) == "first contact"
+        waiting = b.recv(address(8), async_op=True)
+        unreceived = b.send(torch.ones(BIG), A, async_op=True)
+        unmet = b.send("to one who never comes", address(7), async_op=True)
+        proxy.cut()
+        with pytest.raises(WorkerLostError, match="g:1 is gone: its connection broke"):
+            until_it_fails(lambda: a.send("are you there", B))
+        proxy.heal()
+        for work in (waiting, unmet):
+            assert work is not None
+            with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
+                work.wait()
+        wait_until(lambda: b._engine.incarnation, "it is registered anew")
+        b.send("fresh", A, async_op=True)
+        a.send("fresh too", B, async_op=True)
+        assert a.recv(B) == "fresh"
+        assert b.recv(A) == "fresh too"
+        del unreceived
+        b.close()
+    proxy.close()
+
+
+def test_a_worker_whose_name_was_taken_meanwhile_ends(one_road: Here) -> None:
+    a = one_road.worker(A)
+    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+    with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
+        b = Messenger(B, client, timeout_s=60.0)
+        waiting = b.recv(A, async_op=True)
+        waiting_for = a.recv(B, async_op=True)
+        proxy.cut()
+        with pytest.raises(WorkerLostError, match="g:1"):
+            waiting_for.wait()
+        another = one_road.worker(B)
+        proxy.heal()
+        with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
+            waiting.wait()
+        wait_until(lambda: b._engine._ended is not None, "it has ended")
+        with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
+            b.recv(A)
+        a.send("to the one there is", B, async_op=True)
+        assert another.recv(A) == "to the one there is"
+        b.close()
+    proxy.close()

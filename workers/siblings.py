@@ -18,6 +18,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import BroadcastOptions
 
 from dataplane import errors
+from workers.directory.wire import seconds
+
+_LONGEST_S = 1e9
 
 
 class ReplicaGroupError(RuntimeError):
@@ -32,7 +35,8 @@ class Deadline:
     """A moment by which all of one fetch is to be over."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        """ValueError for a wait without an end."""
+        self.timeout_s = seconds("timeout_s", timeout_s)
         self._end = time.monotonic() + timeout_s
 
     @property
@@ -41,8 +45,8 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """What is left, never less than a millisecond (zero would mean no limit)."""
-        return timedelta(seconds=max(self.left_s, 0.001))
+        """What is left, never less than a millisecond (zero would mean no limit), nor more than a collective takes."""
+        return timedelta(seconds=min(max(self.left_s, 0.001), _LONGEST_S))
 
 
 class Siblings:

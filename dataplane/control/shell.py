@@ -14,7 +14,7 @@ from typing import Protocol
 import zmq
 
 from dataplane.control.handlers import Facts, Key, Reply, key_of, refused
-from dataplane.control.waker import Waker
+from dataplane.control.waker import Waker, poll_ms
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.failpoints import hit
@@ -208,9 +208,7 @@ class LedgerShell:
         self._watch.synced(self._watch.clock() - began)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
-        if deadline is None:
-            return None
-        return max(0, math.ceil((deadline - self._now()) * 1000))
+        return None if deadline is None else poll_ms(deadline - self._now())
 
     def _now(self) -> float:
         """The ledger's clock."""

@@ -1,9 +1,18 @@
-"""A descriptor that becomes readable when someone calls."""
+"""A descriptor that becomes readable when someone calls, and how long a poll may wait for one."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+
+LONGEST_MS = 1 << 30
+"""Of one poll, which takes no more than 31 bits; whoever has longer to wait looks again then."""
+
+
+def poll_ms(left_s: float) -> int:
+    """A poll's timeout for `left_s` seconds, of any size: rounded up, at least 0, at most `LONGEST_MS`."""
+    return math.ceil(1000 * max(0.0, min(LONGEST_MS / 1000, left_s)))
 
 
 class Waker:

@@ -85,11 +85,12 @@ def message_seeds() -> list[bytes]:
         number=1,
         source="a:0",
         incarnation=2,
+        receiver=3,
         form=messages.TensorForm("torch.int64", (2, 3)),
         options=CollectiveGroupOptions(),
         segments=(Segment(0, 48, "torch.int64", (2, 3)),),
         nbytes=48,
-        slab=messages.Slab("h", 1, 2, 3, 4),
+        slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,
     )
     requests = [post, messages.Data(stream=b"", number=1, source="a:0", start=0), messages.Forget(inodes=(1, 2))]

@@ -38,6 +38,7 @@ from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings
 from workers.directory import DirectoryClient, Kind
+from workers.directory.wire import seconds
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.work import AsyncWork
 
@@ -64,13 +65,14 @@ class Channel:
     With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
     item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes.
 
-    Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`.
+    Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`,
+    ValueError for a wait without an end.
     """
 
     def __init__(self, settings: Settings, *, node_rank: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """Use `create` or `connect`."""
         self._settings = settings
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds("timeout_s", timeout_s)
         self._node_rank = _node_rank(node_rank)
         self._routes: dict[bytes, int] = {}
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
@@ -375,7 +377,7 @@ class Channel:
         return what if key is DEFAULT_KEY else f"{what}, key {key!r}"
 
     def _until(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return time.monotonic() + (self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s))
 
     def __repr__(self) -> str:
         where = "local" if self.is_local else str(self._settings)

@@ -1,21 +1,15 @@
-"""A broker that the job's directory has under the name of its node, whatever becomes of its connection there."""
+"""A broker that the job's directory has under the name of its node."""
 
 from __future__ import annotations
-
-import logging
-import threading
 
 from workers.channel.broker import ChannelBroker
 from workers.channel.settings import broker_name
 from workers.directory import DirectoryClient
-from workers.errors import DirectoryLostError
-
-log = logging.getLogger(__name__)
 
 
 class HostedBroker:
     """Serves from construction to `close`. The broker of a node takes the name from the one before it, which is dead;
-    where the directory gave this process up, as it does with one that stands still, it registers again.
+    where the directory gave this process up, as it does with one that stands still, its client registers it again.
 
     host, capacity_bytes: see `ChannelBroker`. Raises what that does, and `DirectoryLostError`.
     """
@@ -23,17 +17,15 @@ class HostedBroker:
     def __init__(
         self, directory_address: str, node_rank: int, *, host: str = "127.0.0.1", capacity_bytes: int | None = None
     ) -> None:
-        self._address = directory_address
-        self._name = broker_name(node_rank)
         self._closing = False
         self._broker = ChannelBroker(host=host, capacity_bytes=capacity_bytes)
+        self._directory = DirectoryClient(directory_address)
         try:
-            self._directory = self._register()
+            self._directory.register_channel(broker_name(node_rank), (self._broker.endpoint,), {}, returns=True)
         except BaseException:
+            self._directory.close()
             self._broker.close()
             raise
-        self._thread = threading.Thread(target=self._stay_registered, name="tq-broker-name", daemon=True)
-        self._thread.start()
 
     @property
     def endpoint(self) -> str:
@@ -50,28 +42,3 @@ class HostedBroker:
         self._closing = True
         self._broker.close()
         self._directory.close()
-        self._thread.join()
-
-    def _register(self) -> DirectoryClient:
-        directory = DirectoryClient(self._address)
-        try:
-            directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
-        except BaseException:
-            directory.close()
-            raise
-        return directory
-
-    def _stay_registered(self) -> None:
-        while True:
-            lost = self._directory.lost().exception()
-            if self._closing:
-                return
-            log.warning("%s registers again: %s", self._name, lost)
-            self._directory.close()
-            try:
-                self._directory = self._register()
-            except DirectoryLostError as error:
-                log.error("%s is known to nobody any more: %s", self._name, error)
-                return
-            if self._closing:
-                self._directory.close()

@@ -96,7 +96,8 @@ class LocalLink:
         """The future of an answer, and what to call when nobody wants it any more."""
         number, inner = self._enter(make)
         outer: Future[Any] = Future()
-        timer = threading.Timer(max(0.0, until - time.monotonic()), self._tell, (wire.Cancel(number),))
+        wait_s = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+        timer = threading.Timer(wait_s, self._tell, (wire.Cancel(number),))
         timer.daemon = True
         begun = time.monotonic()
 

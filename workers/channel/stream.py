@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from dataplane.control.waker import poll_ms
 from workers.channel import wire
 from workers.channel.wire import Message
 
@@ -107,7 +108,7 @@ class Stream:
     def wait(self, until: float) -> None:
         """Until there is something to read. `StreamSilentError` at `until`."""
         left_s = until - time.monotonic()
-        if not self._poll.poll(max(0, int(left_s * 1000) + 1)):
+        if not self._poll.poll(poll_ms(left_s)):
             raise StreamSilentError
 
     def check(self) -> None:
@@ -126,7 +127,7 @@ class Stream:
     def _wait(self, event: int, until: float) -> None:
         poll = select.poll()
         poll.register(self.sock, event)
-        if not poll.poll(max(0, int((until - time.monotonic()) * 1000) + 1)):
+        if not poll.poll(poll_ms(until - time.monotonic())):
             raise StreamSilentError
 
     def _read(self) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -13,42 +14,64 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
-from dataplane.control.waker import Waker
+from dataplane.control.waker import Waker, poll_ms
 from dataplane.host import bracketed, split_address
 from workers import errors
 from workers.address import WorkerAddress
 from workers.directory import wire
 from workers.directory.process import this_process
 from workers.directory.server import HEARTBEAT_MS, SILENCE_MS
-from workers.directory.wire import Entry, Facts, Kind
+from workers.directory.wire import Entry, Facts, Kind, State
 
 DIRECTORY_VARIABLE = "TQ_DIRECTORY"
 """Where a worker's process, and the children it starts, find the directory's address."""
 ANSWER_S = 15.0
 """How long a directory may take to answer what needs no waiting, or beyond the wait asked for."""
 AWAY_S = 5.0
-"""A directory that does not take connections for so long is lost."""
+"""A directory that does not take connections for so long is lost, until it does."""
+STILL_S = 30.0
+"""The same for one that takes connections but does not speak: its process, or its host, stands still."""
 LOG_EVERY_S = 30.0
 _JOIN_S = 10.0
 _BYE_S = 2.0
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
 _log = logging.getLogger(__name__)
 
 Listener = Callable[[Entry], None]
+Answer = Future[tuple[Entry, ...]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What was asked, until it is answered: asked again on every new connection."""
+
+    request: wire.Question
+    data: bytes
+    future: Answer = field(default_factory=Future)
 
 
 class DirectoryClient:
     """One per process, or more; thread-safe, also from async code by `ask_*`. Ends with `close`, or with its process.
 
     address: "host:port" of a `Directory`. Opening does not wait for it; every call raises `DirectoryLostError` when
-    nothing answers there for `ANSWER_S`. Listeners are called with each entry that this client had found or registered
-    by waiting for it and that is gone, on this client's own thread: they must not block.
+    nothing answers there for `ANSWER_S`, and at once while nobody has taken a connection there for `AWAY_S` (`STILL_S`,
+    where the kernel took it for a process that stands still). When the directory answers again, so do calls. Arguments
+    that cannot be sent are a TypeError or ValueError from the call.
+
+    Listeners are called with each entry that this client had found or registered by waiting for it and that is gone, on
+    this client's own thread: they must not block. A process that was silent for so long that the directory gave it up
+    learns it when the directory hears it again: its listeners are told that what it had registered as its own is LOST,
+    then of the entry that it was registered as anew, under another incarnation, or once more of the loss if another has
+    the name by then. What it had found is watched no more.
     """
 
     def __init__(self, address: str) -> None:
@@ -57,8 +80,11 @@ class DirectoryClient:
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._guard = threading.Lock()
-        self._calls: dict[int, Future[tuple[Entry, ...]]] = {}
-        self._outbox: collections.deque[wire.Request] = collections.deque([wire.Hello(this_process())])
+        self._calls: dict[int, _Call] = {}
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._own: dict[tuple[Kind, str], tuple[Entry, bool]] = {}
+        self._known = False
+        self._taken = False
         self._listeners: list[Listener] = []
         self._lost: errors.DirectoryLostError | None = None
         self._closing = False
@@ -66,7 +92,7 @@ class DirectoryClient:
         self._waker = Waker()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._connect(host, port)
         self._thread = threading.Thread(target=self._run, name="tq-directory-client", daemon=True)
         self._thread.start()
@@ -117,8 +143,9 @@ class DirectoryClient:
         """The same for a channel."""
         return self._one(self.ask(Kind.CHANNEL, name, wait_s), f"channel {name!r} to be registered", wait_s)
 
-    def ask(self, kind: Kind, name: str, wait_s: float) -> Future[tuple[Entry, ...]]:
+    def ask(self, kind: Kind, name: str, wait_s: float) -> Answer:
         """The same without blocking: a future of one entry, done within `wait_s` unless the directory is lost."""
+        wait_s = wire.seconds("wait_s", wait_s)
         return self._ask(wire.Lookup(number=next(self._numbers), kind=kind, name=name, wait_s=wait_s))
 
     def listing(self, kind: Kind) -> list[Entry]:
@@ -136,20 +163,18 @@ class DirectoryClient:
 
         return unsubscribe
 
-    def lost(self) -> Future[tuple[Entry, ...]]:
-        """A future that fails with `DirectoryLostError` once every call does: the directory is gone, it has given this
-        process up, or `close` was called."""
-        return self._enter(next(self._numbers), None)
-
     # --- ends -----------------------------------------------------------------------------------------------------
 
     def end(self, kind: Kind, name: str, incarnation: int | None = None, why: str = "it ended") -> Entry | None:
         """End a live entry (of that incarnation only, if one is given), and a group's workers with it; all who found it
         are told. None if it lives no more."""
-        number = next(self._numbers)
-        asked = self._ask(wire.End(number=number, kind=kind, name=name, incarnation=incarnation, why=why))
-        entries = self._wait(asked, f"ending {kind} {name!r}")
+        entries = self._wait(self.ask_end(kind, name, incarnation, why), f"ending {kind} {name!r}")
         return entries[0] if entries else None
+
+    def ask_end(self, kind: Kind, name: str, incarnation: int | None, why: str) -> Answer:
+        """The same without blocking: a future of that entry, or of nothing."""
+        number = next(self._numbers)
+        return self._ask(wire.End(number=number, kind=kind, name=name, incarnation=incarnation, why=why))
 
     def close(self) -> None:
         """Say Bye: what this process had registered as its own ends. Blocks for that, seconds at most. Idempotent."""
@@ -179,40 +204,37 @@ class DirectoryClient:
         *,
         owned: bool,
         returns: bool = False,
-    ) -> Future[tuple[Entry, ...]]:
-        request = wire.Register(
-            number=next(self._numbers),
-            kind=kind,
-            name=name,
-            endpoints=endpoints,
-            facts=facts,
-            owned=owned,
-            returns=returns,
+    ) -> Answer:
+        return self._ask(
+            wire.Register(
+                number=next(self._numbers),
+                kind=kind,
+                name=name,
+                endpoints=endpoints,
+                facts=facts,
+                owned=owned,
+                returns=returns,
+            )
         )
-        return self._ask(request)
 
-    def _ask(self, request: Any) -> Future[tuple[Entry, ...]]:
+    def _ask(self, request: wire.Question) -> Answer:
         if self._pid != os.getpid():
             raise RuntimeError("a forked process needs a DirectoryClient of its own")
-        future = self._enter(request.number, request)
-        self._waker.wake()
-        return future
-
-    def _enter(self, number: int, request: wire.Request | None) -> Future[tuple[Entry, ...]]:
-        future: Future[tuple[Entry, ...]] = Future()
+        call = _Call(request, wire.encode(request))
+        wire.decode_request(call.data)
         with self._guard:
             if self._lost is not None:
-                future.set_exception(self._lost)
-                return future
-            self._calls[number] = future
-            if request is not None:
-                self._outbox.append(request)
-        return future
+                call.future.set_exception(self._lost)
+                return call.future
+            self._calls[request.number] = call
+            self._outbox.append(call.data)
+        self._waker.wake()
+        return call.future
 
-    def _one(self, future: Future[tuple[Entry, ...]], what: str, wait_s: float = 0.0) -> Entry:
+    def _one(self, future: Answer, what: str, wait_s: float = 0.0) -> Entry:
         return self._wait(future, what, wait_s)[0]
 
-    def _wait(self, future: Future[tuple[Entry, ...]], what: str, wait_s: float = 0.0) -> tuple[Entry, ...]:
+    def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[Entry, ...]:
         begun, limit_s = time.monotonic(), wait_s + ANSWER_S
         while True:
             left_s = begun + limit_s - time.monotonic()
@@ -221,6 +243,7 @@ class DirectoryClient:
             if future.done():
                 return future.result()
             if left_s <= LOG_EVERY_S:
+                future.cancel()
                 raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
             _log.warning("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
 
@@ -246,14 +269,12 @@ class DirectoryClient:
         why = errors.DirectoryLostError(address=self.address, why="this client was closed")
         try:
             while not self._closing:
-                poller.poll(None if self._away_since is None else int(AWAY_S * 250))
+                poller.poll(self._patience_ms())
                 self._waker.clear()
                 self._look()
                 self._read()
-                while self._outbox:
-                    self._socket.send(wire.encode(self._outbox.popleft()))
-        except errors.DirectoryLostError as error:
-            why = error
+                while self._away_since is None and self._outbox:
+                    self._socket.send(self._outbox.popleft())
         except Exception as error:
             _log.exception("the thread that speaks to the directory failed")
             why = errors.DirectoryLostError(address=self.address, why=f"this client's thread failed: {error!r}")
@@ -261,17 +282,33 @@ class DirectoryClient:
             self._context.destroy(linger=0)
             self._fail(why)
 
+    def _patience_ms(self) -> int | None:
+        return None if self._away_since is None or self._lost is not None else poll_ms(AWAY_S / 4)
+
     def _look(self) -> None:
-        """At the connection: a new one begins with Hello, and one that does not come back is an end."""
+        """At the connection. One that does not come back is an end, until it does."""
         while readable(self._monitor):
             event: dict[str, Any] = dict(recv_monitor_message(self._monitor))
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected()
+                continue
+            self._taken = event["event"] == zmq.EVENT_CONNECTED
+            if self._away_since is None:
                 self._away_since = time.monotonic()
-            else:
-                self._away_since = None
-                self._socket.send(wire.encode(wire.Hello(this_process())))
-        if self._away_since is not None and time.monotonic() - self._away_since > AWAY_S:
-            raise errors.DirectoryLostError(address=self.address, why=f"it took no connection for {AWAY_S:.0f} s")
+        if self._away_since is None or self._lost is not None:
+            return
+        most_s = STILL_S if self._taken else AWAY_S
+        if time.monotonic() - self._away_since > most_s:
+            what = "it took a connection, but said nothing" if self._taken else "it took no connection"
+            self._fail(errors.DirectoryLostError(address=self.address, why=f"{what} for {most_s:.0f} s"))
+
+    def _connected(self) -> None:
+        """A new connection begins with Hello. Whether the directory heard on an older one what it has not answered, or
+        its answer was lost, nobody knows."""
+        hello = wire.Hello(this_process(), known=self._known)
+        with self._guard:
+            self._away_since = self._lost = None
+            self._outbox = collections.deque([wire.encode(hello), *(call.data for call in self._calls.values())])
 
     def _read(self) -> None:
         while True:
@@ -279,6 +316,10 @@ class DirectoryClient:
                 reply = wire.decode_reply(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            except msgspec.DecodeError as error:
+                _log.warning("an answer that makes no sense came from the directory, and was dropped: %s", error)
+                continue
+            self._known = True
             match reply:
                 case wire.Found():
                     self._settle(reply.number, reply.entries)
@@ -287,20 +328,65 @@ class DirectoryClient:
                 case wire.Gone():
                     self._tell(reply.entry)
                 case wire.Unknown():
-                    raise errors.DirectoryLostError(address=self.address, why=reply.why)
+                    self._lapse(reply.why)
+
+    def _lapse(self, why: str) -> None:
+        """The directory had given this process up: register anew what is its own."""
+        _log.warning("the directory at %s had given this process up: %s", self.address, why)
+        with self._guard:
+            own, self._own = list(self._own.values()), {}
+        for entry, returns in own:
+            lost = msgspec.structs.replace(entry, state=State.LOST, why=why)
+            self._tell(lost)
+            again = self._ask_register(
+                entry.kind, entry.name, entry.endpoints, entry.facts, owned=True, returns=returns
+            )
+            again.add_done_callback(functools.partial(self._registered_anew, lost))
+
+    def _registered_anew(self, lost: Entry, future: Answer) -> None:
+        if future.exception() is None:
+            self._tell(future.result()[0])
+        else:
+            self._tell(lost)
 
     def _settle(self, number: int, outcome: tuple[Entry, ...] | Exception) -> None:
         with self._guard:
-            future = self._calls.pop(number, None)
-        if future is None or not future.set_running_or_notify_cancel():
+            call = self._calls.pop(number, None)
+            if call is None:
+                return
+            if not isinstance(outcome, Exception):
+                self._keep(call.request, outcome)
+        if not call.future.set_running_or_notify_cancel():
+            self._undo(call.request, outcome)
             return
         if isinstance(outcome, Exception):
-            future.set_exception(outcome)
+            call.future.set_exception(outcome)
         else:
-            future.set_result(outcome)
+            call.future.set_result(outcome)
+
+    def _undo(self, request: wire.Request, outcome: tuple[Entry, ...] | Exception) -> None:
+        """Nobody waits for it any more: a name that it took is free again."""
+        if isinstance(request, wire.Register) and not isinstance(outcome, Exception):
+            for entry in outcome:
+                self.ask_end(entry.kind, entry.name, entry.incarnation, why="nobody waits for its registration")
+
+    def _keep(self, request: wire.Request, entries: tuple[Entry, ...]) -> None:
+        """Remember what is this process's own."""
+        for entry in entries:
+            if isinstance(request, wire.Register) and request.owned:
+                self._own[entry.kind, entry.name] = entry, request.returns
+            elif isinstance(request, wire.End):
+                self._disown(entry)
+
+    def _disown(self, entry: Entry) -> None:
+        own = self._own.get((entry.kind, entry.name))
+        if own is not None and own[0].incarnation == entry.incarnation:
+            del self._own[entry.kind, entry.name]
 
     def _tell(self, entry: Entry) -> None:
         with self._guard:
+            if not entry.live:
+                self._disown(entry)
             listeners = list(self._listeners)
         for listener in listeners:
             try:
@@ -313,5 +399,6 @@ class DirectoryClient:
         with self._guard:
             self._lost = error
             numbers = list(self._calls)
+            self._outbox.clear()
         for number in numbers:
             self._settle(number, error)

@@ -3,7 +3,8 @@
 A client's connection breaks when its process dies, at once where the kernel says so, within seconds where only ZMQ's
 heartbeats can tell (a host that fell silent; a child that inherited the descriptor). ZMQ's own threads keep those up,
 so a client that is busy, or holds its interpreter for long, is never taken for dead. Whoever lost its connection has
-`GRACE_S` to come back on a new one; a process of this host that has ended is not waited for.
+`GRACE_S` to come back on a new one; a process of this host that has ended is not waited for. One that comes back later
+(it was stopped, or its host cut off) is told that it was given up, and counts as a new one.
 
 Whoever can reach the port can register and look up: it is inside the trust of the Ray job, like Ray's own ports.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
-from dataplane.control.waker import Waker
+from dataplane.control.waker import Waker, poll_ms
+from dataplane.descriptors import allow_more
 from dataplane.errors import InternalError
 from dataplane.host import join_address, resolve_host
 from workers.directory import wire
 from workers.directory.process import has_ended
-from workers.directory.state import MOST_GONE, Effects, Registry, Session
+from workers.directory.state import Effects, Registry, Session
 from workers.directory.wire import State
 
 GRACE_S = 3.0
@@ -42,13 +44,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Client:
+    """fd: of the connection that its last Hello came over, until that ends."""
+
     process: wire.Process
-    fd: int | None
+    fd: int | None = None
     lost_at: float = 0.0
 
 
 class Directory:
-    """A directory that is served until `close`, from a thread of its own. `address` is "host:port"."""
+    """A directory that is served until `close`, from a thread of its own. `address` is "host:port".
+
+    It has a connection to each of its clients: this process may open as many files as its hard limit allows from here
+    on.
+    """
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1") -> Directory:
@@ -56,15 +64,16 @@ class Directory:
         return cls(host)
 
     def __init__(self, host: str) -> None:
+        allow_more()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()
         self._closing = False
         self._registry = Registry()
         self._clients: dict[Session, _Client] = {}
-        self._given_up: OrderedDict[Session, None] = OrderedDict()
+        self._connected: set[int] = set()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
         except BaseException:
             self._context.destroy(linger=0)
@@ -107,23 +116,32 @@ class Directory:
             while not self._closing:
                 poller.poll(self._patience_ms())
                 self._waker.clear()
-                self._read()
-                self._say(self._registry.expire(time.monotonic()))
-                self._bury()
+                for step in (self._read, self._expire, self._bury):
+                    self._attempt(step)
         except Exception:
             _log.exception("the directory's thread failed; its clients will find it gone")
         finally:
             self._context.destroy(linger=0)
 
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """A defect in one step leaves the others, and the directory, as they are."""
+        try:
+            step()
+        except Exception:
+            _log.exception("the directory failed at %s", step.__name__)
+
+    def _expire(self) -> None:
+        self._say(self._registry.expire(time.monotonic()))
+
     def _patience_ms(self) -> int | None:
         moments = [] if (expiry := self._registry.next_expiry()) is None else [expiry - time.monotonic()]
         if any(client.fd is None for client in self._clients.values()):
             moments.append(_LOOK_AGAIN_S)
-        return max(int(min(moments) * 1000) + 1, 0) if moments else None
+        return poll_ms(min(moments)) if moments else None
 
     def _read(self) -> None:
-        """Everything that came. What ended is looked at before each message: a descriptor's number is used again, and
-        then means the connection that the message came over."""
+        """Everything that came. What ended is looked at before each message: a descriptor's number is used again. A
+        connection's last messages may come after its end."""
         self._notice_ends()
         while True:
             try:
@@ -151,14 +169,16 @@ class Directory:
             self._say([(session, wire.failed(request.number, internal))])
 
     def _take(self, session: Session, fd: int, request: wire.Request) -> None:
-        if isinstance(request, wire.Hello) and session not in self._given_up:
-            self._clients.setdefault(session, _Client(request.process, fd)).fd = fd
-            return
         client = self._clients.get(session)
-        if client is None:
-            self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
+        if isinstance(request, wire.Hello):
+            if client is None and request.known:
+                self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
+            client = self._clients.setdefault(session, _Client(request.process))
+            client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
             return
-        client.fd = fd
+        if client is None:
+            # Of before its connection broke. After its Hello it asks again.
+            return
         self._say(self._answer(session, request))
 
     def _answer(self, session: Session, request: wire.Request) -> Effects:
@@ -185,6 +205,10 @@ class Directory:
     def _notice_ends(self) -> None:
         while readable(self._monitor):
             event: dict[str, Any] = dict(recv_monitor_message(self._monitor))
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(event["value"])
+                continue
+            self._connected.discard(event["value"])
             for client in self._clients.values():
                 if client.fd == event["value"]:
                     client.fd, client.lost_at = None, time.monotonic()
@@ -198,9 +222,6 @@ class Directory:
 
     def _give_up(self, session: Session) -> Effects:
         client = self._clients.pop(session)
-        self._given_up[session] = None
-        while len(self._given_up) > MOST_GONE:
-            self._given_up.popitem(last=False)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
         return self._registry.leave(session, State.LOST, why)
 

@@ -42,9 +42,12 @@ class _Waiter:
 
 @dataclass
 class _Kept:
+    """asked: by whom, and under which number, it was registered."""
+
     entry: Entry
     owner: Session | None
     returns: bool
+    asked: tuple[Session, int]
     watchers: set[Session] = field(default_factory=set)
 
 
@@ -62,10 +65,13 @@ class Registry:
         self._incarnation = 0
 
     def register(self, session: Session, request: Register) -> Effects:
-        """Answers with the new entry; `NameInUseError` if the name's entry lives, and is not one that `returns`."""
-        key = (request.kind, request.name)
+        """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it, or
+        both are ones that return."""
+        key, asked = (request.kind, request.name), (session, request.number)
         effects: Effects = []
         held = self._live.get(key)
+        if held is not None and held.asked == asked:
+            return [(session, Found(request.number, (held.entry,)))]
         if held is not None and not (held.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
@@ -83,7 +89,7 @@ class Registry:
         if request.kind is Kind.GROUP:
             for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
                 del self._gone[stale]
-        kept = self._live[key] = _Kept(entry, session if request.owned else None, request.returns)
+        kept = self._live[key] = _Kept(entry, session if request.owned else None, request.returns, asked)
         effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
             kept.watchers.add(waiter.session)

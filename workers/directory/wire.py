@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,21 @@ import msgspec
 from dataplane.errors import DataPlaneError
 from workers import decoding, errors
 from workers.decoding import reader
+
+
+def seconds(name: str, value: float) -> float:
+    """`value`, of an argument of that name, as a wait: TypeError if it is no number, ValueError if it has no end, is
+    negative, or not a number at all."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected seconds as a number, got {type(value).__name__}")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{name}={found}: expected seconds, 0 or more and finite; a wait has an end")
+    return found
+
 
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
@@ -61,14 +78,16 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Said first, and again whenever the connection had to be made anew."""
+    """Said first on each connection. known: the directory has answered this client before."""
 
     process: Process
+    known: bool = False
 
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
-    name again, over this one if need be, and whoever looks it up meanwhile waits."""
+    name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same number, it
+    has the same answer."""
 
     number: int
     kind: Kind
@@ -80,12 +99,15 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Who looks a name up is told when what it found is gone."""
+    """Who looks a name up is told when what it found is gone. ValueError for a wait without an end."""
 
     number: int
     kind: Kind
     name: str
     wait_s: float
+
+    def __post_init__(self) -> None:
+        seconds("wait_s", self.wait_s)
 
 
 class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -107,7 +129,9 @@ class Bye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-Request = Hello | Register | Lookup | End | Listing | Bye
+Question = Register | Lookup | End | Listing | Bye
+"""What is answered."""
+Request = Hello | Question
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +156,8 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag=True):
-    """Unasked: the directory gave this process up; what it had registered is lost."""
+    """The answer to the Hello of a process that the directory had given up: what it had registered as its own is lost,
+    and it watches nothing. It counts as a new one from now on."""
 
     why: str
 

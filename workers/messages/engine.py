@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import enum
 import heapq
 import itertools
@@ -20,15 +19,16 @@ from typing import Any
 import msgspec
 import zmq
 
-from dataplane.control.waker import Waker
+from dataplane.control.waker import Waker, poll_ms
 from dataplane.errors import InternalError
-from dataplane.host import join_address, resolve_host, split_address
+from dataplane.host import join_address, resolve_host
 from dataplane.warm import WarmMemory
 from workers.address import WorkerAddress
-from workers.directory import DirectoryClient, Entry, Facts, Kind
+from workers.directory import DirectoryClient, Entry, Facts, Kind, State
 from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
 from workers.messages.incoming import Incoming, Posting
+from workers.messages.links import LINGER_MS, Links
 from workers.messages.outgoing import Outgoing, Sending, Snapshot
 from workers.messages.slabs import Mappings, Slabs
 from workers.messages.wire import Data, Forget, Post, Pull
@@ -37,8 +37,6 @@ from workers.messages.work import forbid_waiting
 KEEP_BYTES = 1 << 30
 """Memory of received tensors that were dropped, kept for the next ones, at most."""
 _JOIN_S = 10.0
-_LINGER_MS = 1000
-_LONGEST_MS = 1 << 30
 _FRAMES: dict[type[wire.Request], int] = {Post: 2, Data: 1, Forget: 0}
 """How many follow the head of each."""
 
@@ -57,7 +55,7 @@ class _Known(enum.Enum):
 class _Peer:
     known: _Known = _Known.NOTHING
     incarnation: int = 0
-    link: zmq.Socket[bytes] | None = None
+    endpoint: str = ""
 
 
 class Engine:
@@ -65,6 +63,10 @@ class Engine:
 
     host: an address of this host that peers reach; its port is the directory entry's endpoint. lookup_s: how long a
     peer may take to be registered, at least.
+
+    An operation or a message that fails fails by itself. Where the directory gave this worker up, all that is under way
+    fails with `WorkerLostError`, as its peers were told; what comes after goes on under the worker's new incarnation.
+    Should the thread end by a defect, the worker leaves the directory, so that its peers learn it.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Engine:
         self._mappings = mappings
         self._lookup_s = lookup_s
         self._peers: dict[str, _Peer] = {}
+        self._until_registered: list[Callable[[], None]] = []
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
@@ -91,6 +94,7 @@ class Engine:
         self._leaving: list[Future[None]] = []
         self._closing = False
         self._ended: Exception | None = None
+        self._expelled: Exception | None = None
         self._warm = WarmMemory(KEEP_BYTES)
         self.outgoing = Outgoing(self.name, self._transmit, self._later)
         self.incoming = Incoming(
@@ -106,8 +110,8 @@ class Engine:
         self._waker = Waker()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._poller = zmq.Poller()
-        self._unsubscribe = directory.subscribe(self._gone)
+        self._links = Links(self._context)
+        self._unsubscribe = directory.subscribe(self._told)
         try:
             entry = directory.register_worker(address, self._bind(host), facts)
         except BaseException:
@@ -115,7 +119,7 @@ class Engine:
             self._context.destroy(linger=0)
             self._waker.close()
             raise
-        self.incarnation = self.outgoing.incarnation = entry.incarnation
+        self.incarnation = entry.incarnation
         self._thread = threading.Thread(target=self._run, name=f"tq-messages-{self.name}", daemon=True)
         self._thread.start()
 
@@ -130,7 +134,7 @@ class Engine:
 
     def submit_send(self, sendings: list[Sending]) -> None:
         """Send; each one's future tells how it went."""
-        self.call(partial(self._send, sendings))
+        self.call(partial(self._send_all, sendings))
 
     def submit_recv(self, posting: Posting) -> None:
         """Receive; its future tells what came."""
@@ -156,7 +160,7 @@ class Engine:
         ip = resolve_host(host)
         self._router.set(zmq.SNDHWM, 0)
         self._router.set(zmq.RCVHWM, 0)
-        self._router.set(zmq.LINGER, _LINGER_MS)
+        self._router.set(zmq.LINGER, LINGER_MS)
         if ":" in ip:
             self._router.set(zmq.IPV6, 1)
         self._router.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
@@ -165,27 +169,26 @@ class Engine:
 
     def _run(self) -> None:
         forbid_waiting()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._waker.fd, zmq.POLLIN)
+        poller = zmq.Poller()
+        for source in (self._router, self._links.socket, self._waker.fd):
+            poller.register(source, zmq.POLLIN)
         error: Exception = MessengerClosedError(worker=self.name)
         try:
             while not self._closing:
-                ready = self._poller.poll(self._patience_ms())
+                poller.poll(self._patience_ms())
                 self._waker.clear()
                 self._work()
-                for source, _ in ready:
-                    if source is self._router:
-                        self._hear()
-                    elif source is not self._waker.fd and not isinstance(source, int):
-                        self._hear_answers(source)
+                self._hear()
+                self._hear_answers()
                 self._ring()
                 if self._leaving and self.outgoing.settled:
                     self._let_go()
         except Exception as defect:
             _log.exception("the messages of worker %s ended by a defect", self.name)
             error = InternalError(what=f"the messages of worker {self.name} ended by a defect: {defect!r}")
+            self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"its messages ended: {defect!r}")
         finally:
-            self._end(error)
+            self._end(self._expelled or error)
 
     def _end(self, error: Exception) -> None:
         self._ended = error
@@ -193,7 +196,7 @@ class Engine:
         self.incoming.fail_all(error)
         self._mappings.close()
         self._warm.drop()
-        self._context.destroy(linger=_LINGER_MS)
+        self._context.destroy(linger=LINGER_MS)
         self._work()
         self._let_go()
 
@@ -203,20 +206,30 @@ class Engine:
         self._leaving.clear()
 
     def _work(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._calls.popleft()()
+        while self._calls:
+            try:
+                work = self._calls.popleft()
+            except IndexError:
+                return
+            self._attempt(work)
+
+    def _attempt(self, work: Callable[[], None]) -> Exception | None:
+        """A defect in one piece of work leaves the others as they are; what it was."""
+        try:
+            work()
+        except Exception as defect:
+            _log.exception("the messages of worker %s failed at one of them", self.name)
+            return defect
+        return None
 
     def _patience_ms(self) -> int | None:
         moment = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
-        if moment == math.inf:
-            return None
-        return min(max(int((moment - time.monotonic()) * 1000) + 1, 0), _LONGEST_MS)
+        return None if moment == math.inf else poll_ms(moment - time.monotonic())
 
     def _ring(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
+            self._attempt(heapq.heappop(self._timers)[2])
         if self._next_expiry <= now:
             self._next_expiry = min(self.outgoing.expire(now), self.incoming.expire(now))
 
@@ -228,28 +241,40 @@ class Engine:
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _send(self, sendings: list[Sending]) -> None:
+    def _send_all(self, sendings: list[Sending]) -> None:
         for sending in sendings:
             if self._ended is not None:
                 sending.fail(self._ended)
                 sending.snapshot.release()
                 continue
-            self.outgoing.contact(sending.to, sending.stream, sending.options)
-            self.outgoing.queue(sending)
-            self._next_expiry = min(self._next_expiry, sending.deadline)
-            self._meet(sending.to, sending.deadline)
+            defect = self._attempt(partial(self._send, sending))
+            if defect is not None:
+                self._forget(sending.to, self._peer(sending.to))
+                self._lose(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
         if self._ended is None:
             self.incoming.settle()
+
+    def _send(self, sending: Sending) -> None:
+        self.outgoing.queue(sending)
+        self.outgoing.contact(sending.to, sending.stream, sending.options)
+        self._next_expiry = min(self._next_expiry, sending.deadline)
+        self._meet(sending.to, sending.deadline)
 
     def _recv(self, posting: Posting) -> None:
         if self._ended is not None:
             posting.fail(self._ended)
             return
+        defect = self._attempt(partial(self._post, posting))
+        if defect is not None:
+            self.incoming.withdraw(posting)
+            posting.fail(InternalError(what=f"{posting.what}: {defect!r}"))
+        self.incoming.settle()
+
+    def _post(self, posting: Posting) -> None:
         self._next_expiry = min(self._next_expiry, posting.deadline)
         lives = self._peer(posting.source).known is _Known.LIVES
         if self.incoming.post(posting, lives):
             self._meet(posting.source, posting.deadline)
-        self.incoming.settle()
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
@@ -260,15 +285,24 @@ class Engine:
         """See to it that the peer is known, and that this end is told of its death; then send what is for it."""
         peer = self._peer(name)
         if peer.known is _Known.LIVES:
-            self.outgoing.flush(name)
+            self.outgoing.flush(name, self.incarnation, peer.incarnation)
         elif peer.known is _Known.NOTHING:
-            peer.known = _Known.ASKED
             wait_s = max(self._lookup_s, deadline - time.monotonic())
             asked = self._directory.ask(Kind.WORKER, name, wait_s)
-            asked.add_done_callback(lambda future: self.call(lambda: self._found(name, future)))
+            peer.known = _Known.ASKED
+            asked.add_done_callback(lambda future: self.call(lambda: self._look_at(name, future)))
+
+    def _look_at(self, name: str, future: Future[tuple[Entry, ...]]) -> None:
+        defect = self._attempt(partial(self._found, name, future))
+        if defect is not None:
+            self._peer(name).known = _Known.NOTHING
+            self._lose(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
 
     def _found(self, name: str, future: Future[tuple[Entry, ...]]) -> None:
         if self._ended is not None:
+            return
+        if not self.incarnation:
+            self._until_registered.append(partial(self._look_at, name, future))
             return
         peer = self._peer(name)
         error = future.exception()
@@ -279,31 +313,40 @@ class Engine:
         (entry,) = future.result()
         self._renew(name, peer, entry.incarnation)
         peer.known = _Known.LIVES
-        self._connect(peer, entry.endpoints[0])
-        self.outgoing.flush(name)
+        peer.endpoint = entry.endpoints[0]
+        self.outgoing.flush(name, self.incarnation, entry.incarnation)
         self.incoming.match(name)
 
-    def _connect(self, peer: _Peer, endpoint: str) -> None:
-        host, port = split_address(endpoint)
-        link = peer.link = self._context.socket(zmq.DEALER)
-        link.set(zmq.SNDHWM, 0)
-        link.set(zmq.RCVHWM, 0)
-        link.set(zmq.LINGER, _LINGER_MS)
-        if ":" in host:
-            link.set(zmq.IPV6, 1)
-            host = f"[{host}]"
-        link.connect(f"tcp://{host}:{port}")
-        self._poller.register(link, zmq.POLLIN)
-
-    def _gone(self, entry: Entry) -> None:
+    def _told(self, entry: Entry) -> None:
+        """The directory says what became of a worker."""
         if entry.kind is Kind.WORKER:
-            self.call(lambda: self._bury(entry))
+            self.call(lambda: self._expel(entry) if entry.name == self.name else self._bury(entry))
 
     def _bury(self, entry: Entry) -> None:
         peer = self._peers.get(entry.name)
         if self._ended is None and peer is not None and peer.incarnation == entry.incarnation:
-            self._forget(peer)
+            self._forget(entry.name, peer)
             self._lose(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
+
+    def _expel(self, entry: Entry) -> None:
+        """The directory gave this worker up, or has registered it anew."""
+        if self._ended is not None:
+            return
+        if entry.live:
+            self.incarnation = entry.incarnation
+            waiting, self._until_registered = self._until_registered, []
+            for look_at in waiting:
+                look_at()
+            return
+        error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
+        if not self.incarnation:
+            self._expelled, self._closing = error, True
+        elif self.incarnation == entry.incarnation and entry.state is State.LOST:
+            self.incarnation = 0
+            for name, peer in self._peers.items():
+                self._forget(name, peer)
+            self.outgoing.fail_all(error)
+            self.incoming.fail_all(error)
 
     def _renew(self, name: str, peer: _Peer, incarnation: int) -> None:
         """A peer of that incarnation lives: what is known of one before is over."""
@@ -312,17 +355,14 @@ class Engine:
         lived, peer.incarnation = peer.known is _Known.LIVES, incarnation
         self.incoming.outdate(name, incarnation)
         if lived:
-            self._forget(peer)
+            self._forget(name, peer)
             self.outgoing.lose(name, WorkerLostError(worker=name, why="it was started anew"))
             if self.incoming.waits_for(name):
                 self._meet(name, 0.0)
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, name: str, peer: _Peer) -> None:
         peer.known = _Known.NOTHING
-        if peer.link is not None:
-            self._poller.unregister(peer.link)
-            peer.link.close(linger=0)
-            peer.link = None
+        self._links.cut(name)
 
     def _lose(self, name: str, error: Exception) -> None:
         self.outgoing.lose(name, error)
@@ -331,9 +371,8 @@ class Engine:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: Post, snapshot: Snapshot) -> None:
-        link = self._peer(name).link
-        assert link is not None, name
-        link.send_multipart((wire.encode(post), snapshot.skeleton, snapshot.inline))
+        frames = (wire.encode(post), snapshot.skeleton, snapshot.inline)
+        self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
     def _reply(self, route: bytes, answer: wire.Answer) -> None:
         if self._ended is None:
@@ -352,13 +391,15 @@ class Engine:
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
                 continue
-            self._take(route.bytes, request, frames[1:])
+            defect = self._attempt(partial(self._take, route.bytes, request, frames[1:]))
+            if defect is not None and isinstance(request, Post):
+                self._reply(route.bytes, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
 
     def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         match request:
             case Post():
                 peer = self._peer(request.source)
-                if request.incarnation < peer.incarnation:
+                if request.receiver != self.incarnation or request.incarnation < peer.incarnation:
                     return
                 self._renew(request.source, peer, request.incarnation)
                 self.incoming.arrive(route, request, frames[0].bytes, frames[1].buffer)
@@ -367,32 +408,34 @@ class Engine:
             case Forget():
                 self._mappings.forget(request.inodes)
 
-    def _hear_answers(self, link: zmq.Socket[Any]) -> None:
-        name = next((name for name, peer in self._peers.items() if peer.link is link), None)
-        while name is not None and not link.closed:
+    def _hear_answers(self) -> None:
+        while (heard := self._links.receive()) is not None:
+            name, body = heard
             try:
-                answer = wire.decode_answer(link.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                break
+                answer = wire.decode_answer(body)
+            except msgspec.DecodeError as error:
+                _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
+                continue
             if isinstance(answer, Pull):
-                self._serve(name, answer, link)
+                self._attempt(partial(self._serve, name, answer))
             else:
-                self.outgoing.answered(name, answer)
+                self._attempt(partial(self.outgoing.answered, name, answer))
         self._say_forgotten()
 
-    def _serve(self, name: str, pull: Pull, link: zmq.Socket[Any]) -> None:
+    def _serve(self, name: str, pull: Pull) -> None:
         sending = self.outgoing.asked(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
         part: Any = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
         data = Data(stream=pull.stream, number=pull.number, source=self.name, start=pull.start)
-        link.send(wire.encode(data), zmq.SNDMORE)
-        link.send(part, copy=False)
+        try:
+            body = zmq.Frame(part, copy=False, track=False)
+        except OSError:
+            # What is not copied takes pyzmq a descriptor or two, the first time.
+            body = zmq.Frame(part)
+        self._links.send(name, self._peer(name).endpoint, (wire.encode(data), body), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()
         if inodes:
-            message = wire.encode(Forget(inodes=inodes))
-            for peer in self._peers.values():
-                if peer.link is not None:
-                    peer.link.send(message)
+            self._links.send_to_all((wire.encode(Forget(inodes=inodes)),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 from workers.address import WorkerAddress
@@ -26,7 +27,7 @@ def check(workers: Sequence[WorkerAddress]) -> None:
     """ValueError if there are none, or one is named twice."""
     if not workers:
         raise ValueError("a broadcast needs at least one worker")
-    twice = {worker.get_name() for worker in workers if workers.count(worker) > 1}
+    twice = {name for name, count in Counter(worker.get_name() for worker in workers).items() if count > 1}
     if twice:
         raise ValueError(f"{sorted(twice)} are named more than once in a broadcast")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataplane.errors import DataPlaneError, InternalError
 from dataplane.warm import WarmMemory
 from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError
 from workers.messages.options import CollectiveGroupOptions
@@ -49,13 +51,18 @@ Key = tuple[str, bytes]
 @dataclass(eq=False)
 class Arrival:
     """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
-    process only."""
+    process only; queued: it waits for a receive."""
 
     route: bytes
     post: Post
     skeleton: bytes
     memory: Bytes | None
     own: bool
+    queued: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.post.source, self.post.stream
 
 
 @dataclass(eq=False)
@@ -124,9 +131,10 @@ class Delivery:
 
 @dataclass(eq=False)
 class _Fetch:
-    """A message whose bytes are being pulled."""
+    """A message whose bytes are being pulled. posting: None once the receive that began it gave up: the message is
+    queued again, and its bytes still come."""
 
-    posting: Posting
+    posting: Posting | None
     arrival: Arrival
     staging: Bytes
     asked: int = 0
@@ -177,7 +185,8 @@ class Incoming:
         self._postings.setdefault(posting.key, deque()).append(posting)
         if lives:
             self._match(posting.key)
-        return posting in self._postings.get(posting.key, ())
+        queued = self._postings.get(posting.key)
+        return queued is not None and queued[-1] is posting
 
     def match(self, source: str) -> None:
         """Bring receives from the source together with what is queued of it."""
@@ -186,13 +195,14 @@ class Incoming:
 
     def _match(self, key: Key) -> None:
         while key in self._postings and key in self._arrivals:
-            self._meet(_first(self._postings, key), _first(self._arrivals, key))
+            posting, arrival = _first(self._postings, key), _first(self._arrivals, key)
+            arrival.queued = False
+            self._meet(posting, arrival)
 
     def settle(self) -> None:
         """This worker began to wait: senders that hope for an answer soon are told."""
         for arrival in self._unsettled:
-            key = (arrival.post.source, arrival.post.stream)
-            if key not in self._postings and arrival in self._arrivals.get(key, ()):
+            if arrival.queued and arrival.key not in self._postings:
                 self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
@@ -205,16 +215,25 @@ class Incoming:
         return min((posting.deadline for posting in self._all()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more. A message that it had met, but has not been given, is for the next receive."""
         queued = self._postings.get(posting.key)
         if queued and posting in queued:
             queued.remove(posting)
             if not queued:
                 del self._postings[posting.key]
-        for key, fetch in list(self._fetches.items()):
+        for fetch in self._fetches.values():
             if fetch.posting is posting:
-                del self._fetches[key]
-                self._done(fetch.arrival)
+                fetch.posting = None
+                self._requeue(fetch.arrival)
+                self._match(posting.key)
+                break
+
+    def _requeue(self, arrival: Arrival) -> None:
+        """In its place among those of its sender, who need not wait for a receive."""
+        queue = self._arrivals.setdefault(arrival.key, deque())
+        bisect.insort(queue, arrival, key=_order)
+        arrival.queued = True
+        self._held(arrival, busy=True)
 
     @property
     def waiting(self) -> bool:
@@ -227,31 +246,39 @@ class Incoming:
 
     def _all(self) -> Iterator[Posting]:
         yield from itertools.chain(*self._postings.values())
-        yield from (fetch.posting for fetch in self._fetches.values())
+        yield from (fetch.posting for fetch in self._fetches.values() if fetch.posting is not None)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def arrive(self, route: bytes, post: Post, skeleton: bytes, inline: Any) -> None:
-        """A message came: it meets the receive that waits longest for it, or queues."""
+        """A message came: it meets the receive that waits longest for it, or queues. ValueError for one that has not
+        the bytes that it names."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
+        if memory is not None and memory.size < post.nbytes:
+            raise ValueError(f"{memory.size} bytes came of a message of {post.nbytes}")
         arrival = Arrival(route, post, skeleton, memory, own=post.slab is None)
-        key = (post.source, post.stream)
-        if key in self._postings and key not in self._arrivals:
-            self._meet(_first(self._postings, key), arrival)
+        if arrival.key in self._postings and arrival.key not in self._arrivals:
+            self._meet(_first(self._postings, arrival.key), arrival)
+            if arrival.queued:
+                self._match(arrival.key)
             return
-        self._arrivals.setdefault(key, deque()).append(arrival)
+        self._arrivals.setdefault(arrival.key, deque()).append(arrival)
+        arrival.queued = True
         busy = self._busy()
-        self._reply(route, Held(stream=post.stream, number=post.number, kept=memory is not None, busy=busy))
+        self._held(arrival, busy)
         if post.settling and not busy:
             self._unsettled.append(arrival)
 
     def data(self, data: Data, body: Any) -> None:
-        """A part of a message that is being pulled."""
+        """A part of a message that is being pulled. One that makes no sense fails the receive, and its message."""
         key = (data.source, data.stream, data.number)
         fetch = self._fetches.get(key)
         if fetch is None:
             return
         part = np.frombuffer(body, dtype=np.uint8)
+        if not part.size or data.start + part.size > fetch.staging.size:
+            self._give_up(key, f"{part.size} bytes from {data.start} of a message of {fetch.staging.size}")
+            return
         fetch.staging[data.start : data.start + part.size] = part
         fetch.got += part.size
         if fetch.got < fetch.staging.size:
@@ -259,27 +286,47 @@ class Incoming:
             return
         del self._fetches[key]
         fetch.arrival.memory, fetch.arrival.own = fetch.staging, True
-        self._deliver(fetch.posting, fetch.arrival)
+        if fetch.posting is None:
+            self._held(fetch.arrival, busy=True)
+        else:
+            self._deliver(fetch.posting, fetch.arrival)
+
+    def _give_up(self, key: tuple[str, bytes, int], why: str) -> None:
+        fetch = self._fetches.pop(key)
+        error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
+        if fetch.posting is None:
+            self._keep(key[0], lambda arrival: arrival is not fetch.arrival)
+        else:
+            fetch.posting.fail(error)
+        self._refuse(fetch.arrival, error)
 
     def lose(self, source: str, error: Exception) -> None:
         """The source's life is over: what waits for it fails. What came whole is still there to be received."""
         self._keep(source, lambda arrival: arrival.memory is not None)
+        for posting in self._interrupted(source):
+            posting.fail(error)
         self.match(source)
         for key in [key for key in self._postings if key[0] == source]:
             for posting in self._postings.pop(key):
                 posting.fail(error)
-        for number in [number for number in self._fetches if number[0] == source]:
-            self._fetches.pop(number).posting.fail(error)
 
     def outdate(self, source: str, incarnation: int) -> None:
         """A new life of the source began: nothing of those before is received any more."""
         self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
+        for posting in reversed(self._interrupted(source)):
+            self._postings.setdefault(posting.key, deque()).appendleft(posting)
+
+    def _interrupted(self, source: str) -> list[Posting]:
+        """Receives of messages from there whose bytes will not come any more; those are forgotten."""
+        fetches = [self._fetches.pop(key) for key in [key for key in self._fetches if key[0] == source]]
+        return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
         for fetch in self._fetches.values():
-            fetch.posting.fail(error)
+            if fetch.posting is not None:
+                fetch.posting.fail(error)
         self._postings.clear()
         self._fetches.clear()
         self._arrivals.clear()
@@ -288,6 +335,10 @@ class Incoming:
     def _keep(self, source: str, wanted: Callable[[Arrival], bool]) -> None:
         for key in [key for key in self._arrivals if key[0] == source]:
             left = deque(arrival for arrival in self._arrivals[key] if wanted(arrival))
+            for arrival in self._arrivals[key]:
+                arrival.queued = False
+            for arrival in left:
+                arrival.queued = True
             if left:
                 self._arrivals[key] = left
             else:
@@ -304,7 +355,7 @@ class Incoming:
             theirs, ours = str(post.options), str(contact.options)
             posting.fail(GroupOptionsError(worker=self._worker, peer=post.source, ours=ours, theirs=theirs))
             error = GroupOptionsError(worker=post.source, peer=self._worker, ours=theirs, theirs=ours)
-            self._reply(arrival.route, refused(post, error))
+            self._refuse(arrival, error)
             return
         if isinstance(post.form, FaultForm):
             posting.fail(SourceFailedError(source=post.source, why=post.form.why))
@@ -325,17 +376,22 @@ class Incoming:
             sender=post.source, receiver=self._worker, sent=str(post.form), expected=str(posting.form)
         )
         posting.fail(error)
-        self._reply(arrival.route, refused(post, error))
+        self._refuse(arrival, error)
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
         post = arrival.post
+        key = (post.source, post.stream, post.number)
+        if key in self._fetches:
+            self._fetches[key].posting = posting
+            return
         try:
             staging = fresh(post.nbytes, self._warm)
-        except (MemoryError, OSError) as error:
+        except Exception as error:
+            # Memory for its bytes; there may be some for the next receive.
             posting.fail(error)
-            self._done(arrival)
+            self._requeue(arrival)
             return
-        fetch = self._fetches[post.source, post.stream, post.number] = _Fetch(posting, arrival, staging)
+        fetch = self._fetches[key] = _Fetch(posting, arrival, staging)
         for _ in range(CHUNKS_AHEAD):
             self._ask(fetch)
 
@@ -355,13 +411,22 @@ class Incoming:
             except Exception as error:
                 posting.fail(error)
                 return
-        if posting.future.done():
-            self._done(arrival)
-        else:
-            posting.future.set_result(delivery)
+        posting.future.set_result(delivery)
+
+    def _held(self, arrival: Arrival, busy: bool) -> None:
+        post, kept = arrival.post, arrival.memory is not None
+        self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
+
+    def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
+        self._fetches.pop((arrival.post.source, arrival.post.stream, arrival.post.number), None)
+        self._reply(arrival.route, refused(arrival.post, error))
 
     def _done(self, arrival: Arrival) -> None:
         self._reply(arrival.route, Done(stream=arrival.post.stream, number=arrival.post.number))
+
+
+def _order(arrival: Arrival) -> tuple[int, int]:
+    return arrival.post.incarnation, arrival.post.number
 
 
 def _fits(post: Post, form: ObjectForm | TensorForm) -> bool:

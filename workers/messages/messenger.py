@@ -1,9 +1,9 @@
 """Messages between workers: point to point, and broadcasts among any of them.
 
-Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages from the sender's DEALER to the receiver's
-ROUTER. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy them out
-(so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over ZMQ in
-chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
+Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages to the receiver's port, from one socket for
+all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy
+them out (so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over
+ZMQ in chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
 
 Pair groups of torch.distributed would do less: with Gloo and NCCL a send waits for its receive, so two workers that
 both send first stand still; a receive of another shape gets wrong bytes, or aborts the group; a dead peer is noticed
@@ -32,15 +32,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataplane.descriptors import allow_more
 from workers import values
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.process import this_host
+from workers.directory.wire import seconds
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError
 from workers.messages import groups
 from workers.messages.engine import Engine
 from workers.messages.incoming import Delivery, Posting
-from workers.messages.options import CollectiveGroupOptions
+from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending, Snapshot
 from workers.messages.slabs import Mappings, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
@@ -52,6 +54,8 @@ TIMEOUT_S = 1800.0
 LINGER_S = 5.0
 """How long `close` waits for what was sent to be where it outlives this worker."""
 INLINE_BYTES = 64 << 10
+MESSAGE_BYTES = 4 << 10
+"""What a message takes at each of its ends besides its values, about; counted with them."""
 _PAIR = b""
 
 
@@ -76,14 +80,22 @@ class Messenger:
     """The messages of one worker. Thread-safe; operations of one worker on one peer are matched in the order of calls.
 
     address: of this worker, which it registers in the directory and takes out in `close`; host: the address of this
-    host that the job's others reach; facts: for the directory; timeout_s: of operations that name none; backlog_bytes:
-    what may be sent and not received yet, half of the host's memory if None; shared_memory: whether receivers of this
-    host may read this worker's memory. `NameInUseError` if another process is that worker.
+    host that the job's others reach; facts: for the directory; timeout_s: of operations that name none, finite;
+    backlog_bytes: what may be sent and not received yet (each message counts `MESSAGE_BYTES` more than its values, for
+    each receiver), half of the host's memory if None; shared_memory: whether receivers of this host may read this
+    worker's memory. `NameInUseError` if another process is that worker.
 
     Operations raise, from the call or from the `wait` of their work: `MessageTimeoutError` or `NameNotFoundError` when
     their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
     first contact; `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
-    `MessageBacklogError`; `MessengerClosedError`. After any of them the pair is as it was.
+    `MessageBacklogError`; `MessengerClosedError`; ValueError or TypeError for arguments that cannot be, such as a wait
+    without an end. After any of them the pair is as it was. A worker that stood still for so long that the directory
+    gave it up (and told its peers) learns it when it goes on: what was under way raises `WorkerLostError` naming this
+    worker, and what comes after works, under another incarnation.
+
+    Descriptors: a connection per peer to which something was sent (the idlest of many are closed), one per peer that
+    sends here, and one per large message that waits to be received, up to a bound: those beyond it are sent by the
+    connection. This process may open as many as its hard limit allows from here on.
     """
 
     def __init__(
@@ -97,14 +109,15 @@ class Messenger:
         backlog_bytes: int | None = None,
         shared_memory: bool = True,
     ) -> None:
+        allow_more()
         self.address = address
-        self.timeout_s = timeout_s
+        self.timeout_s = seconds("timeout_s", timeout_s)
         self._directory = directory
         self._name = address.get_name()
         self._closed = False
         self._guard = threading.Lock()
         self._backlog = _Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
-        here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}"
+        here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
         self._slabs = Slabs(here)
         self._engine = Engine(
             address,
@@ -113,7 +126,7 @@ class Messenger:
             Mappings(here),
             host=host,
             facts=facts or {},
-            lookup_s=timeout_s,
+            lookup_s=self.timeout_s,
         )
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -133,7 +146,7 @@ class Messenger:
 
         Blocks for the copy, and without `async_op` until the receiver's process knows of it (see the module's top).
         """
-        self._check(dst)
+        self._check(options, timeout_s, dst)
         if piggyback_payload is NO_PAYLOAD:
             form, packed = ObjectForm(), values.pack(object)
         else:
@@ -150,7 +163,7 @@ class Messenger:
     ) -> Any:
         """The next object that `src` sends with `send`; a `WithPayload` if a payload came along. Blocks for it, unless
         `async_op`: then the work's result is the object."""
-        self._check(src)
+        self._check(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
         return self._in(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
 
@@ -164,7 +177,7 @@ class Messenger:
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. As `send` otherwise."""
-        self._check(dst)
+        self._check(options, timeout_s, dst)
         return self._out(_form_of(tensor), values.pack_tensor(tensor), dst, options, timeout_s, async_op)
 
     def recv_tensor(
@@ -179,7 +192,7 @@ class Messenger:
         """Write the next tensor that `src` sends with `send_tensor` into `tensor`, of the same shape and dtype, on any
         device, of any strides. Blocks for it, unless `async_op`: then `tensor` is not to be used until the work is
         done."""
-        self._check(src)
+        self._check(options, timeout_s, src)
         form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
         work: AsyncWork[None] | None = self._in(src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor)
         return work
@@ -207,11 +220,11 @@ class Messenger:
         source = workers[0] if src is None else src
         for needed in (source, self.address):
             if needed not in workers:
-                names = [worker.get_name() for worker in workers]
-                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}")
+                names = [worker.get_name() for worker in workers[:10]]
+                more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
+                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}{more}")
         others = [worker for worker in workers if worker != source]
-        for peer in others if source == self.address else [source]:
-            self._check(peer)
+        self._check(options, timeout_s, *(others if source == self.address else [source]))
         stream = groups.stream_of(workers)
         if source != self.address:
             what = f"{self._name}: broadcast from {source}"
@@ -262,12 +275,19 @@ class Messenger:
 
     # --- how ------------------------------------------------------------------------------------------------------
 
-    def _check(self, peer: WorkerAddress) -> None:
+    def _wait_s(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+
+    def _check(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
+        """What an operation is given, before it begins."""
         if self._closed:
             raise MessengerClosedError(worker=self._name)
-        late = self._engine.outgoing.late_error(peer.get_name())
-        if late is not None:
-            raise late
+        checked(options)
+        self._wait_s(timeout_s)
+        for peer in peers:
+            late = self._engine.outgoing.late_error(peer.get_name())
+            if late is not None:
+                raise late
 
     def _out(
         self,
@@ -294,7 +314,7 @@ class Messenger:
         timeout_s: float | None,
     ) -> list[AsyncWork[None]]:
         now = time.monotonic()
-        deadline = now + (self.timeout_s if timeout_s is None else timeout_s)
+        deadline = now + self._wait_s(timeout_s)
         verb = "broadcast" if stream else "send"
         sendings = [
             Sending(
@@ -313,7 +333,7 @@ class Messenger:
 
     def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> Snapshot:
         """The values as they are now."""
-        size = packed.nbytes + len(packed.skeleton)
+        size = packed.nbytes + len(packed.skeleton) + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
             slab, inline = None, bytearray()
@@ -360,7 +380,7 @@ class Messenger:
             eager=async_op,
             what=what,
             begun=now,
-            deadline=now + (self.timeout_s if timeout_s is None else timeout_s),
+            deadline=now + self._wait_s(timeout_s),
         )
         self._engine.submit_recv(posting)
         work: AsyncWork[Any] = AsyncWork(posting.future, what, finish)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -12,9 +16,42 @@ class CollectiveGroupOptions:
     accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: what `ProcessGroupNCCL.Options` calls
     cluster size, most and fewest blocks, and a stream of high priority. No options means these defaults. Both ends must
     name the same: they are compared whatever the road, though CPU memory needs none of them.
+
+    TypeError for a value that is no integer (no bool, for the last), ValueError for one below 0.
     """
 
     accel_cluster_size: int | None = None
     accel_max_ctas: int | None = None
     accel_min_ctas: int | None = None
     is_high_priority_stream: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            plain = _flag(each.name, value) if isinstance(each.default, bool) else _count(each.name, value)
+            object.__setattr__(self, each.name, plain)
+
+
+def checked(options: object) -> CollectiveGroupOptions | None:
+    """`options` as an operation may be given them. TypeError for anything else."""
+    if options is None or isinstance(options, CollectiveGroupOptions):
+        return options
+    raise TypeError(f"options={options!r}: expected a CollectiveGroupOptions or None, got {type(options).__name__}")
+
+
+def _count(name: str, value: Any) -> int | None:
+    """Of any type of integers."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: expected an int or None, got {type(value).__name__}")
+    count = operator.index(value)
+    if count < 0:
+        raise ValueError(f"{name}={count}: must not be negative")
+    return count
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name}={value!r}: expected a bool, got {type(value).__name__}")

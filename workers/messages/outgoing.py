@@ -6,11 +6,12 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from dataplane.errors import DataPlaneError
+from dataplane.errors import DataPlaneError, InternalError
 from workers.errors import GroupOptionsError, MessageTimeoutError
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.slabs import OwnSlab
@@ -95,21 +96,21 @@ class Contact:
 
 
 Transmit = Callable[[str, Post, Snapshot], None]
-"""Sends a post to a receiver that is connected."""
+"""Sends a post to a receiver that is known."""
 Later = Callable[[float, Callable[[], None]], None]
 
 
 class Outgoing:
-    """worker, incarnation: of this end. transmit, later: the engine's."""
+    """worker: this end's name. transmit, later: the engine's."""
 
     def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
-        self.incarnation = 0
         self._worker = worker
         self._transmit = transmit
         self._later = later
         self.contacts: dict[tuple[str, bytes], Contact] = {}
-        self._queued: dict[str, list[Sending]] = {}
-        self._sent: dict[tuple[str, bytes, int], Sending] = {}
+        self._queued: dict[str, deque[Sending]] = {}
+        self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
+        self._waited_for = 0
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._late: dict[str, DataPlaneError] = {}
 
@@ -122,35 +123,50 @@ class Outgoing:
         self.contacts.pop((peer, stream), None)
 
     def queue(self, sending: Sending) -> None:
-        """To be sent by `flush`, once its receiver is connected."""
-        self._queued.setdefault(sending.to, []).append(sending)
+        """To be sent by `flush`, once its receiver is known."""
+        self._queued.setdefault(sending.to, deque()).append(sending)
+        self._waited_for += 1
+        sending.future.add_done_callback(self._not_waited_for)
 
-    def flush(self, peer: str) -> None:
-        """Send what is queued for `peer`."""
+    def flush(self, peer: str, ours: int, theirs: int) -> None:
+        """Send what is queued for `peer`; ours, theirs: the incarnations of both ends. A message that cannot be sent is
+        its own failure."""
         for sending in self._queued.pop(peer, ()):
-            contact = self.contact(peer, sending.stream, sending.options)
-            sending.settling = contact.waits
-            sending.number = self._numbers.get((peer, sending.stream), 0)
-            self._numbers[peer, sending.stream] = sending.number + 1
-            self._sent[peer, sending.stream, sending.number] = sending
-            snapshot = sending.snapshot
-            post = Post(
-                stream=sending.stream,
-                number=sending.number,
-                source=self._worker,
-                incarnation=self.incarnation,
-                form=snapshot.form,
-                options=contact.options,
-                segments=snapshot.segments,
-                nbytes=snapshot.nbytes,
-                slab=None if snapshot.slab is None else snapshot.slab.name,
-                settling=sending.settling,
-            )
-            self._transmit(peer, post, snapshot)
+            try:
+                self._send(peer, sending, ours, theirs)
+            except Exception as error:
+                _log.exception("%s failed", sending.what)
+                if sending.number >= 0:
+                    self._drop(sending)
+                else:
+                    sending.snapshot.release()
+                sending.fail(InternalError(what=f"{sending.what}: {error!r}"))
+
+    def _send(self, peer: str, sending: Sending, ours: int, theirs: int) -> None:
+        contact = self.contact(peer, sending.stream, sending.options)
+        sending.settling = contact.waits
+        sending.number = self._numbers.get((peer, sending.stream), 0)
+        self._numbers[peer, sending.stream] = sending.number + 1
+        self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
+        snapshot = sending.snapshot
+        post = Post(
+            stream=sending.stream,
+            number=sending.number,
+            source=self._worker,
+            incarnation=ours,
+            receiver=theirs,
+            form=snapshot.form,
+            options=contact.options,
+            segments=snapshot.segments,
+            nbytes=snapshot.nbytes,
+            slab=None if snapshot.slab is None else snapshot.slab.name,
+            settling=sending.settling,
+        )
+        self._transmit(peer, post, snapshot)
 
     def answered(self, peer: str, answer: Held | Settled | Done | Refused) -> None:
         """Of a message whose time is over, or that another life of this worker sent, nothing is to be done."""
-        sending = self._sent.get((peer, answer.stream, answer.number))
+        sending = self._found(peer, answer.stream, answer.number)
         if sending is None:
             return
         match answer:
@@ -189,7 +205,10 @@ class Outgoing:
 
     def asked(self, peer: str, pull: Pull) -> Sending | None:
         """The message that a receiver wants a part of."""
-        return self._sent.get((peer, pull.stream, pull.number))
+        return self._found(peer, pull.stream, pull.number)
+
+    def _found(self, peer: str, stream: bytes, number: int) -> Sending | None:
+        return self._sent.get(peer, {}).get((stream, number))
 
     def late_error(self, peer: str) -> DataPlaneError | None:
         """What became known of a message after its `send` had returned; once."""
@@ -202,10 +221,10 @@ class Outgoing:
         for sending in late:
             self._queued[sending.to].remove(sending)
             sending.snapshot.release()
-        late += [sending for sending in self._sent.values() if sending.deadline <= now]
+        late += [sending for sending in self._all_sent() if sending.deadline <= now]
         for sending in late:
             sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
-        waiting = itertools.chain(self._sent.values(), *self._queued.values())
+        waiting = itertools.chain(self._all_sent(), *self._queued.values())
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
 
     def lose(self, peer: str, error: Exception) -> None:
@@ -213,7 +232,7 @@ class Outgoing:
         for sending in self._queued.pop(peer, []):
             sending.fail(error)
             sending.snapshot.release()
-        for sending in [sending for sending in self._sent.values() if sending.to == peer]:
+        for sending in list(self._sent.get(peer, {}).values()):
             self._drop(sending)
             sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
@@ -222,19 +241,34 @@ class Outgoing:
             del self._numbers[key]
 
     def fail_all(self, error: Exception) -> None:
-        for peer in {*self._queued, *(sending.to for sending in self._sent.values())}:
+        """Every peer is lost."""
+        for peer in {*self._queued, *self._sent, *(peer for peer, _ in {*self.contacts, *self._numbers})}:
             self.lose(peer, error)
 
     @property
     def waiting(self) -> bool:
         """Whether somebody waits for one to be sent."""
-        return any(self._queued.values()) or any(not sending.future.done() for sending in self._sent.values())
+        return self._waited_for > 0
 
     @property
     def settled(self) -> bool:
         """Whether this end could go away without harm to what it sent."""
-        return not any(self._queued.values()) and all(sending.kept for sending in self._sent.values())
+        return not any(self._queued.values()) and all(sending.kept for sending in self._all_sent())
+
+    def idle(self, peer: str) -> bool:
+        """Whether nothing is on its way to that peer, or waits there for its receive."""
+        return peer not in self._sent and not self._queued.get(peer)
+
+    def _all_sent(self) -> Iterator[Sending]:
+        for sent in self._sent.values():
+            yield from sent.values()
+
+    def _not_waited_for(self, _: Future[None]) -> None:
+        self._waited_for -= 1
 
     def _drop(self, sending: Sending) -> None:
-        del self._sent[sending.to, sending.stream, sending.number]
+        sent = self._sent[sending.to]
+        del sent[sending.stream, sending.number]
+        if not sent:
+            del self._sent[sending.to]
         sending.snapshot.release()

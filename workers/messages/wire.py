@@ -15,7 +15,7 @@ The skeleton is a pickle; tensors' bytes are not in it. Workers trust each other
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,7 +58,8 @@ Form = ObjectForm | TensorForm | FaultForm
 
 
 class Slab(msgspec.Struct, frozen=True, array_like=True):
-    """Anonymous shared memory of a process of this host, or another's: `inode` tells it from any other."""
+    """Anonymous shared memory of a process of this host, or another's: `inode` tells it from any other. host empty: of
+    that process only."""
 
     host: str
     pid: int
@@ -71,13 +72,15 @@ class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A message. slab None: its bytes are in the last frame.
 
     stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
-    stream to this receiver; settling: the sender waits for more than Held.
+    stream to this receiver; receiver: its incarnation, as another may have its port by now; settling: the sender waits
+    for more than Held.
     """
 
     stream: bytes
     number: int
     source: str
     incarnation: int
+    receiver: int
     form: Form
     options: CollectiveGroupOptions
     segments: tuple[Segment, ...]
@@ -85,9 +88,18 @@ class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     slab: Slab | None
     settling: bool
 
+    def __post_init__(self) -> None:
+        """ValueError for values that are not among the bytes of the message."""
+        for segment in self.segments:
+            if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
+                raise ValueError(f"{segment.nbytes} bytes from {segment.start} of a message of {self.nbytes}")
+        if self.slab is not None and self.slab.nbytes < self.nbytes:
+            raise ValueError(f"{self.nbytes} bytes in a slab of {self.slab.nbytes}")
+
 
 class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """It is queued. kept: its bytes will outlive the sender; busy: the receiver waits for something else."""
+    """It is queued. kept: its bytes will outlive the sender; busy: the receiver waits for something else. Said again
+    once they do, where they had to be pulled and the receive that pulled them gave up."""
 
     stream: bytes
     number: int
@@ -119,8 +131,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stream: bytes
     number: int
-    start: int
-    nbytes: int
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -129,7 +141,7 @@ class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stream: bytes
     number: int
     source: str
-    start: int
+    start: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):

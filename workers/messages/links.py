@@ -1,0 +1,119 @@
+"""A worker's connections to those it sends to: one socket for all of them, however many there are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import resource
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from dataplane.host import bracketed, split_address
+
+LINGER_MS = 1000
+LINKS_MOST = 1 << 10
+"""Connections that are kept although nothing is under way on them, at most; those that are not used for longest go."""
+LINKS_SHARE = 4
+"""They take at most that part of the descriptors that this process may have."""
+_LOOK_AT = 16
+
+
+@dataclass
+class _Link:
+    route: bytes
+    peer: str
+    url: str
+
+
+class Links:
+    """For one thread. A connection is made when something is to be sent, and each has a name of its own, so that what
+    comes from one that was cut is nobody's."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, most: int | None = None) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, LINGER_MS), (zmq.ROUTER_MANDATORY, 1)):
+            self.socket.set(option, value)
+        self._most = _most() if most is None else most
+        self._numbers = itertools.count(1)
+        self._by_peer: OrderedDict[str, _Link] = OrderedDict()
+        self._by_route: dict[bytes, _Link] = {}
+        self._by_url: dict[str, _Link] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_peer)
+
+    def send(self, peer: str, endpoint: str, frames: Sequence[Any], idle: Callable[[str], bool]) -> None:
+        """Send to `peer`, which is at `endpoint`. idle: of a peer, whether nothing is under way to it."""
+        link = self._by_peer.get(peer)
+        if link is None:
+            self._make_room(idle)
+            link = self._connect(peer, endpoint)
+        self._by_peer.move_to_end(peer)
+        if not self._sent(link, frames):
+            # ZMQ gives a connection up for good where something else than a worker answered, once.
+            self.cut(peer)
+            self._sent(self._connect(peer, endpoint), frames)
+
+    def send_to_all(self, frames: Sequence[Any]) -> None:
+        """Send to all that are connected."""
+        for link in self._by_peer.values():
+            self._sent(link, frames)
+
+    def _sent(self, link: _Link, frames: Sequence[Any]) -> bool:
+        try:
+            self.socket.send_multipart((link.route, *frames))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def receive(self) -> tuple[str, bytes] | None:
+        """From whom, and what; None if there is nothing."""
+        while True:
+            try:
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            link = self._by_route.get(route)
+            if link is not None and len(frames) == 1:
+                return link.peer, frames[0]
+
+    def cut(self, peer: str) -> None:
+        """End the connection, if there is one; what was not sent is not sent."""
+        link = self._by_peer.pop(peer, None)
+        if link is not None:
+            del self._by_route[link.route], self._by_url[link.url]
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.disconnect(link.url)
+
+    def _connect(self, peer: str, endpoint: str) -> _Link:
+        host, port = split_address(endpoint)
+        url = f"tcp://{bracketed(host)}:{port}"
+        if url in self._by_url:
+            # Whoever had the port before has it no more.
+            self.cut(self._by_url[url].peer)
+        link = _Link(b"to-%d" % next(self._numbers), peer, url)
+        if ":" in host:
+            self.socket.set(zmq.IPV6, 1)
+        self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)
+        self.socket.connect(url)
+        self._by_peer[peer], self._by_route[link.route], self._by_url[url] = link, link, link
+        return link
+
+    def _make_room(self, idle: Callable[[str], bool]) -> None:
+        """For one more. Those that are in use are not counted on to go."""
+        excess = len(self) + 1 - self._most
+        if excess > 0:
+            oldest = list(itertools.islice(self._by_peer, excess + _LOOK_AT))
+            for peer in list(filter(idle, oldest))[:excess]:
+                self.cut(peer)
+
+
+def _most() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LINKS_MOST if soft == resource.RLIM_INFINITY else min(LINKS_MOST, soft // LINKS_SHARE)
