@@ -37,7 +37,7 @@ from dataplane.ledger.shrinking import Shrinks
 from dataplane.ledger.state import State
 from dataplane.types import Checksums
 
-_NEVER_TOO_MANY: frozenset[type[Any]] = frozenset({c.Abort, c.Release, c.Unclaim, c.Bye})
+_NEVER_TOO_MANY = (c.Abort, c.Release, c.Unclaim, c.Bye)
 """Commands that give back: without them what is held would be for good."""
 
 Handler = Callable[[Session, int, Any], c.Result | None]
@@ -273,7 +273,7 @@ class Ledger:
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         result: c.Result | DataPlaneError | None
         try:
-            if type(command) not in _NEVER_TOO_MANY:
+            if not isinstance(command, _NEVER_TOO_MANY):
                 most = self._state.limits.in_flight
                 check_limit("calls in flight", session.unanswered + 1, most, "Wait for answers to earlier ones.")
             result = self._handlers[type(command)](session, number, command)
