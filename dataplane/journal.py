@@ -31,7 +31,7 @@ from dataplane.lockfile import HeldFile, file_system, is_local
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 LOG_NAME = "journal.sqlite"
 DROPPED_AT_ONCE = 32
 """Records that an image covers go in so small steps that nobody waits for it."""
