@@ -69,6 +69,7 @@ PUT, SLICES, READ = "put 19 MB jagged", "8 padded slices", "read 19 MB"
 STEP = "GRPO step"
 VIEWS, LARGE_VIEWS = "19 MB as views", "large dense as views"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
+EVICTION, CLAIMS = "put beside a put that waits for eviction", "put beside 16 claims that wait"
 TQ = "TransferQueue"
 
 TARGETS: tuple[Target, ...] = (
@@ -108,6 +109,18 @@ TARGETS: tuple[Target, ...] = (
         "512 rows by ids, most samples : 10^3",
         5,
         lambda r: r.growth("read 512 rows by ids at 1,000", r.last("read 512 rows by ids at")),
+        most=True,
+    ),
+    Target(
+        "put beside a put that waits for eviction, most samples : 10^3",
+        1.5,
+        lambda r: r.growth(f"{EVICTION} at 1,000", r.last(f"{EVICTION} at")),
+        most=True,
+    ),
+    Target(
+        "put beside 16 claims that wait, 20,000 samples : 100",
+        1.5,
+        lambda r: r.growth(f"{CLAIMS} at 100", r.last(f"{CLAIMS} at")),
         most=True,
     ),
     Target(

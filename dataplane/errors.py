@@ -261,7 +261,8 @@ class WaitTimeoutError(DataPlaneError, TimeoutError):
 class CapacityTimeoutError(WaitTimeoutError):
     """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
     `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
-    memory that it may have."""
+    memory that it may have. With `fragments` bytes enough are free, but in so many pieces, of which the largest has
+    `largest_free_bytes`."""
 
     def __init__(
         self,
@@ -273,12 +274,17 @@ class CapacityTimeoutError(WaitTimeoutError):
         partition: str = "",
         budget_bytes: int | None = None,
         arena: str = "",
+        fragments: int = 0,
+        largest_free_bytes: int = 0,
     ) -> None:
         held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "nobody holds any"
         free, way = "free to this put", "start the service with a larger --capacity"
         if budget_bytes is not None:
             free += f" of the {budget_bytes:,} in the budget of partition {partition!r}"
             way = "register the partition with a larger budget_bytes"
+        if fragments:
+            free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
+            way = f"put smaller samples, or {way}"
         failed = f" {arena}" if arena else ""
         super().__init__(
             f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. "
@@ -290,6 +296,8 @@ class CapacityTimeoutError(WaitTimeoutError):
             partition=partition,
             budget_bytes=budget_bytes,
             arena=arena,
+            fragments=fragments,
+            largest_free_bytes=largest_free_bytes,
         )
 
 

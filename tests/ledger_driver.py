@@ -11,6 +11,7 @@ from dataplane.errors import DataPlaneError
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
 from dataplane.types import PROTOCOL_VERSION, FieldKind, FieldSpec
+from tests.ledger_oracle import overlooked
 
 R = TypeVar("R", bound=c.Result)
 BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
@@ -35,6 +36,9 @@ def part_of(got: c.Claimed, *ids: str) -> dict[str, Any]:
 class Driver:
     """Applies inputs to a ledger, keeps the log and what came out that nobody has looked at."""
 
+    judged = 60
+    """After so many inputs, from the first on, those who wait (if they are not too many) are all judged again."""
+
     def __init__(self, *, capacity: int = MIB, units: int = 1, limits: Limits | None = None, **settings: Any) -> None:
         self.settings = {"limits": limits or Limits(), **settings}
         self.ledger = Ledger(7, **self.settings)
@@ -48,6 +52,8 @@ class Driver:
     def apply(self, item: c.Input) -> list[c.Output]:
         self.log.append(item)
         out = self.ledger.apply(item)
+        if len(self.log) <= self.judged and self.ledger._state.parked <= 64:
+            assert not overlooked(self.ledger), f"{item} should have ended calls that wait"
         for output in out:
             if isinstance(output, c.Answer):
                 self.answers.setdefault((output.session, output.number), []).append(output.result)

@@ -70,10 +70,11 @@ from dataplane.ledger.commands import (
     WhyBlocked,
 )
 from dataplane.types import PROTOCOL_VERSION, Checksums
-from tests.ledger_budget_books import EVICTING, BudgetBooks
+from tests.ledger_budget_books import EVICTING, BudgetBooks, wanted_bytes
 from tests.ledger_claim_checks import LIMITS, Client
 from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
+from tests.ledger_oracle import overlooked
 from tests.ledger_save_model import SaveBooks
 from tests.ledger_space_checks import RESERVE, SpaceChecks, Unit
 from tests.ledger_values import canonical
@@ -103,6 +104,7 @@ class LedgerDriver(SpaceChecks):
         self.turns: dict[Name, int] = {}
         self.plans: dict[Name, Commit] = {}
         self.opened = 0
+        self.granted_bytes = 0
 
     # --- driving ---------------------------------------------------------------------------------------------
 
@@ -113,8 +115,14 @@ class LedgerDriver(SpaceChecks):
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
         answers = [output for output in outputs if isinstance(output, Answer)]
-        command = item.command if isinstance(item, Call) else None
-        spared = command.samples if isinstance(command, Commit) else None
+        asked = item.command if isinstance(item, Call) else None
+        spared = asked.samples if isinstance(asked, Commit) else None
+        self.granted_bytes = sum(
+            wanted_bytes(command)
+            for answer in answers
+            if isinstance(answer.result, Allocated)
+            and isinstance(command := self.model.commands[answer.session, answer.number], Allocate)
+        )
         answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
             name = (answer.session, answer.number)
@@ -298,11 +306,14 @@ class LedgerDriver(SpaceChecks):
 
     def check_turn(self, name: Name, command: Allocate) -> None:
         """First come, first served, within new rows and within updates: those of one partition are, and of those that
-        are first in theirs who wait for memory of the units, but for what evictions make."""
+        are first in theirs who wait for memory of the units, but for what evictions make. Whoever waits for a piece
+        that is large enough is passed by all."""
         evicting = self.model.partitions[command.partition].when_full in EVICTING
         heads: set[str] = set()
         for other in sorted(self.parked, key=lambda parked: self.turns[parked]):
             waiting = self.model.commands[other]
+            if isinstance(waiting, Allocate) and not waiting.moving and self.may_be_fragmented(waiting):
+                continue
             if isinstance(waiting, Allocate) and command.moving and waiting.update and not waiting.moving:
                 assert self.budgets.is_over(self.ledger, waiting), f"{name} was moved before {other}"
             elif isinstance(waiting, Allocate) and command.moving and waiting.moving:
@@ -313,6 +324,12 @@ class LedgerDriver(SpaceChecks):
                 mine = self.turns.get(name, self.turns[other] + 1)
                 behind = mine > self.turns[other] and (waiting.partition == command.partition or not passed)
                 assert not behind, f"{name} was served before {other}"
+
+    def may_be_fragmented(self, waiting: Allocate) -> bool:
+        """Whether so many bytes were free, before this input gave some of them away, that the put must have waited for
+        a piece that is large enough: it holds up nobody."""
+        free = sum(size for unit in self.units for _, size in self.ledger.free_ranges(unit))
+        return free + self.granted_bytes >= wanted_bytes(waiting) and not self.budgets.is_over(self.ledger, waiting)
 
     def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
         """The placements are free by the model's books."""
@@ -453,6 +470,10 @@ class LedgerDriver(SpaceChecks):
         assert all(late > self.model.now for late in self.parked.values()), "a parked call outlived its deadline"
 
     # --- invariants ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nobody_waits_who_could_be_served(self) -> None:
+        assert not overlooked(self.ledger)
 
     @invariant()
     def the_next_deadline_is_early_enough(self) -> None:

@@ -174,6 +174,8 @@ def _figures() -> list[Figure]:
         "broadcast of 16 MB to 3 workers, time",
         "channel : ray.util.queue.Queue, 64 KB items",
         "channel : ray.util.queue.Queue, 4 MB items",
+        *(f"put beside a put that waits for eviction at {live}" for live in ("1,000", "200,000")),
+        *(f"put beside 16 claims that wait at {live}" for live in ("100", "20,000")),
         "put 512 rows at 100,000",
         "put 512 rows at 100,000, every second cleared",
         "peak of a put beyond the caller's payload",

@@ -16,6 +16,7 @@ from benchmarks.probes import (
     memory,
     messages,
     packing,
+    waiting,
 )
 from benchmarks.probes.base import Figure
 
@@ -24,6 +25,7 @@ PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "large batches of several clients": crowd.large_batches,
     "waking a claim": claims.wake,
     "growth with stored samples": live.growth,
+    "puts beside calls that wait": waiting.beside,
     "processor time of the controller": controller.commands,
     "client memory": memory.peaks,
     "checksums of rows": checksums.cost,

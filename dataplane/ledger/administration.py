@@ -46,6 +46,7 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
+        partition.outlook = None
         state.extents.freed = state.extents.moved = True
         if partition.budget_bytes is None:
             state.budgeted.pop(partition.name, None)
@@ -115,6 +116,7 @@ class Partitions:
         rows = partition.resolve(command.samples)
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
+        partition.changed(rows)
         partition.wrote(session, state.now)
         state.touch(partition)
         return c.Done()
@@ -122,6 +124,9 @@ class Partitions:
     def set_version(self, session: Session, number: int, command: c.SetVersion) -> c.Done:
         partition = self.state.partition(command.partition)
         partition.version = command.version
+        for watch in partition.watches.values():
+            if watch.command.max_lag is not None:
+                watch.reset()
         self.state.touch(partition)
         return c.Done()
 

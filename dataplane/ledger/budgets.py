@@ -8,6 +8,7 @@ import numpy as np
 
 from dataplane.ledger.arrays import Bools, some, tally
 from dataplane.ledger.commands import Int32s, Int64s, Notice, WhenFull
+from dataplane.ledger.outlook import Gain, Outlook
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
@@ -60,20 +61,61 @@ class Evictions:
         if count is not None:
             self._evict(partition, consumed[:count], consumed=True)
             return ()
-        if goal.within(self._most(partition, goal, consumed)):
+        most = self._most(partition, goal, consumed)
+        if goal.within(most):
             if self._let_go_in_steps(partition, goal, consumed):
                 return ()
-            consumed = NO_ROWS
+            consumed, most = NO_ROWS, (0, 0)
         if update or partition.when_full is not WhenFull.EVICT_OLDEST:
+            if not len(spare):
+                self._remember(partition, most, None)
             return None
         both, count = self._choose(partition, goal, consumed, spare, consumed=False)
         if count is None:
+            if not len(spare):
+                self._remember(partition, most, self._whole(partition, goal, both))
             return None
         self._evict(partition, consumed, consumed=True)
         others = both[len(consumed) : count]
         lost = partition.rows.names_of(others)
         self._evict(partition, others, consumed=False)
         return lost[:REPORTED]
+
+    # --- in vain
+
+    def in_vain(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
+        """Whether `make_room` for a put that waits surely fails, as nothing has changed that it failed by. Costs what
+        the samples cost that were named since."""
+        outlook = partition.outlook
+        if outlook is None or outlook.units != self._open_units():
+            return False
+        if outlook.noted:
+            self._hope(partition, outlook, outlook.take_noted())
+        consumed_only = update or partition.when_full is not WhenFull.EVICT_OLDEST
+        return outlook.rules_out(excess, short, consumed_only=consumed_only)
+
+    def _remember(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
+        """For as long as puts of the partition wait."""
+        extents = self.state.extents
+        extents.outlooks += 1
+        outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
+        self._hope(partition, outlook, partition.rows.in_order())
+
+    def _hope(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
+        """Count the extents of those of the rows that may go but for who reads them."""
+        extents = self.state.extents
+        may, consumed = self._standing(partition, rows, self.state.unconfirmed())
+        cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
+        if cells:
+            numbers = np.unique(np.concatenate(cells))
+            fresh = numbers[(numbers > 0) & (extents.hoped[numbers] != outlook.number)]
+            extents.hoped[fresh] = outlook.number
+            outlook.hope_bytes += extents.bytes_of(fresh)
+
+    def _open_units(self) -> tuple[int, ...]:
+        return tuple(unit.number for unit in self.state.units.values() if unit.open)
+
+    # --- how
 
     def _choose(
         self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
@@ -103,16 +145,21 @@ class Evictions:
         self, partition: Partition, rows: Int64s, unconfirmed: Int64s, spare: Int64s, *, consumed: bool
     ) -> Int64s:
         """Those of the rows that may go, all consumed or none."""
-        may = ~np.isin(rows, spare)
-        claimed = np.full(len(rows), bool(partition.tasks))
-        for task in partition.tasks.values():
-            for_good = task.for_good(rows, unconfirmed)
-            may &= for_good | (task.stamps[rows] == 0)
-            claimed &= for_good
+        may, claimed = self._standing(partition, rows, unconfirmed)
+        may &= ~np.isin(rows, spare)
         may &= claimed if consumed else ~claimed
         for cells in self._cells(partition, rows):
             may &= (cells == 0) | (self.state.extents.pins[cells] == 0)
         return rows[may]
+
+    def _standing(self, partition: Partition, rows: Int64s, unconfirmed: Int64s) -> tuple[Bools, Bools]:
+        """Of which of the rows no claim may come back, and which are consumed."""
+        may, claimed = np.ones(len(rows), np.bool_), np.full(len(rows), bool(partition.tasks))
+        for task in partition.tasks.values():
+            for_good = task.for_good(rows, unconfirmed)
+            may &= for_good | (task.stamps[rows] == 0)
+            claimed &= for_good
+        return may, claimed
 
     def _cells(self, partition: Partition, rows: Int64s) -> list[Int32s]:
         return [field.extents[rows] for field in partition.fields.values() if field.live]
@@ -127,28 +174,39 @@ class Evictions:
         return int(sizes.sum()), int(sizes[goal.here(numbers)].sum())
 
     def _enough(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
-        """How many of the rows must go, from the first on, so that what comes back surely suffices: extents in which
-        nothing else lives. None if all of them are too few."""
+        """How many of the rows must go, from the first on, so that what comes back surely suffices. None if all of them
+        are too few."""
+        excess, short = goal.left
+        gained = self._gains(partition, goal, rows)
+        enough = (gained[0] >= excess) & (gained[1] >= short)
+        return int(enough.argmax()) + 1 if some(enough) else None
+
+    def _whole(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
+        """What surely comes back when all of the rows go."""
+        gained = self._gains(partition, goal, rows)
+        return (int(gained[0, -1]), int(gained[1, -1])) if gained.size else (0, 0)
+
+    def _gains(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
+        """What surely comes back, of the partition and in open units, when the rows up to each go: extents in which
+        nothing else lives."""
         extents = self.state.extents
         cells = self._cells(partition, rows)
+        gained: Int64s = np.zeros((2, len(rows)), np.int64)
         if not cells:
-            return None
+            return gained
         numbers, places = np.concatenate(cells), np.tile(np.arange(len(rows)), len(cells))
         places, numbers = places[numbers > 0], numbers[numbers > 0]
         if not len(numbers):
-            return None
+            return gained
         order = np.lexsort((places, numbers))
         each, counts, _ = tally(numbers[order], places[order])
         last = places[order][counts.cumsum() - 1]
         whole = counts == extents.live[each]
         each, last = each[whole], last[whole]
-        gained = np.zeros((2, len(rows)), np.int64)
         np.add.at(gained[0], last, extents.sizes[each])
         np.add.at(gained[1], last, extents.sizes[each] * goal.here(each))
-        gained = gained.cumsum(axis=1)
-        excess, short = goal.left
-        enough = (gained[0] >= excess) & (gained[1] >= short)
-        return int(enough.argmax()) + 1 if some(enough) else None
+        total: Int64s = gained.cumsum(axis=1)
+        return total
 
     # --- gone
 

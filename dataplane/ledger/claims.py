@@ -30,6 +30,7 @@ from dataplane.ledger.tasks import HELD, HELD_ON_LEASE, REPORTED, Interest, Task
 if TYPE_CHECKING:
     from dataplane.ledger.arrays import Bools
     from dataplane.ledger.commands import Int64s
+    from dataplane.ledger.watches import Watch
 
 
 class _Named(NamedTuple):
@@ -100,23 +101,64 @@ class Claims:
         state = self.state
         while state.touched:
             partition = state.touched.pop(next(iter(state.touched)))
-            waiting = list(partition.waiters.values())
+            hopeful = self._hopeful(partition)
+            dealt, partition.dealt = partition.dealt, False
+            if not hopeful and not dealt:
+                continue
+            asked = {key for watch in hopeful for key in watch.waiters}
+            waiting = [
+                parked
+                for key, parked in partition.waiters.items()
+                if key in asked or (dealt and parked.command.step is not None)
+            ]
             recent = state.now - state.heartbeat_s
             for parked in [w for w in waiting if w.session.heard >= recent]:
                 self._judge(parked)
             for parked in [w for w in waiting if w.session.heard < recent]:
                 self._judge(parked)
 
+    def _hopeful(self, partition: Partition) -> list[Watch]:
+        """The kinds of claims of which one may be served now. The others are judged again when their time comes."""
+        found = []
+        for watch in list(partition.watches.values()):
+            try:
+                watch.refresh(partition)
+            except Exception as error:  # by what a sample is, or a claim asks for: not by whoever changed the sample
+                for parked in list(watch.waiters.values()):
+                    self.state.fail(parked, error)
+                continue
+            if watch.hopeful(partition, self.state.now):
+                found.append(watch)
+            else:
+                self.state.wake_at(partition, watch.next_at)
+        return found
+
     def _judge(self, parked: ParkedClaim) -> None:
-        interest = parked.interest
+        interest, partition = parked.interest, parked.partition
         assert interest is not None
+        watch = parked.watch
+        assert watch is not None, parked.key
         result: c.Claimed | DataPlaneError | None
         try:
+            watch.refresh(partition)
+            dealt = parked.command.step is not None
+            if not dealt and not watch.may_serve(partition, parked.command, self.state.now):
+                self.state.wake_at(partition, watch.next_at)
+                return
             result = self._attempt(parked, interest)
         except DataPlaneError as error:
             result = error
+        except Exception as error:  # nothing that others do may fail because of who waits
+            self._look_again(partition, interest.task)
+            self.state.fail(parked, error)
+            return
         if result is not None:
             self.state.unpark(parked, result)
+
+    def _look_again(self, partition: Partition, task: Task) -> None:
+        """Wherever a claim stopped, what is ready for the task is what its books say."""
+        partition.reclaimed(task, partition.rows.in_order())
+        self.state.touch(partition)
 
     def _attempt(self, parked: ParkedClaim, interest: Interest) -> c.Claimed | None:
         """What the claim gets if it gets anything now."""
@@ -125,6 +167,8 @@ class Claims:
         if fixed is None:
             late = self._overdue(partition, interest, command)
             waits = late.next_at < float("inf")
+            if parked.watch is not None:
+                parked.watch.next_at = self.state.now if len(late.rows) else late.next_at
             chosen = selection.select(partition, interest, command, late.rows, pending=waits)
             if chosen is None:
                 if not command.blocking:
@@ -164,6 +208,7 @@ class Claims:
         self._lease(partition, task, fixed.rows, fixed.stamp, owner, hold_s)
         shares.remember(task, command.step, fixed, state.limits.steps)
         partition.reclaimed(task, fixed.rows)
+        partition.dealt = True
         state.touch(partition)
         return fixed
 
@@ -185,9 +230,8 @@ class Claims:
         if len(rows):
             task.take(rows, stamp)
             partition.reclaimed(task, rows)
-            if partition.complete:
-                # What it took without being ready for others may have been all that kept them from the tail.
-                state.touch(partition)
+            # What it took may have been all that kept others from the tail, or a group of theirs whole.
+            state.touch(partition)
             session.unconfirmed[parked.number] = Claimed(partition, task, rows.copy(), stamp)
             if command.lease_s is not None:
                 self._lease(partition, task, rows, stamp, session.number, command.lease_s)
@@ -236,7 +280,7 @@ class Claims:
         named = self._named_claimed(command, command.claims)
         mine = named.leased
         named.task.acknowledge(named.rows[mine])
-        self.state.loosen()
+        self.state.loosen(named.partition, named.rows[mine])
         if named.partition.complete:
             # What was on lease may have been all that kept others from the tail.
             self.state.touch(named.partition)

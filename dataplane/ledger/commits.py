@@ -74,11 +74,12 @@ class Commits:
             del session.reservations[command.reservation]
         written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
+        partition.changed(rows)
         partition.wrote(session, self.state.now, [column.name for column in command.columns] if len(rows) else ())
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
-        self.state.loosen()
+        self.state.loosen(partition, rows)
         return Committed(
             rows=rows.copy(),
             births=partition.births_of(rows),

@@ -66,12 +66,22 @@ class Drains:
     def judge(self) -> None:
         """Parked calls are answered where something came to live on their unit, or nothing holds it any more."""
         for parked in self.state.finders:
-            unit = self.state.units.get(parked.command.unit)
-            if unit is None:
-                why = f"storage unit {parked.command.unit} was dropped meanwhile"
-                self.state.unpark(parked, InvalidRequestError(why))
-            elif len(self._live_on(unit)) or not self._anything_held(unit):
-                self.state.unpark(parked, self._found(parked.session, parked.number, unit, parked.command))
+            try:
+                result = self._attempt(parked)
+            except Exception as error:  # nothing that others do may fail because of who waits
+                self.state.fail(parked, error)
+                continue
+            if result is not None:
+                self.state.unpark(parked, result)
+
+    def _attempt(self, parked: ParkedFind) -> FoundCells | InvalidRequestError | None:
+        """What the call ends with, None if it goes on waiting."""
+        unit = self.state.units.get(parked.command.unit)
+        if unit is None:
+            return InvalidRequestError(f"storage unit {parked.command.unit} was dropped meanwhile")
+        if len(self._live_on(unit)) or not self._anything_held(unit):
+            return self._found(parked.session, parked.number, unit, parked.command)
+        return None
 
     def timed_out(self, parked: ParkedFind) -> FoundCells:
         """What there is at the deadline."""
@@ -262,6 +272,7 @@ class Drains:
         unused = self.commits.enliven(partition, field, column, pieces, rows)
         sums = None if field.checksums is None else field.checksums[rows]
         partition.kill([field.write(rows, extent, offsets, lengths, sums)])
+        self.state.loosen(partition, rows)
         extents.unpin(pinned)
         for _, _, number, _ in pieces:
             if number not in unused:

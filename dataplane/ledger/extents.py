@@ -69,10 +69,13 @@ class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
     `serials` tell extents of one number apart, one after another (`made` counts them).
-    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back.
+    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back;
+    `loosened` are the accounts of which extents died, were taken or are read no more since.
+    `hoped` has the number of the `Outlook` that counts an extent, for its account.
     `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
 
     made = 0
+    outlooks = 0
     serials: Int64s | None = None
     watched: frozenset[int] = frozenset()
     stirred = False
@@ -82,6 +85,7 @@ class Extents:
         self.high = 1
         self.spare: list[int] = []
         self.freed = False
+        self.loosened: set[int] = set()
         self.several: dict[int, Several] = {}
         self.accounts: dict[int, Account] = {}
         self.moved = False
@@ -95,6 +99,7 @@ class Extents:
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
         self.serials = np.zeros(64, np.int64)
+        self.hoped: Int64s = np.zeros(64, np.int64)
 
     def open_account(self) -> Account:
         self.opened += 1
@@ -122,9 +127,11 @@ class Extents:
         self.starts[number] = start
         self.sizes[number] = size
         self.states[number] = RESERVED
+        self.hoped[number] = 0
         self.owners[number] = 0 if account is None else account.number
         if account is not None:
             account.charge(size)
+            self.loosened.add(account.number)
         self.moved = True
         return number
 
@@ -157,6 +164,7 @@ class Extents:
         held = cells > 0
         if not some(held):
             return
+        self.loosened.add(account.number)
         numbers, counts, lost = tally(cells[held], nbytes[held])
         left = self.live[numbers] - counts.astype(np.int32)
         self.live[numbers] = left
@@ -178,6 +186,7 @@ class Extents:
         """An extent that was nobody's is this account's."""
         self.owners[number] = account.number
         account.charge(int(self.sizes[number]))
+        self.loosened.add(account.number)
         self.moved = True
 
     def trim(self, number: int) -> None:
@@ -197,7 +206,7 @@ class Extents:
         idle = numbers[left == 0]
         if not len(idle):
             return
-        self.freed = True
+        self.loosened.update(self.owners[idle].tolist())
         self._stir(self.units[idle])
         retired = self.states[idle] == RETIRED
         if some(retired):
@@ -332,7 +341,7 @@ class Extents:
     def _grow(self) -> None:
         self._serials()
         size = room_for(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials", "hoped"):
             setattr(self, name, grown(getattr(self, name), size))
 
 

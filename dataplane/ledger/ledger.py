@@ -232,12 +232,10 @@ class Ledger:
         }
 
     def _settle(self) -> None:
-        """Whoever waits and can be served now is."""
+        """Whoever waits and can be served now is. Claims that drop groups make room, puts that evict end claims."""
         state = self._state
-        if state.extents.freed:
-            state.extents.freed = False
+        while state.touched or state.extents.freed or state.extents.loosened:
             self._rooms.judge()
-        if state.touched:
             self._claims.judge()
         if state.finders and state.extents.stirred:
             state.extents.stirred = False
@@ -253,12 +251,12 @@ class Ledger:
             self._refuse_expired(call, session)
             return
         session.hear(state.now)
-        unconfirmed = len(session.unconfirmed)
+        unconfirmed = dict(session.unconfirmed) if state.room_wanted else {}
         if call.watermark <= number:
             for abandoned in session.confirm(call.watermark, call.confirmed, state.limits):
                 state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
-            if len(session.unconfirmed) < unconfirmed:
-                state.loosen()
+            for claimed in [held for number, held in unconfirmed.items() if number not in session.unconfirmed]:
+                state.loosen(claimed.partition, claimed.rows)
         if number in session.parked:
             return
         answered = session.answers.get(number)
@@ -344,6 +342,15 @@ class Ledger:
             self._units.lost(c.UnitLost(unit=unit.number))
         self._liveness.restarted()
         state.leases.renew(state.now)
+        self._look_at_everything()
+
+    def _look_at_everything(self) -> None:
+        """Whatever was counted for those who wait is counted again."""
+        for partition in self._state.partitions.values():
+            partition.outlook = None
+            for watch in partition.watches.values():
+                watch.reset()
+            self._state.touch(partition)
 
     def _tick(self, item: c.Tick) -> None:
         """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, and then
@@ -362,7 +369,15 @@ class Ledger:
             session = state.sessions.get(number)
             parked = None if session is None else session.parked.get(call)
             if parked is not None:
-                state.unpark(parked, self._timed_out(parked))
+                self._time_out(parked)
+
+    def _time_out(self, parked: Parked) -> None:
+        try:
+            late = self._timed_out(parked)
+        except Exception as error:  # of what it waited for; those behind it have their time, too
+            self._state.fail(parked, error)
+        else:
+            self._state.unpark(parked, late)
 
     def _timed_out(self, parked: Parked) -> c.Result | DataPlaneError:
         if isinstance(parked, ParkedClaim):

@@ -20,7 +20,9 @@ from dataplane.ledger.tasks import Interest, Task
 
 if TYPE_CHECKING:
     from dataplane.ledger.leases import Leases
+    from dataplane.ledger.outlook import Outlook
     from dataplane.ledger.sessions import ParkedClaim, Session
+    from dataplane.ledger.watches import Watch
 
 WRITERS = 16
 """Sessions that are remembered as the last that wrote."""
@@ -28,7 +30,9 @@ WRITERS = 16
 
 class Partition:
     """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
-    (session, number), oldest first. `dropped` is set when it was cleared whole. `version` is the trainer's;
+    (session, number), oldest first; `watches` has them by kind, and `dealt` says that a step was dealt since those were
+    judged that wait for their share. `outlook` is what eviction could bring, while puts wait for it.
+    `dropped` is set when it was cleared whole. `version` is the trainer's;
     `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
     again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
     `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
@@ -46,6 +50,9 @@ class Partition:
         self.tasks: dict[str, Task] = {}
         self.interests: dict[tuple[str, tuple[str, ...]], Interest] = {}
         self.waiters: dict[tuple[int, int], ParkedClaim] = {}
+        self.watches: dict[str, Watch] = {}
+        self.dealt = False
+        self.outlook: Outlook | None = None
         self.num_samples: int | None = None
         self.group_size: int | None = None
         self.enums: dict[str, tuple[str, ...]] = {}
@@ -212,6 +219,7 @@ class Partition:
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
+        self.changed(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
         self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
         self.rows.bury(rows)
@@ -287,6 +295,13 @@ class Partition:
         for interest in self.interests.values():
             if interest.task is task:
                 self.refresh(interest, rows)
+        self.changed(rows, task)
+
+    def changed(self, rows: Int64s, task: Task | None = None) -> None:
+        """Cells, tags or claims (of one task only, if named) of these rows are others: who waits is judged by them."""
+        for watch in self.watches.values():
+            if task is None or watch.interest.task is task:
+                watch.note(rows)
 
     def common_fields(self, rows: Int64s) -> tuple[str, ...]:
         """Fields produced for all of the rows (none for no rows)."""

@@ -32,7 +32,7 @@ from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_again, growth_ahead, place
 from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
-from dataplane.ledger.shortage import out_of_room
+from dataplane.ledger.shortage import is_fragmented, out_of_room
 from dataplane.ledger.space import granules_up
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
@@ -44,7 +44,8 @@ RETRY_S = 1.0
 
 class Rooms:
     """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
-    its partition's budget is passed over by those of other partitions. Moves come last, whatever the budget says."""
+    its partition's budget is passed over by those of other partitions, and one for which there are bytes enough, but in
+    too small pieces, by all others. Moves come last, whatever the budget says."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -54,6 +55,8 @@ class Rooms:
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """The reservation, or None when the call was parked."""
         partition = self.state.partition(command.partition)
+        if partition.account.number not in self.state.room_wanted:
+            partition.outlook = None
         self._check(partition, command)
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
@@ -66,22 +69,38 @@ class Rooms:
         if self._rejects(parked, want):
             raise self.out_of_room(parked)
         self.state.park(parked)
+        parked.holds_up = self._holds_up(parked)
         return None
 
     def _line(self, asking: ParkedAllocate) -> tuple[bool, bool]:
-        """Whether a put of this partition waits already, and whether one waits for memory of the units. Those that wait
-        for the budget of another partition hold up nobody else, and moves hold up moves only."""
+        """Whether a put of this partition waits already that holds it up, and whether one of any does. Moves hold up
+        moves only."""
         moving, update = asking.command.moving, asking.command.update
-        firsts: dict[str, ParkedAllocate] = {}
+        queued: set[str] = set()
+        behind = False
         for parked in self.state.room_waiters[update].values():
             if moving and parked.command.moving:
                 return True, True
-            if parked.command.moving:
+            if parked.command.moving or parked.partition.name in queued or not self._in_line(parked):
                 continue
             if not moving and parked.partition is asking.partition:
                 return True, True
-            firsts.setdefault(parked.partition.name, parked)
-        return False, any(over(self.state, one.partition, one.total, update=update) <= 0 for one in firsts.values())
+            queued.add(parked.partition.name)
+            behind = behind or self._holds_up(parked)
+        return False, behind
+
+    def _for_memory(self, parked: ParkedAllocate) -> bool:
+        """Whether this put waits for memory of the units, not for its partition's budget."""
+        return over(self.state, parked.partition, parked.total, update=parked.command.update) <= 0
+
+    def _holds_up(self, parked: ParkedAllocate) -> bool:
+        """Whether all that come after this put, of other partitions too, wait for it."""
+        return self._for_memory(parked) and self._in_line(parked)
+
+    def _in_line(self, parked: ParkedAllocate) -> bool:
+        """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
+        that are too small for it: nobody who fits into one takes what it could have."""
+        return not (self._for_memory(parked) and is_fragmented(self.state, parked.total, update=parked.command.update))
 
     def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
@@ -98,6 +117,8 @@ class Rooms:
             short = want.total - self._room(want)
             if behind or max(excess, short) <= 0:
                 short = want.total
+            if self.evictions.in_vain(partition, excess=excess, short=short, update=want.update):
+                return None
             made = self.evictions.make_room(partition, excess=excess, short=short, update=want.update)
             if made is None:
                 return None
@@ -144,48 +165,68 @@ class Rooms:
         return AllocatedAhead(offset=offset, checksums=are_wanted(self.state, session, [unit]))
 
     def judge(self) -> None:
-        """Room may have come back: serve whoever it is enough for."""
-        for update in (True, False):
-            queued: set[str] = set()
-            behind = False
-            for parked in list(self.state.room_waiters[update].values()):
-                partition = parked.partition
-                if parked.command.moving:
-                    continue
-                if partition.name in queued or (behind and not evicts(partition)):
-                    continue
-                waits = self._judge(parked, behind=behind)
-                if waits:
-                    queued.add(partition.name)
-                    behind = behind or over(self.state, partition, parked.total, update=update) <= 0
-        self._judge_moves()
+        """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
+        samples go now."""
+        state, extents = self.state, self.state.extents
+        while extents.freed or extents.loosened:
+            anybody, extents.freed = extents.freed, False
+            loosened, extents.loosened = extents.loosened & state.room_wanted.keys(), set()
+            if state.room_wanted and (anybody or loosened):
+                for update in (True, False):
+                    self._judge_line(state.room_waiters[update], loosened, anybody=anybody)
+                self._judge_moves()
+
+    def _judge_line(self, line: dict[tuple[int, int], ParkedAllocate], loosened: set[int], *, anybody: bool) -> None:
+        """Those of the `loosened` accounts' partitions, or anybody, in turn. One that holds up others no more lets them
+        be judged, too."""
+        queued: set[str] = set()
+        behind = False
+        for parked in list(line.values()):
+            partition = parked.partition
+            if parked.command.moving or partition.name in queued:
+                continue
+            mine = partition.account.number in loosened
+            if mine and partition.outlook is not None:
+                partition.outlook.changed = True
+            if (anybody or mine) and (not behind or evicts(partition)) and not self._judge(parked, behind=behind):
+                continue
+            held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
+            self.state.extents.freed |= held_up and not parked.holds_up
+            if self._in_line(parked):
+                queued.add(partition.name)
+            behind = behind or parked.holds_up
 
     def _judge_moves(self) -> None:
         """What is to be moved takes what no update waits for."""
         updates = self.state.room_waiters[True].values()
         moves = [parked for parked in updates if parked.command.moving]
         puts = [parked for parked in updates if not parked.command.moving]
-        behind = bool(moves) and any(over(self.state, one.partition, one.total, update=True) <= 0 for one in puts)
+        behind = bool(moves) and any(map(self._holds_up, puts))
         for parked in moves:
             if self._judge(parked, behind=behind):
                 return
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
-        want = Want(parked.session, parked.command)
         try:
-            self._refuse_hopeless(parked.partition, want)
-        except RequestTooLargeError as error:
-            self.state.unpark(parked, error)
+            result = self._attempt(parked, behind=behind)
+        except DataPlaneError as error:
+            result = error
+        except Exception as error:  # nothing that others do may fail because of who waits
+            self.state.fail(parked, error)
             return False
+        if result is not None:
+            self.state.unpark(parked, result)
+        return result is None
+
+    def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
+        """What the call ends with, None if it goes on waiting."""
+        want = Want(parked.session, parked.command)
+        self._refuse_hopeless(parked.partition, want)
         granted = self._serve(parked, want, behind=behind)
-        if granted is not None:
-            self.state.unpark(parked, granted)
-        elif self._rejects(parked, want):
-            self.state.unpark(parked, self.out_of_room(parked))
-        else:
-            return True
-        return False
+        if granted is None and self._rejects(parked, want):
+            return self.out_of_room(parked)
+        return granted
 
     def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
         """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""

@@ -187,6 +187,9 @@ class Saves:
             self.partitions.register(session, number, _registration(saved))
             partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
             self._claim(partition, saved)
+            partition.outlook = None
+            for watch in partition.watches.values():
+                watch.reset()
             state.touch(partition)
         return c.Done()
 

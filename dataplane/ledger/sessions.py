@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
     from dataplane.ledger.saves import Snapshot
     from dataplane.ledger.tasks import Interest, Task
+    from dataplane.ledger.watches import Watch
 
 
 class SessionState(enum.StrEnum):
@@ -86,10 +87,14 @@ class ParkedClaim(Parked):
         self.command = command
         self.partition = partition
         self.interest: Interest | None = None
+        self.watch: Watch | None = None
 
 
 class ParkedAllocate(Parked):
-    """`total` is the bytes it wants, in whole granules; `evicted` the ids of unconsumed samples that went for it."""
+    """`total` is the bytes it wants, in whole granules; `evicted` the ids of unconsumed samples that went for it.
+    `holds_up`: when it was judged last, those behind it in line had to wait for it."""
+
+    holds_up = False
 
     def __init__(
         self, session: Session, number: int, since: float, command: Allocate, partition: Partition, total: int

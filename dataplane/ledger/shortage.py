@@ -29,6 +29,8 @@ def out_of_room(
             budget_bytes=partition.budget_bytes,
         )
     units = state.units.values()
+    holes = [unit.space for unit in units if unit.open]
+    largest = max((space.largest_bytes for space in holes), default=0)
     lost = [
         (
             f"storage unit {unit.number} ({unit.offer.name}), which is "
@@ -44,8 +46,16 @@ def out_of_room(
         free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
+        fragments=sum(space.fragments for space in holes) if is_fragmented(state, wanted, update=update) else 0,
+        largest_free_bytes=largest,
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {unit.problem}" for unit in units if unit.problem),
     )
+
+
+def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
+    """Whether so many bytes are free in open units: if a put of them finds no room all the same, it is in pieces."""
+    units = [unit for unit in state.units.values() if unit.open]
+    return sum(max(min(unit.room(update=update), unit.space.free_bytes), 0) for unit in units) >= wanted
 
 
 def _ranked(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:

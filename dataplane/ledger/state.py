@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
-from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError
-from dataplane.ledger.commands import Answer, Int64s, Output, Result, Samples
+from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, PartitionNotFoundError
+from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.leases import Leases
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
@@ -15,6 +15,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
+from dataplane.ledger.watches import Watch, kind_of
 from dataplane.types import Checksums
 
 BIRTHS_APART_NS = 1000
@@ -24,9 +25,10 @@ BIRTHS_APART_NS = 1000
 class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `births` and `serials` only grow; births
     begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
-    of this. `touched` are the partitions whose parked claims must be judged again.
-    `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
-    `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
+     of this. `touched` are the partitions whose parked claims must be judged again. `room_waiters` are the puts that
+     wait, updates apart, and `room_wanted` says how many, by the account of their partition.
+     `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
+     `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
@@ -61,6 +63,7 @@ class State:
         self.sessions: dict[int, Session] = {}
         self.parked = 0
         self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}
+        self.room_wanted: dict[int, int] = {}
         self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
@@ -109,10 +112,14 @@ class State:
                 partition.wakes_at = float("inf")
                 self.touch(partition)
 
-    def loosen(self) -> None:
-        """Samples may have come to be consumed, unpinned or whole: puts that wait for eviction are judged again."""
-        if self.room_waiters[True] or self.room_waiters[False]:
-            self.extents.freed = True
+    def loosen(self, partition: Partition, rows: Int64s) -> None:
+        """These samples may have come to be consumed, or lie elsewhere: puts of the partition that wait for eviction
+        are judged again."""
+        number = partition.account.number
+        if number in self.room_wanted:
+            self.extents.loosened.add(number)
+            if partition.outlook is not None:
+                partition.outlook.note(rows)
 
     # --- calls that wait
 
@@ -122,11 +129,11 @@ class State:
         parked.session.parked[parked.number] = parked
         heapq.heappush(self.alarms, (parked.deadline, self.serial(), parked.session.number, parked.number))
         if isinstance(parked, ParkedClaim):
-            parked.partition.waiters[parked.key] = parked
-            if parked.interest is not None:
-                parked.interest.waiters += 1
+            self._park_claim(parked)
         elif isinstance(parked, ParkedAllocate):
             self.room_waiters[parked.command.update][parked.key] = parked
+            number = parked.partition.account.number
+            self.room_wanted[number] = self.room_wanted.get(number, 0) + 1
         elif isinstance(parked, ParkedFind):
             self._watch((*self.finders, parked))
 
@@ -135,17 +142,50 @@ class State:
         self.parked -= 1
         del parked.session.parked[parked.number]
         if isinstance(parked, ParkedClaim):
-            del parked.partition.waiters[parked.key]
-            if parked.interest is not None:
-                parked.interest.waiters -= 1
+            self._unpark_claim(parked)
         elif isinstance(parked, ParkedAllocate):
-            del self.room_waiters[parked.command.update][parked.key]
-            self.extents.freed = True
+            self._unpark_put(parked)
         elif isinstance(parked, ParkedShrink):
             self.shrinkers.pop(parked.key, None)
         elif isinstance(parked, ParkedFind):
             self._watch(tuple([other for other in self.finders if other is not parked]))
         self.answer(parked.session, parked.number, result)
+
+    def _park_claim(self, parked: ParkedClaim) -> None:
+        partition, interest = parked.partition, parked.interest
+        assert interest is not None, parked.key
+        partition.waiters[parked.key] = parked
+        interest.waiters += 1
+        kind = kind_of(interest, parked.command)
+        if kind not in partition.watches:
+            partition.watches[kind] = Watch(kind, interest, parked.command)
+        parked.watch = partition.watches[kind]
+        parked.watch.join(parked)
+
+    def _unpark_claim(self, parked: ParkedClaim) -> None:
+        partition, watch = parked.partition, parked.watch
+        assert watch is not None, parked.key
+        del partition.waiters[parked.key]
+        watch.interest.waiters -= 1
+        watch.leave(parked)
+        if not watch.waiters:
+            del partition.watches[watch.kind]
+
+    def _unpark_put(self, parked: ParkedAllocate) -> None:
+        """Whoever stood behind it may be served."""
+        del self.room_waiters[parked.command.update][parked.key]
+        number = parked.partition.account.number
+        self.room_wanted[number] -= 1
+        if not self.room_wanted[number]:
+            del self.room_wanted[number]
+            parked.partition.outlook = None
+        self.extents.freed = True
+
+    def fail(self, parked: Parked, error: Exception) -> None:
+        """Judging a parked call raised what nothing should: the call ends with that, and nobody else is told."""
+        what = f"call {parked.number} of session {parked.session.number} could not be judged while it waited: {error!r}"
+        self.out.append(Notice(text=what))
+        self.unpark(parked, InternalError(what=what))
 
     def _watch(self, finders: tuple[ParkedFind, ...]) -> None:
         """These calls wait for something to happen on their units."""
@@ -175,7 +215,7 @@ class State:
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
         """These rows of a task are unclaimed again."""
         back = task.give_back(rows)
-        self.loosen()
+        self.loosen(partition, rows)
         if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
             partition.reclaimed(task, back)
             self.touch(partition)

@@ -73,7 +73,8 @@ class Describe(Command, frozen=True, kw_only=True):
 
 class Allocate(Command, frozen=True, kw_only=True):
     """Reserves room; the reservation is named by this call's number. Answered `Allocated`; parks while there is no room
-    (`on_full`), first come first served within new rows (`update=False`) and within updates.
+    (`on_full`), first come first served within new rows (`update=False`) and within updates, but for puts that wait for
+    a free piece that is large enough: those hold up nobody.
 
     Placement: the unit `unit_wish`, then units this session is attached to, then units on its host, then the emptiest;
     all columns in one piece if they fit, else column by column, else columns split between values. Never a unit that is
