@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
-from dataplane.ledger.claims import Claims, _Named
+from dataplane.ledger.claims import Claims
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
@@ -217,10 +217,6 @@ def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "return_rows", hasty)
 
 
-def claims_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Named, "own", property(lambda self: self.task.stamps[self.rows] > 0))
-
-
 def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Task, "unsettled", property(lambda self: 0, lambda self, value: None), raising=False)
 
@@ -231,7 +227,6 @@ def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
     [
         one_cleared_sample_holds_up_the_rest,
         of_several_only_the_first_goes_back,
-        claims_are_not_compared,
         open_leases_count_as_consumed,
         pins_hold_nothing,
         the_end_of_a_session_frees_without_proof,
