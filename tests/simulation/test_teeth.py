@@ -22,7 +22,6 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.saves import Saves
 from dataplane.ledger.state import State
-from dataplane.ledger.tasks import Task
 from tests.profiles import budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
@@ -217,17 +216,12 @@ def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "return_rows", hasty)
 
 
-def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Task, "unsettled", property(lambda self: 0, lambda self, value: None), raising=False)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",
     [
         one_cleared_sample_holds_up_the_rest,
         of_several_only_the_first_goes_back,
-        open_leases_count_as_consumed,
         pins_hold_nothing,
         the_end_of_a_session_frees_without_proof,
         a_held_lock_proves_death,
