@@ -35,7 +35,8 @@ class Lease:
 
     def left(self) -> Int64s:
         """Its rows that are on lease."""
-        return self.rows[self.task.stamps[self.rows] == self.claim]
+        left: Int64s = self.rows[self.task.stamps[self.rows] == self.claim]
+        return left
 
     def over(self, now: float) -> Int64s:
         """Those of them whose time is over."""
