@@ -14,7 +14,7 @@ from dataplane.control.numbering import Numbering
 from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
-from dataplane.ledger.claims import Claims, _Named
+from dataplane.ledger.claims import Claims
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
@@ -23,7 +23,6 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.saves import Saves
 from dataplane.ledger.state import State
-from dataplane.ledger.tasks import Task
 from tests.profiles import budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
@@ -228,14 +227,6 @@ def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "return_rows", hasty)
 
 
-def claims_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Named, "own", property(lambda self: self.task.stamps[self.rows] > 0))
-
-
-def open_leases_count_as_consumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Task, "unsettled", property(lambda self: 0, lambda self, value: None), raising=False)
-
-
 def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Numbering, "confirmed", ())
 
@@ -246,8 +237,6 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
     [
         one_cleared_sample_holds_up_the_rest,
         of_several_only_the_first_goes_back,
-        claims_are_not_compared,
-        open_leases_count_as_consumed,
         pins_hold_nothing,
         the_end_of_a_session_frees_without_proof,
         a_held_lock_proves_death,
