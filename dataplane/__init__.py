@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from dataplane.errors import ShareTakenError as ShareTakenError
     from dataplane.errors import StaleCallError as StaleCallError
     from dataplane.errors import StaleSampleError as StaleSampleError
+    from dataplane.errors import StaleSchemaError as StaleSchemaError
     from dataplane.errors import StateDirError as StateDirError
     from dataplane.errors import StorageUnitError as StorageUnitError
     from dataplane.errors import TaskNotFoundError as TaskNotFoundError
@@ -176,6 +177,7 @@ _HOME = {
     "Shared": "dataplane.columns",
     "StaleCallError": "dataplane.errors",
     "StaleSampleError": "dataplane.errors",
+    "StaleSchemaError": "dataplane.errors",
     "StalenessPolicy": "dataplane.staleness",
     "StorageUnitError": "dataplane.errors",
     "StreamingDataLoader": "dataplane.streaming",

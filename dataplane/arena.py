@@ -354,25 +354,25 @@ class MappedArena:
         self.close()
 
 
-def sweep_kept(directory: str | Path) -> list[Path]:
+def sweep_kept(directory: str | Path, *, superseded: Path | None = None) -> list[Path]:
     """Remove the arenas in `directory` that were to outlive their units and that nobody will ask for: no process holds
-    them, and the file that keeps them is gone. What was removed. Those of another container, whose files cannot be seen
-    from here, stay."""
+    them, and the file that keeps them is gone, or is `superseded`, which is to keep another. What was removed. Those of
+    another container, whose files cannot be seen from here, stay."""
     folder = Path(directory)
     gone = [folder / name for name in os.listdir(folder) if KEPT_ARENA_NAME.fullmatch(name)]
-    return [path for path in gone if _has_no_keeper(path) and unlink_unheld(path)]
+    return [path for path in gone if _has_no_keeper(path, superseded) and unlink_unheld(path)]
 
 
-def _has_no_keeper(path: Path) -> bool:
+def _has_no_keeper(path: Path, superseded: Path | None) -> bool:
     """Where that cannot be told, it may have one."""
     try:
-        return _keeper_is_gone(path)
+        return _keeper_is_gone(path, superseded)
     except (OSError, ValueError) as error:
         log.warning("cannot tell whether %s is still kept (%s): it stays", path, error)
         return False
 
 
-def _keeper_is_gone(path: Path) -> bool:
+def _keeper_is_gone(path: Path, superseded: Path | None) -> bool:
     fd = open_own(path)
     if fd is None:
         return False
@@ -386,8 +386,11 @@ def _keeper_is_gone(path: Path) -> bool:
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)
     if mounts != _mounts():
         return False
+    keeper = raw[start : start + length]
+    if superseded is not None and keeper == os.fsencode(superseded):
+        return True
     try:
-        os.stat(raw[start : start + length])
+        os.stat(keeper)
     except (FileNotFoundError, NotADirectoryError):
         return True
     return False

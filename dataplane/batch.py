@@ -12,7 +12,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from dataplane.errors import InvalidRequestError
-from dataplane.jagged import is_jagged, jagged_from_values, offsets_of, pad_nested, pad_scalar, row_lengths, select_rows
+from dataplane.jagged import (
+    is_jagged,
+    jagged_from_values,
+    not_per_token,
+    offsets_of,
+    pad_nested,
+    pad_scalar,
+    row_lengths,
+    select_rows,
+)
 from dataplane.packing import plan_shards
 from dataplane.schema import Layout
 
@@ -24,7 +33,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     (object arrays among them).
 
     `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` are what sharding with packing leaves on a
-    shard (see `schema`), None otherwise. Methods that change rows give a new batch over the same memory where they can,
+    shard (see `schema`), None otherwise; `not_per_token` names padded columns whose dimension 1 is not the samples'
+    tokens (see `materialize`). Methods that change rows give a new batch over the same memory where they can,
     and say so where they work in place. A column whose number of rows differs from the others' is a ValueError.
     """
 
@@ -33,6 +43,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.micro_batch_indices: list[list[list[int]]] | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
+        self.not_per_token: frozenset[str] = frozenset()
 
     @classmethod
     def from_batches(
@@ -51,7 +62,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             odd = set(names) ^ set(batch)
             if odd:
                 raise KeyError(f"{min(odd)!r} is in some of the batches only (batch {number} differs from batch 0)")
-        return cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
+        joined = cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
+        joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
+        return joined
 
     @property
     def size(self) -> int:
@@ -217,8 +230,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     # --- columns ---
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cuts every dense tensor that has dimension `dim` to `truncated_len` there, in place (as views)."""
+        """Cuts every dense tensor that has dimension `dim` to `truncated_len` there, in place (as views); in dimension
+        1 not those of `not_per_token`."""
         for name, column in self.data.items():
+            if dim == 1 and name in self.not_per_token:
+                continue
             if isinstance(column, Tensor) and not column.is_nested and column.dim() > dim:
                 self.data[name] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
@@ -232,7 +248,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def _each(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
         _rows_of(self.data)
-        return type(self)({name: change(column) for name, column in self.data.items()})
+        changed = type(self)({name: change(column) for name, column in self.data.items()})
+        changed.not_per_token = self.not_per_token
+        return changed
 
 
 def materialize(
@@ -240,24 +258,33 @@ def materialize(
     layout: Layout = "padded",
     pad_value_dict: Mapping[str, Any] | None = None,
     pad_to_seqlen: int = 0,
+    *,
+    sequence_lengths: Sequence[int] | None = None,
 ) -> BatchedDataDict[Any]:
     """A batch of the columns of `td`.
 
     layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0, S being the
-    column's longest row, or `pad_to_seqlen` if that is more than 0. layout "jagged": they stay as they are. All other
-    columns are passed on untouched, never padded; a NonTensorStack becomes a list if all its rows are tensors (ragged
-    columns), else an object array.
+    column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0. Per-token are those that
+    `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as `sequence_lengths` `[N]` (if None, as those
+    of such a column) says; all of them, where neither tells. Images and the like are not: they are in `not_per_token`
+    of the batch. layout "jagged": they stay as they are. All other columns are passed on untouched, never padded; a
+    NonTensorStack becomes a list if all its rows are tensors (ragged columns), else an object array.
 
-    ValueError, naming the field, if `pad_to_seqlen` is below the longest row or a dtype cannot hold its pad value.
+    ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column or a dtype cannot
+    hold its pad value.
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
     pads = pad_value_dict or {}
     batch: BatchedDataDict[Any] = BatchedDataDict()
+    if layout == "padded":
+        jagged = {name: row_lengths(value).cpu().numpy() for name, value in td.items() if is_jagged(value)}
+        batch.not_per_token = not_per_token(jagged, sequence_lengths)
     for name, value in td.items():
         if layout == "padded" and is_jagged(value):
             try:
-                value = pad_nested(value, pads.get(name, 0), width=pad_to_seqlen)
+                width = 0 if name in batch.not_per_token else pad_to_seqlen
+                value = pad_nested(value, pads.get(name, 0), width=width)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"field {name!r}: {error}") from error
         batch[name] = _plain_column(value)

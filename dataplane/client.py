@@ -99,7 +99,8 @@ class DataPlaneClient:
         cursors of tasks that stay are kept, a seal is lifted and a new count begins.
 
         fields: names, or name -> FieldSpec; the standard per-token RL columns are jagged by name. num_samples: how many
-        samples will be born until the partition counts as complete (None: until `seal`). consumer_tasks: the only tasks
+        samples will be born until the partition counts as complete (None: that is not known; it is when `seal` says
+        so). consumer_tasks: the only tasks
         that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have.
         strict: a put of an undeclared field is a ValueError instead of extending the schema.
 
@@ -149,8 +150,10 @@ class DataPlaneClient:
         sample_ids: N distinct ids, or a meta (then always an update of exactly those samples). fields: per name N
         rows, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list or array
         of objects.
-        tags: one mapping of small scalars per sample, merged into what is there. mode: "upsert", "create" (ids must be
-        new, else ValueError), "update" (ids must live, else KeyError) or "append".
+        tags: one mapping of small scalars per sample, merged into what is there. Without fields only the tags are set;
+        without both, samples whose ids are new begin without any field, which is meant: their fields may come later.
+        mode: "upsert", "create" (ids must be new, else ValueError), "update" (ids must live, else KeyError) or
+        "append".
 
         "append" is for samples that are still being generated: what is given of jagged fields goes behind what their
         rows hold (a new sample or field begins with it), other fields and tags are set as ever, all of it visible at
@@ -166,7 +169,8 @@ class DataPlaneClient:
         `config.put_timeout_s` (or as the partition's `when_full` says), then `CapacityTimeoutError`, which says who
         holds it. Raises KeyError for an unknown partition, ValueError for
         duplicates, wrong counts or a field whose kind, dtype or inner shape differs from its live rows, TypeError for
-        values no column can hold.
+        arguments of another type and values no column can hold; `StaleSchemaError` (a ValueError) if other clients
+        clear or register the partition anew each time it is encoded for its schema.
         """
         return self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
 
@@ -209,8 +213,9 @@ class DataPlaneClient:
     ) -> BatchedDataDict[Any]:
         """`get_data` then `materialize`, in one copy: rows go from the arena straight into the padded tensors.
 
-        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or `pad_to_seqlen` if that is more
-        (ValueError if it is less), filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
+        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or, for per-token ones (see
+        `materialize`; `meta.sequence_lengths` are the tokens), `pad_to_seqlen` if that is more (ValueError if less),
+        filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
         device: where the tensors end.
         """
         batch = self._run(

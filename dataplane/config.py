@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import numbers
 import os
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -118,6 +121,7 @@ class DataPlaneConfig:
     client_name: str = ""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
@@ -150,6 +154,13 @@ class DataPlaneConfig:
         if 0 < len(missing) < len(files):
             raise ValueError(f"TLS takes tls_cert_file, tls_key_file and tls_ca_file together; not set: {missing}")
 
+    def _check_types(self) -> None:
+        for name, kinds in _kinds().items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+                raise TypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")
+
     def _check_transport(self) -> None:
         if self.bulk_transport not in BULK_TRANSPORTS:
             raise ValueError(f"bulk_transport={self.bulk_transport!r}: expected one of {', '.join(BULK_TRANSPORTS)}")
@@ -169,6 +180,8 @@ class DataPlaneConfig:
             return cls()
         if isinstance(config, DataPlaneConfig):
             return config
+        if not isinstance(config, Mapping):
+            raise TypeError(f"expected a DataPlaneConfig or a mapping of settings, got {type(config).__name__}")
         known = {setting.name for setting in fields(cls)}
         unknown = sorted(set(config) - known)
         if unknown:
@@ -255,3 +268,17 @@ class TransferQueueEnvironment:
             pre_allocated_samples=number("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
             metadata_wait_s=float(max(number(name, default) for name, default in waits)),
         )
+
+
+@functools.cache
+def _kinds() -> dict[str, tuple[type, ...]]:
+    """What each setting may be."""
+    wider: dict[type, tuple[type, ...]] = {
+        int: (numbers.Integral,),
+        float: (numbers.Real,),
+        str: (str, os.PathLike),
+    }
+    return {
+        name: tuple(kind for part in typing.get_args(hint) or (hint,) for kind in wider.get(part, (part,)))
+        for name, hint in typing.get_type_hints(DataPlaneConfig).items()
+    }

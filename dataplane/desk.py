@@ -4,6 +4,7 @@ pins of views handed out."""
 from __future__ import annotations
 
 import collections
+import threading
 import weakref
 
 from dataplane.ahead import RoomAhead
@@ -57,6 +58,44 @@ class Pins:
         return numbers
 
 
+Schema = dict[str, FieldSpec]
+"""What is known of a partition's fields."""
+
+SCHEMAS = 256
+"""Schemas that a client remembers; one that it does not it asks for again."""
+
+
+class Schemas:
+    """The schemas of the partitions that were put into last. Nobody tells a client of partitions that others cleared:
+    so they are forgotten as others take their place. Thread-safe."""
+
+    def __init__(self, most: int = SCHEMAS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._known: collections.OrderedDict[str, Schema] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, partition: str) -> Schema | None:
+        with self._lock:
+            known = self._known.get(partition)
+            if known is not None:
+                self._known.move_to_end(partition)
+            return known
+
+    def remember(self, partition: str, fields: Schema) -> None:
+        with self._lock:
+            self._known[partition] = fields
+            self._known.move_to_end(partition)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+
+    def forget(self, partition: str) -> None:
+        with self._lock:
+            self._known.pop(partition, None)
+
+
 class Desk:
     """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
     restart."""
@@ -67,7 +106,7 @@ class Desk:
         self.config = config
         self.session = session
         self.durable = durable
-        self.schemas: dict[str, dict[str, FieldSpec]] = {}
+        self.schemas = Schemas()
         self.pins = Pins()
         self.ahead = RoomAhead()
         self.memory = WarmMemory(config.result_memory_bytes)

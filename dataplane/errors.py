@@ -13,6 +13,7 @@
     │   ├── PartitionExistsError        a restore met a partition that lives
     │   ├── CheckpointError             a checkpoint is damaged, unfinished or of another version; names the file
     │   ├── SchemaError                 kind, dtype or inner shape differs from the field's
+    │   ├── StaleSchemaError            a put was encoded under a schema that no longer holds
     │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
     │   ├── RowsChangedError            another writer changed rows that were to be appended to
     │   ├── ShareTakenError             a rank's share of a step went back, and another claim has it
@@ -120,6 +121,19 @@ class SchemaError(RefusedError):
             got=got,
             expected=expected,
             hint=hint,
+        )
+
+
+class StaleSchemaError(RefusedError):
+    """A column was encoded as the kind that the schema named when the writer asked, and the schema names none now."""
+
+    def __init__(self, *, partition: str, field: str) -> None:
+        super().__init__(
+            f"field {field!r} of partition {partition!r} was encoded for a schema that no longer holds: the field was "
+            "cleared or registered anew, and its kind is open now. Nothing was stored. Put it again; if this repeats, "
+            "declare the field's kind in register_partition.",
+            partition=partition,
+            field=field,
         )
 
 

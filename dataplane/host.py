@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from dataplane.chance import pick
 
 LOWEST_PORT = 15_000
 """Below are the ports that well-known servers like."""
+_GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
+"""Linux: SIOCGIFFLAGS, SIOCGIFADDR, IFF_UP."""
 
 
 def boot_id() -> str:
@@ -76,11 +82,46 @@ def require_guard_beyond_loopback(host: str, *, guarded: bool) -> None:
 
 
 def reachable_host(host: str) -> str:
-    """What others should call a service that binds `host`: itself, or for a wildcard this machine's main address."""
+    """What others should call a service that binds `host`: itself, or for a wildcard the address of this machine that
+    its default route has; without one the only address beyond loopback that there is (loopback, if none is).
+    ValueError where there are several."""
     address = ipaddress.ip_address(resolve_host(host))
     if not address.is_unspecified:
         return host
-    return own_address("192.0.2.1" if address.version == 4 else "2001:db8::1")
+    found = own_address("192.0.2.1" if address.version == 4 else "2001:db8::1")
+    if not ipaddress.ip_address(found).is_loopback:
+        return found
+    others = interface_addresses(address.version)
+    if len(others) > 1:
+        raise ValueError(
+            f"host {host!r}: this machine has no default route, and the addresses {', '.join(others)}; name the one "
+            "that others are to use (config.host, tq serve --host)"
+        )
+    return others[0] if others else found
+
+
+def interface_addresses(version: int) -> list[str]:
+    """This machine's IP addresses of that version on interfaces that are up, but for loopback and link-local ones: of
+    IPv4 the first of each interface."""
+    found = map(ipaddress.ip_address, _ipv4_addresses() if version == 4 else _ipv6_addresses())
+    return sorted({str(each) for each in found if not (each.is_loopback or each.is_link_local)})
+
+
+def _ipv4_addresses() -> Iterator[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has none, or is gone
+                flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, asked), 16)[0]
+                address = fcntl.ioctl(probe, _GET_ADDRESS, asked)[20:24]
+                if flags & _UP:
+                    yield socket.inet_ntoa(address)
+
+
+def _ipv6_addresses() -> Iterator[str]:
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            yield str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
 
 
 def own_address(towards: str) -> str:

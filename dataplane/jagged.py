@@ -318,6 +318,21 @@ def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad
     return out
 
 
+def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -> frozenset[str]:
+    """Which of these jagged columns, given the lengths of their rows `[N]`, have not one element per token of the
+    samples: neither does `schema.TOKEN_ALIGNED_FIELDS` name them, nor are their rows as long as `tokens` `[N]` (where
+    None, as the first column that it names). None of them where nothing tells the tokens."""
+    named = (lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS)
+    counts = next(named, None) if tokens is None else tokens
+    if counts is None:
+        return frozenset()
+    return frozenset(
+        name
+        for name, lengths in columns.items()
+        if name not in TOKEN_ALIGNED_FIELDS and not np.array_equal(lengths, counts)
+    )
+
+
 def padded_width(lengths: Int64s, width: int) -> int:
     """The width that rows of `lengths` are padded to: `width`, or the longest row when `width` is 0."""
     longest = int(lengths.max()) if len(lengths) else 0

@@ -45,12 +45,14 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
     """An arena that goes on. unit: its number before; 0: none. recheck: the machine was started anew since. lost: the
-    cookie of one that should have gone on and cannot, so that `arena` is new; "": none."""
+    cookie of one that should have gone on and cannot, so that `arena` is new; "": none that is known. anew: there was
+    one, known or not."""
 
     arena: Arena
     unit: int = 0
     recheck: bool = False
     lost: str = ""
+    anew: bool = False
 
 
 def place_of(directories: Iterable[str | Path]) -> str:
@@ -73,12 +75,16 @@ class UnitRecord:
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
         """The arena of the life before; where there is none to go on with, which the log explains, what `create` makes
-        for the path of this record. Waits up to `HELD_S` for the life before to end; StateDirError if it does not."""
+        for the path of this record; then earlier ones made for it are removed, unless a process holds them. Waits up to
+        `HELD_S` for the life before to end; StateDirError if it does not."""
+        was = self.path.exists()
         kept = self._read()
         arena = None if kept is None else self._adopt(kept, epoch)
         if kept is not None and arena is not None:
             return Adopted(arena=arena, unit=kept.unit, recheck=self._is_of_another_boot(kept))
-        return Adopted(arena=self.begin(create), lost="" if kept is None else kept.cookie)
+        arena = self.begin(create)
+        sweep_kept(arena.path.parent, superseded=self.path)
+        return Adopted(arena=arena, lost="" if kept is None else kept.cookie, anew=was)
 
     def begin(self, create: Callable[[Path], Arena]) -> Arena:
         """What `create` makes for the path of this record, which exists by then."""

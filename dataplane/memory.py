@@ -28,9 +28,13 @@ def room(directory: str | Path) -> Room:
     stat = os.statvfs(directory)
     rooms = [Room(free_bytes=stat.f_bavail * stat.f_frsize, limit="free space of its file system")]
     if file_system(directory) in MEMORY_FILE_SYSTEMS:
-        rooms += cgroup_rooms()
-        rooms += _machine_room()
+        rooms += memory_rooms()
     return min(rooms, key=lambda each: each.free_bytes)
+
+
+def memory_rooms() -> list[Room]:
+    """What the cgroups and the machine leave this process."""
+    return [*cgroup_rooms(), *_machine_room()]
 
 
 def cgroup_rooms() -> list[Room]:

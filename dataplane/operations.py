@@ -17,8 +17,8 @@ from tensordict import TensorDict
 
 from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
-from dataplane.columns import EncodedColumn, appended, checked, encode_fields
-from dataplane.desk import Desk
+from dataplane.columns import EncodedColumn, appended, checked, encode_fields, require_fields
+from dataplane.desk import Desk, Schema
 from dataplane.errors import (
     CapacityTimeoutError,
     InvalidRequestError,
@@ -26,6 +26,7 @@ from dataplane.errors import (
     SchemaError,
     ServiceRestartedError,
     StaleSampleError,
+    StaleSchemaError,
     StorageUnitError,
 )
 from dataplane.ledger import commands as c
@@ -39,8 +40,8 @@ from dataplane.types import FieldKind
 
 log = logging.getLogger(__name__)
 
-APPEND_TRIES = 8
-"""How often an append begins anew because another writer was faster."""
+PUT_TRIES = 8
+"""How often a put is encoded because the schema, or what an append builds on, was changed by another client."""
 
 
 # --- put ------------------------------------------------------------------------------------------------------
@@ -59,23 +60,26 @@ def put(
     ids = ids_of(names)
     samples = samples_of(names, ids)
     columns_of_tags = tag_columns(tags, len(ids))
-    if mode == "append" and fields is not None and len(fields.keys()):
+    if fields is not None:
+        require_fields(fields)
+        fields = fields if len(fields.keys()) else None
+    if mode == "append" and fields is not None:
         return (yield from _append(desk, names, ids, partition, fields, tags))
     chosen = c.Mode.UPSERT if mode == "append" else _mode(mode)
-    if fields is None or not len(fields.keys()):
+    if fields is None:
         commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=columns_of_tags)
         committed = (yield from naming(ids, commit)).result
         return _put_meta(ids, partition, (), tags, committed)
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
-    encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
-    try:
-        committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
-    except SchemaError:
-        if not (yield from _schema_moved(desk, partition)):
-            raise
-        encoded = yield from _encode(desk, partition, fields, len(ids), lengths)
-        committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
-    return _put_meta(ids, partition, encoded, tags, committed)
+    for turn in range(PUT_TRIES):
+        encoded, schema = yield from _encode(desk, partition, fields, len(ids), lengths)
+        try:
+            committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
+            return _put_meta(ids, partition, encoded, tags, committed)
+        except (SchemaError, StaleSchemaError) as error:
+            if turn + 1 == PUT_TRIES or not (yield from _outdated(desk, partition, schema, error)):
+                raise
+    raise AssertionError("the last turn returns or raises")
 
 
 def _append(
@@ -88,9 +92,9 @@ def _append(
 ) -> Operation[KVBatchMeta]:
     """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
     pin on what was read, kept until the commit, is what proves it."""
-    encoded = yield from _encode(desk, partition, fields, len(ids), None)
     samples, columns_of_tags = samples_of(names, ids), tag_columns(tags, len(ids))
-    for turn in range(APPEND_TRIES):
+    encoded, schema = yield from _encode(desk, partition, fields, len(ids), None)
+    for turn in range(PUT_TRIES):
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
         located = yield from naming(ids, locate)
@@ -100,12 +104,12 @@ def _append(
             committed = yield from store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
             return _put_meta(ids, partition, whole, tags, committed)
         except RowsChangedError:
-            if turn + 1 == APPEND_TRIES:
+            if turn + 1 == PUT_TRIES:
                 raise
-        except SchemaError:
-            if turn + 1 == APPEND_TRIES or not (yield from _schema_moved(desk, partition)):
+        except (SchemaError, StaleSchemaError) as error:
+            if turn + 1 == PUT_TRIES or not (yield from _outdated(desk, partition, schema, error)):
                 raise
-            encoded = yield from _encode(desk, partition, fields, len(ids), None)
+            encoded, schema = yield from _encode(desk, partition, fields, len(ids), None)
         finally:
             yield Post(c.Release(located=located.number))
     raise AssertionError("the last turn returns or raises")
@@ -148,30 +152,39 @@ def _encode(
     fields: TensorDict | Mapping[str, Any],
     rows: int,
     token_lengths: Sequence[int] | None,
-) -> Operation[list[EncodedColumn]]:
-    """Columns as the partition's schema wants them; a schema this client remembers wrongly is asked for again once."""
+) -> Operation[tuple[list[EncodedColumn], Schema]]:
+    """Columns as the partition's schema wants them, and that schema; one that this client remembers wrongly is asked
+    for again once."""
 
-    def encode() -> list[EncodedColumn]:
-        specs = desk.schemas[partition]
-        return encode_fields(fields, rows=rows, specs=specs, partition=partition, token_lengths=token_lengths)
+    def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
+        columns = encode_fields(fields, rows=rows, specs=specs, partition=partition, token_lengths=token_lengths)
+        return columns, specs
 
-    if partition not in desk.schemas:
-        yield from _schema_moved(desk, partition)
-        return encode()
+    known = desk.schemas.get(partition)
+    if known is None:
+        return encode((yield from _describe(desk, partition)))
     try:
-        return encode()
+        return encode(known)
     except SchemaError:
-        if not (yield from _schema_moved(desk, partition)):
+        fresh = yield from _describe(desk, partition)
+        if fresh == known:
             raise
-    return encode()
+    return encode(fresh)
 
 
-def _schema_moved(desk: Desk, partition: str) -> Operation[bool]:
-    """Ask for the partition's schema; whether it differs from what was remembered."""
-    before = desk.schemas.pop(partition, None)
+def _describe(desk: Desk, partition: str) -> Operation[Schema]:
+    """Ask for the partition's schema, and remember it."""
+    desk.schemas.forget(partition)
     described = yield Send(c.Describe(partition=partition))
-    desk.schemas[partition] = described.result.fields
-    return bool(before != described.result.fields)
+    fields: Schema = described.result.fields
+    desk.schemas.remember(partition, fields)
+    return fields
+
+
+def _outdated(desk: Desk, partition: str, schema: Schema, refused: SchemaError | StaleSchemaError) -> Operation[bool]:
+    """Ask for the schema under which a put was refused; whether to encode it anew."""
+    fresh = yield from _describe(desk, partition)
+    return isinstance(refused, StaleSchemaError) or fresh != schema
 
 
 def store(
@@ -197,7 +210,7 @@ def store(
     room = yield Send(
         c.Allocate(
             partition=partition,
-            columns=tuple(c.ColumnSizes(name=column.name, sizes=column.sizes) for column in encoded),
+            columns=tuple(_sizes(column) for column in encoded),
             update=mode is c.Mode.UPDATE or samples.ids is None,
             timeout_s=desk.config.put_timeout_s,
         )
@@ -215,6 +228,10 @@ def store(
     except BaseException:
         yield from give_back(desk, room.number, unfinished)
         raise
+
+
+def _sizes(column: EncodedColumn) -> c.ColumnSizes:
+    return c.ColumnSizes(name=column.name, sizes=column.sizes, by_schema=column.by_schema)
 
 
 def _write(
@@ -249,6 +266,7 @@ def _commit(
             lengths=column.lengths,
             index=column.index,
             checksums=column.checksums,
+            by_schema=column.by_schema,
         )
         for column in encoded
     )
@@ -371,7 +389,7 @@ def list_samples(desk: Desk, partition: str) -> Operation[KVBatchMeta]:
 def clear(desk: Desk, names: Names | None, partition: str) -> Operation[None]:
     """Drop samples, or the partition with its schema."""
     if names is None:
-        desk.schemas.pop(partition, None)
+        desk.schemas.forget(partition)
     yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
 
 

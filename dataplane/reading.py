@@ -19,6 +19,7 @@ from dataplane.batch import BatchedDataDict
 from dataplane.columns import RowSource, assemble, checked, decode_batch
 from dataplane.desk import Desk
 from dataplane.errors import InvalidRequestError, StorageUnitError
+from dataplane.jagged import not_per_token
 from dataplane.ledger import commands as c
 from dataplane.meta import CellPlaces, KVBatchMeta
 from dataplane.operations import naming
@@ -57,16 +58,20 @@ def get_batch(
     """The fields of the samples, gathered straight into padded tensors."""
 
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
-        return BatchedDataDict(
-            decode_batch(
-                sources,
-                layout=layout,
-                pad_value_dict=pad_value_dict,
-                pad_to_seqlen=pad_to_seqlen,
-                empty=desk.empty,
-                copier=desk.copier.copy,
-            )
+        jagged = {name: each.lengths for name, each in sources.items() if each.spec.kind is FieldKind.JAGGED}
+        others = not_per_token(jagged, meta.sequence_lengths)
+        columns = decode_batch(
+            sources,
+            layout=layout,
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=pad_to_seqlen,
+            others=others,
+            empty=desk.empty,
+            copier=desk.copier.copy,
         )
+        batch: BatchedDataDict[Any] = BatchedDataDict(columns)
+        batch.not_per_token = others
+        return batch
 
     batch: BatchedDataDict[Any] = yield from _read(desk, meta, meta.partition_id, select_fields, build)
     return batch

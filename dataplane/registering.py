@@ -38,7 +38,7 @@ def register(
         budget_bytes=budget_bytes,
         when_full=_when_full(when_full),
     )
-    desk.schemas.pop(partition, None)
+    desk.schemas.forget(partition)
     yield Send(command)
 
 

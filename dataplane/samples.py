@@ -83,6 +83,10 @@ def tag_columns(tags: Sequence[Mapping[str, Any]] | None, count: int) -> tuple[c
     values: dict[str, list[Scalar]] = {}
     positions: dict[str, list[int]] = {}
     for row, mapping in enumerate(tags):
+        if not isinstance(mapping, Mapping) or set(map(type, mapping)) - {str}:
+            got = "other names than strings" if isinstance(mapping, Mapping) else type(mapping).__name__
+            hint = "Pass a mapping of tag names to values for each sample."
+            raise UnsupportedValueError(field="tags", row=row, got=got, hint=hint)
         for name, value in mapping.items():
             values.setdefault(name, []).append(scalar(name, row, value))
             positions.setdefault(name, []).append(row)

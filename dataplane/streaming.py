@@ -222,7 +222,9 @@ class _Form:
 
     def of(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """What `read` gives, of what `read_jagged` gave."""
-        batch = materialize(columns, self.layout, self.pad_value_dict, self._width(meta))
+        batch = materialize(
+            columns, self.layout, self.pad_value_dict, self._width(meta), sequence_lengths=meta.sequence_lengths
+        )
         return batch if self.device is None else batch.to(self.device)
 
     def _width(self, meta: KVBatchMeta) -> int:

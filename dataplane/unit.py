@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.arena import Arena, default_capacity, sweep_kept
+from dataplane.arena import PAGE_BYTES, Arena, default_capacity, sweep_kept
 from dataplane.bulk.by_engine import UnitEngine
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
@@ -85,11 +85,7 @@ class StorageUnit:
     def _start(self) -> None:
         self._stopped = False
         config = self._config
-        self._folder = own_directory(config.arena_dir)
-        for directory in lock_directories(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # who left last has removed it
-                sweep(directory)
-                sweep_kept(directory)
+        self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         self._link.open(
             self._begin(self._link), on_order=self._order, on_added=self._added, start_over=self._start_over
@@ -132,6 +128,7 @@ class StorageUnit:
             forced=self._arena.forced,
             recheck=opened.recheck,
             instead_of=opened.lost,
+            anew=opened.anew,
             curve_key="" if keys is None else keys.public,
         )
 
@@ -180,7 +177,18 @@ class StorageUnit:
         self._record = UnitRecord(config.state_dir, self.name, shared, forced=forced)
         if anew:
             return Adopted(arena=self._record.begin(create))
-        return self._record.open(create, epoch=epoch)
+        opened = self._record.open(create, epoch=epoch)
+        wanted = config.capacity_bytes
+        if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
+            log.warning(
+                "storage unit %s goes on with its arena of %s bytes; the capacity of %s asked for is for a new one: "
+                "`tq drain %s` empties and ends the unit, which then begins anew",
+                self.name,
+                f"{opened.arena.capacity_bytes:,}",
+                f"{wanted:,}",
+                self.name,
+            )
+        return opened
 
     def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
         """Metrics, for whoever may use the service, and health."""
@@ -253,6 +261,23 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def sweep_leftovers(config: DataPlaneConfig) -> None:
+    """Remove what units that were killed have left. OSError where the directories cannot be had."""
+    _sweep(config)
+    for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
+        leave(shared)
+
+
+def _sweep(config: DataPlaneConfig) -> Path:
+    """This user's directory for arenas, without those that nobody will ask for."""
+    folder = own_directory(config.arena_dir)
+    for directory in lock_directories(folder):
+        with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+            sweep(directory)
+            sweep_kept(directory)
+    return folder
 
 
 def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import subprocess
 import sys
 import threading
@@ -21,45 +20,33 @@ import msgspec
 
 from dataplane.config import DataPlaneConfig
 from dataplane.descriptors import allow_more
-from dataplane.unit import StorageUnit
+from dataplane.errors import DataPlaneError
+from dataplane.memory import memory_rooms
+from dataplane.stopping import Stop
+from dataplane.unit import StorageUnit, sweep_leftovers
 
 log = logging.getLogger(__name__)
 
-END_S = 60.0
-"""A unit that is told to end, or that does not begin, takes up to so long."""
+END_S = 12.0
+"""A unit that is told to end takes up to so long; then it is killed. With what its controller takes, a service ends
+within half a minute."""
+KILL_S = 2.0
+UNIT_BYTES = 32 << 20
+"""What the process of a unit takes at least, besides its arena."""
+UNIT_FILES = 4
+"""Open files that a unit costs the process of its controller."""
 RESTARTS = 5
 WITHIN_S = 60.0
 """A unit that ends more often than this within this time is not started again."""
 
 
-class Stop:
-    """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`."""
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """The line that the process of a unit writes on standard output: that it is ready, or why it is not."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
-
-    def _asked(self, *_: object) -> None:
-        self.asked = True
-        self._event.set()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def when(self, event: threading.Event) -> None:
-        """Set this as soon as `event` is."""
-
-        def wait() -> None:
-            event.wait()
-            self.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def wait(self) -> None:
-        """Blocks until a signal asks to stop: that is what a server does."""
-        self._event.wait()
+    unit: str = ""
+    http: str | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +73,25 @@ class UnitProcesses:
         self._stopping = False
         self._told: dict[str, DataPlaneConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ready: set[str] = set()
+        self._ending = threading.Lock()
+        self._over = False
         self._watchers: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
-        """Returns when every unit is registered. SystemExit, with the exit code of a unit that could not start; what is
-        wrong is on standard error."""
+        """Returns when every unit is registered, or once `stop` is called, from another thread. OSError that says which
+        could not start, and why."""
         names = [f"unit-{number}" for number in range(count)]
         for number, name in enumerate(names):
             self._told[name] = self._config.of_unit(number)
-            self._start(name)
+            if not self._start(name):
+                return
         for name in names:
-            if not self._await_ready(self._processes[name]):
-                raise SystemExit(self._processes[name].wait(END_S) or 1)
+            why = self._await_ready(name)
+            if self._stopping:
+                return
+            if why:
+                raise OSError(f"storage unit {name} cannot start: {why}")
         for name in names:
             self._watchers.append(threading.Thread(target=self._watch, args=(name,), name=f"tq-{name}", daemon=True))
             self._watchers[-1].start()
@@ -106,11 +100,12 @@ class UnitProcesses:
         """The process of a unit, at present."""
         return self._processes[name].pid
 
-    def _start(self, name: str) -> None:
-        """Nothing once they are to end."""
+    def _start(self, name: str) -> bool:
+        """False, and nothing, once they are to end."""
         with self._guard:
             if self._stopping:
-                return
+                return False
+            self._ready.discard(name)
             command = [sys.executable, "-m", "dataplane.unit_process"]
             # A group of its own: a terminal's SIGINT is for the service, which then ends its units.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
@@ -121,10 +116,19 @@ class UnitProcesses:
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
                 process.stdin.flush()
 
-    @staticmethod
-    def _await_ready(process: subprocess.Popen[bytes]) -> bool:
+            return True
+
+    def _await_ready(self, name: str) -> str:
+        """Why the unit did not start; "": it did."""
+        process = self._processes[name]
         assert process.stdout is not None
-        return bool(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            return f"its process ended with code {process.wait(END_S)}"
+        why = msgspec.json.decode(line, type=Said).error
+        if not why:
+            self._ready.add(name)
+        return why
 
     def _watch(self, name: str) -> None:
         ends: deque[float] = deque(maxlen=RESTARTS + 1)
@@ -140,8 +144,11 @@ class UnitProcesses:
                 if len(ends) > RESTARTS and ends[-1] - ends[0] < WITHIN_S:
                     return self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
                 log.warning("storage unit %s ended with code %d: starting it again", name, code)
-                self._start(name)
-                self._await_ready(self._processes[name])
+                if not self._start(name):
+                    return None
+                why = self._await_ready(name)
+                if why:
+                    log.warning("storage unit %s did not start again: %s", name, why)
         except Exception as error:
             log.exception("cannot watch storage unit %s", name)
             self._on_end(f"storage unit {name} cannot be started again: {error}")
@@ -153,17 +160,60 @@ class UnitProcesses:
                 stream.close()
 
     def stop(self) -> None:
-        """End them. Takes seconds at most. Idempotent."""
+        """End them. Those that are not ready yet are killed, and those that take longer than `END_S`. Idempotent."""
         with self._guard:
             self._stopping = True
-        for process in self._processes.values():
-            if process.stdin is not None:
+        with self._ending:
+            if self._over:
+                return
+            self._over = True
+            killed = self._end()
+            for watcher in self._watchers:
+                watcher.join(KILL_S)
+            if killed:
+                with contextlib.suppress(OSError):
+                    sweep_leftovers(self._config)
+
+    def _end(self) -> bool:
+        """Whether one of them had to be killed."""
+        processes = self._processes
+        for name, process in processes.items():
+            assert process.stdin is not None
+            if name in self._ready:
                 process.stdin.close()
-        for watcher in self._watchers:
-            watcher.join(END_S)
-        for process in self._processes.values():
-            process.wait(END_S)
+            else:
+                process.kill()
+        end, late = time.monotonic() + END_S, []
+        for name, process in processes.items():
+            if not _ended(process, max(0.0, end - time.monotonic())):
+                log.warning("storage unit %s did not end within %.0f s, and is killed", name, END_S)
+                process.kill()
+                late.append(process)
+        for process in late:
+            _ended(process, KILL_S)
+        for process in processes.values():
             self._close(process)
+        return bool(late) or any(name not in self._ready for name in processes)
+
+
+def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+        return True
+    return False
+
+
+def require_room(count: int) -> None:
+    """ValueError where this machine, or this process, has not enough for so many units."""
+    files = allow_more()
+    fit = {f"it may have {files:,} open files, of which a unit takes {UNIT_FILES}": files // UNIT_FILES}
+    for room in memory_rooms():
+        fit[f"{room.limit} leaves {room.free_bytes:,} bytes, of which a unit takes {UNIT_BYTES:,}"] = (
+            room.free_bytes // UNIT_BYTES
+        )
+    why, most = min(fit.items(), key=lambda each: each[1])
+    if count > most:
+        raise ValueError(f"{count:,} storage units: there is room for {most:,} here, since {why}. Start fewer.")
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
@@ -171,17 +221,21 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
     gone first."""
     with unit as running:
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
-        text = f"storage unit {running.name} ready{metrics}"
-        facts = {"unit": running.name, "http": running.http_url or None}
-        print(msgspec.json.encode(facts).decode() if json else text, flush=True)  # noqa: T201
+        said = Said(unit=running.name, http=running.http_url or None)
+        print(_line(said) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
         lost = running.lost
         stop.when(lost)
         stop.wait()
         return lost.is_set() and not stop.asked
 
 
+def _line(said: Said) -> str:
+    facts = {name: fact for name, fact in asdict(said).items() if name != "error" or fact}
+    return msgspec.json.encode(facts).decode()
+
+
 def main() -> int:
-    """Exit code 1 if the controller goes first, and does not come back in time."""
+    """Exit code 1 if the unit cannot start, or the controller goes first and does not come back in time."""
     stop = Stop()
     allow_more()
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), Settings)
@@ -193,7 +247,12 @@ def main() -> int:
             stop.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop))
+    try:
+        return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop, json=True))
+    except (DataPlaneError, ValueError, OSError) as error:
+        with contextlib.suppress(BrokenPipeError):  # the service is gone
+            print(_line(Said(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
+        return 1
 
 
 if __name__ == "__main__":

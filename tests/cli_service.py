@@ -17,17 +17,17 @@ from tests.conftest import our_files
 
 
 class Service:
-    """A `tq serve` process; `address` is what it printed."""
+    """A `tq serve` process; `address` is what it printed, unless it is not waited for until it is ready."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, await_ready: bool = True) -> None:
         self.files = our_files()
         command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "8m", *arguments]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline()
-        self.address = self.first_line.split()[-1]
+        self.first_line = self.process.stdout.readline() if await_ready else ""
+        self.address = (self.first_line.split() or [""])[-1]
 
     @property
     def complaints(self) -> list[str]:
@@ -36,7 +36,7 @@ class Service:
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        _, self.errors = self.process.communicate(timeout=60)
+        self.output, self.errors = self.process.communicate(timeout=60)
         return self.process.returncode
 
 

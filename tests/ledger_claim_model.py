@@ -101,6 +101,11 @@ class Partition:
                 return sample.cells[name].spec
         return self.fields.get(name)
 
+    def names_kind(self, name: str) -> bool:
+        """Whether a writer can take the field's kind from the schema."""
+        spec = self.spec_of(name)
+        return spec is not None and spec.kind is not None
+
 
 @dataclass
 class Faults:

@@ -58,19 +58,27 @@ class Driver:
         epoch: int = 1,
         **more: Any,
     ) -> c.UnitAdded:
-        out = self.apply(
-            c.AddUnit(
-                name=name,
-                host=host,
-                epoch=epoch,
-                cookie=f"cookie-{name}",
-                capacity_bytes=capacity,
-                backed_bytes=capacity if backed is None else backed,
-                endpoints=("tcp://127.0.0.1:1",),
-                arena_path=f"/arena/{name}",
-                **more,
-            )
+        return self.offer(
+            name,
+            host=host,
+            epoch=epoch,
+            cookie=f"cookie-{name}",
+            capacity_bytes=capacity,
+            backed_bytes=capacity if backed is None else backed,
+            **more,
         )
+
+    def offer(self, name: str, **more: Any) -> c.UnitAdded:
+        """What the service says to a unit that offers itself so."""
+        offer = {
+            "host": "here",
+            "epoch": 1,
+            "capacity_bytes": MIB,
+            "backed_bytes": MIB,
+            "endpoints": ("tcp://127.0.0.1:1",),
+            "arena_path": f"/arena/{name}",
+        }
+        out = self.apply(c.AddUnit(name=name, **{**offer, **more}))
         assert isinstance(out[0], c.UnitAdded)
         return out[0]
 

@@ -88,6 +88,9 @@ class Model(ClaimModel):
         match command:
             case Commit():
                 return self.commit_faults(session, partition, command)
+            case Allocate():
+                stale = any(column.by_schema and not partition.names_kind(column.name) for column in command.columns)
+                return Faults({"StaleSchemaError"} if stale else set())
             case Locate():
                 faults = Faults(self.missing(partition, command.samples))
                 for name in command.fields:
@@ -147,6 +150,8 @@ class Model(ClaimModel):
                 faults.must |= {"SchemaError", "InvalidRequestError", "FieldNotFoundError"}
             elif expected is not None and not expected.accepts(column.spec):
                 faults.must.add("SchemaError")
+            elif column.by_schema and not partition.names_kind(column.name):
+                faults.must.add("StaleSchemaError")
             elif partition.strict and column.name not in partition.fields:
                 faults.may |= {"SchemaError", "InvalidRequestError"}
         if not self.sizes_agree(session, command):

@@ -81,7 +81,9 @@ class LedgerWriter(LedgerDriver):
         columns = tuple(self.draw_column(data, name, len(samples), wrong=fate != "commit") for name in names)
         allocate = Allocate(
             partition="p",
-            columns=tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c))) for c in columns),
+            columns=tuple(
+                ColumnSizes(name=c.name, sizes=int64s(sizes_of(c)), by_schema=c.by_schema) for c in columns
+            ),
             update=mode is Mode.UPDATE,
             on_full=on_full,
             timeout_s=3.05,
@@ -147,7 +149,16 @@ class LedgerWriter(LedgerDriver):
         index_array = None if index is None else int64s(index)
         first = data.draw(st.sampled_from([None, 0, 1, 2]))
         checksums = None if first is None else np.arange(first, first + values, dtype=np.uint32)
-        return CommitColumn(name=name, spec=spec, lengths=int64s(lengths), index=index_array, checksums=checksums)
+        partition = self.model.partitions.get("p")
+        by_schema = partition is not None and partition.names_kind(name)
+        return CommitColumn(
+            name=name,
+            spec=spec,
+            lengths=int64s(lengths),
+            index=index_array,
+            checksums=checksums,
+            by_schema=not by_schema if self.rarely(data, 3) else by_schema,
+        )
 
     def draw_tags(self, data: st.DataObject, count: int) -> tuple[TagColumn, ...]:
         names = data.draw(st.lists(st.sampled_from(TAGS), max_size=2, unique=True))

@@ -26,7 +26,17 @@ LAYOUTS = {
     "pp2 dp1 tp2": NamedSharding([[[0, 1]], [[2, 3]]], ["pipeline_parallel", "data_parallel", "tensor_parallel"]),
     "dp4": NamedSharding([0, 1, 2, 3], ["data_parallel"]),
 }
-FIELDS = ["input_ids", "generation_logprobs", "fp8", "token_mask", "routed_experts", "dense", "images", "notes"]
+FIELDS = [
+    "input_ids",
+    "generation_logprobs",
+    "fp8",
+    "token_mask",
+    "routed_experts",
+    "dense",
+    "images",
+    "patches",
+    "notes",
+]
 
 
 class Worker(TQWorkerMixin):
@@ -98,6 +108,7 @@ def put(client: DataPlaneClient, partition: str, *, pad_to: int | None = 64) -> 
         "routed_experts": rows(LENGTHS, torch.uint8, 2, 3),
         "dense": torch.randn(3, len(LENGTHS)).t(),
         "images": [torch.randn(i + 1, 2 if i % 2 else 3) for i in range(len(LENGTHS))],
+        "patches": rows([9 * (i + 1) for i in range(len(LENGTHS))], torch.float32, 4),
         "notes": notes,
     }
     ids = [f"s{i}" for i in range(len(LENGTHS))]

@@ -350,6 +350,37 @@ def test_materialize_pads_jagged_fields_only() -> None:
     assert materialize(td)["ids"].shape == (4, 5), "the longest row"
 
 
+PATCHES = [torch.ones(patches, 2) for patches in (12, 0, 3, 1)]
+"""More of one image than the sample has tokens."""
+
+
+def images_of() -> TensorDict:
+    """ROWS are per token; scores are by their lengths."""
+    columns = {"input_ids": nested_of(ROWS), "scores": nested_of(ROWS), "patches": nested_of(PATCHES)}
+    return TensorDict(columns, batch_size=[4])
+
+
+@pytest.mark.parametrize("width", [0, 6, 16])
+def test_columns_that_are_not_per_token_are_padded_to_their_own_longest_row(width: int) -> None:
+    batch = materialize(images_of(), pad_value_dict={"patches": 7}, pad_to_seqlen=width)
+    assert batch["input_ids"].shape == batch["scores"].shape == (4, width or 5)
+    assert batch["patches"].shape == (4, 12, 2)
+    assert batch["patches"][2, 3:].eq(7).all()
+    alone = TensorDict({"patches": nested_of(PATCHES)}, batch_size=[4])
+    told = materialize(alone, pad_to_seqlen=width, sequence_lengths=[len(row) for row in ROWS])
+    assert told["patches"].shape == (4, 12, 2)
+    assert materialize(alone, pad_to_seqlen=16)["patches"].shape == (4, 16, 2), "nothing tells the tokens"
+
+
+def test_columns_that_are_not_per_token_are_not_cut_to_a_micro_batch() -> None:
+    batch = materialize(images_of(), pad_to_seqlen=12)
+    assert batch.not_per_token == {"patches"}
+    for part in (batch.slice(0, 2), batch.select_indices([1, 0]), BatchedDataDict.from_batches([batch, batch])):
+        part.truncate_tensors(1, 5)
+        assert part["scores"].shape[1] == 5
+        assert part["patches"].shape[1] == 12
+
+
 def test_materialize_jagged_leaves_them() -> None:
     td = td_of()
     batch = materialize(td, layout="jagged")

@@ -86,6 +86,7 @@ def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["why", "train"], "TASK"),
         (["clear"], "PARTITION"),
         (["top", "127.0.0.1:1", "--interval", "0"], "--interval"),
+        (["top", "127.0.0.1:1", "--interval", "inf"], "--interval"),
     ],
 )
 def test_wrong_arguments_get_one_line_and_exit_code_2(

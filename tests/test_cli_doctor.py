@@ -43,8 +43,8 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 def test_everything_is_looked_at_and_a_service_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = told(["--arena-dir", str(tmp_path)], capsys)
-    expected = ["system", "shared memory", "memory limit", "this user's directory", "open files", "ports", "packages"]
-    expected += ["protobuf", "gRPC", "ZMQ", "Ray", "torch", "GPU", "a service here", "round trip"]
+    expected = ["system", "shared memory", "memory limit", "this user's directory", "open files", "loopback", "ports"]
+    expected += ["packages", "protobuf", "gRPC", "ZMQ", "Ray", "torch", "GPU", "a service here", "round trip"]
     assert list(found) == expected
     for what in ("protobuf", "gRPC", "ZMQ", "torch", "a service here", "round trip"):
         assert found[what].ok, found[what]
@@ -135,6 +135,26 @@ def test_a_port_that_is_taken() -> None:
         found = only(machine.machine("/dev/shm", port), "ports")
         assert os.strerror(errno.EADDRINUSE) in found.found
         assert str(port) in found.mend
+
+
+def test_a_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine.machine("/dev/shm", 0), "loopback").ok
+
+    def unreachable(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    found = only(machine.machine("/dev/shm", 0), "loopback")
+    assert os.strerror(errno.ENETUNREACH) in found.found
+    assert "ip link set lo up" in found.mend
+
+
+def test_several_addresses_without_a_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unclear(host: str) -> str:
+        raise ValueError("this machine has no default route; name one with --host")
+
+    monkeypatch.setattr(machine, "reachable_host", unclear)
+    assert "no default route; name one with --host" in only(machine.machine("/dev/shm", 0), "ports").found
 
 
 def test_packages_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:

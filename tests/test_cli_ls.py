@@ -29,6 +29,38 @@ def test_partitions(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str])
     assert (part["partition"], part["live"], part["claimed"]) == ("train", 3, {"policy": 1, "critic": 0})
 
 
+def test_no_more_partitions_than_the_limit(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        filled.register_partition(f"more-{number}", ["x"], None, ["t"])
+    assert main(["ls", "--limit", "2"]) == 0
+    _, *rows, note = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["train", "more-0"]
+    assert note == "and 2 more partitions; --limit 4 lists all"
+    assert main(["ls", "--limit", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert ([part["partition"] for part in told["partitions"]], told["total"]) == (["train", "more-0"], 4)
+    assert main(["ls"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.parametrize("verb", ["ls", "status", "top --once --interval 0.1", "why train policy", "clear train --yes"])
+def test_a_screen_asks_for_no_more_partitions_than_it_shows(
+    verb: str, filled: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[c.Command] = []
+    call = Channel.call
+
+    def noted(channel: Channel, command: c.Command, *args: Any, **kwargs: Any) -> Any:
+        asked.append(command)
+        return call(channel, command, *args, **kwargs)
+
+    monkeypatch.setattr(Channel, "call", noted)
+    main(verb.split())
+    stats = [command for command in asked if isinstance(command, c.Stats)]
+    assert stats
+    assert all(command.partitions or command.limit for command in stats)
+
+
 def test_no_partitions_are_said(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     filled.clear_samples(None, "train")
     assert main(["ls"]) == 0

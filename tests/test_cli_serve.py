@@ -7,6 +7,9 @@ import os
 import queue
 import select
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from dataplane.unit_process import UnitProcesses
 from tests.cli_service import Service, child_of, services  # noqa: F401
 from tests.conftest import litter
 from tests.lives import wait_until
+from tests.ports import free_ports
 from tests.web_client import ask
 
 pytestmark = pytest.mark.slow
@@ -133,6 +137,63 @@ def test_serve_status_and_a_clean_end(
     assert not litter(service.files)
 
 
+def test_a_unit_that_stands_still_does_not_keep_its_service_from_ending(services: list[Service]) -> None:
+    service = Service("--units", "1")
+    services.append(service)
+    unit = psutil.Process(child_of(service))
+    unit.suspend()
+    assert service.end(signal.SIGTERM) == 0
+    assert service.complaints == ["storage unit unit-0 did not end within 12 s, and is killed"]
+    assert not unit.is_running()
+    assert not litter(service.files)
+
+
+def test_a_service_whose_units_are_starting_ends_when_it_is_told(services: list[Service]) -> None:
+    service = Service("--units", "2", await_ready=False)
+    services.append(service)
+    serving = psutil.Process(service.process.pid)
+
+    def started() -> list[psutil.Process]:
+        return [each for each in serving.children() if "dataplane.unit_process" in each.cmdline()]
+
+    wait_until(lambda: len(started()) == 2)
+    units = started()
+    for unit in units:
+        unit.suspend()
+    assert service.end(signal.SIGTERM) == 0
+    assert not any(unit.is_running() for unit in units)
+    assert not litter(service.files)
+
+
+def test_more_units_than_there_is_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--units", "99999999"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("tq: 99,999,999 storage units: there is room for "), text
+    assert text.count("\n") == 1
+
+
+_INTERRUPTED = """
+import os, signal, sys
+import dataplane.cli
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(dataplane.cli.main(["serve", "--units", "0"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("importing", "code"), [("dataplane.cli.app", -signal.SIGINT), ("dataplane.control.controller", 0)]
+)
+def test_an_interrupt_while_it_is_imported_is_no_traceback(importing: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED, importing], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_path: Path) -> None:
     state = tmp_path / "state"
     first = Service("--units", "2", "--state-dir", str(state))
@@ -155,6 +216,21 @@ def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_pa
     assert not litter(first.files)
 
 
+def test_a_capacity_that_comes_too_late_is_told(services: list[Service], tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    for more, warnings in (((), 0), ((), 0), (("--capacity", "16m"), 1)):
+        service = Service("--state-dir", state, *more)
+        services.append(service)
+        assert service.end(signal.SIGTERM) == 0
+        told = [line for line in service.complaints if "the capacity of" in line]
+        assert len(told) == warnings
+    assert told[0].startswith(
+        "storage unit unit-0 goes on with its arena of 8,388,608 bytes; the capacity of 16,777,216"
+    )
+    assert "`tq drain unit-0`" in told[0]
+    discard(tmp_path / "state", ["/dev/shm"])
+
+
 def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_path: Path) -> None:
     service = Service("--state-dir", str(tmp_path / "state"))
     services.append(service)
@@ -169,6 +245,33 @@ def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_
     assert service.end(signal.SIGTERM) == 0
     assert "storage unit unit-0 ended with code -9: starting it again" in service.errors
     assert len(discard(tmp_path / "state", ["/dev/shm"])) == 1
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_unit_that_cannot_start_is_one_line(services: list[Service], tmp_path: Path, state: bool) -> None:
+    first = free_ports(3)
+    with socket.create_server(("127.0.0.1", first + 1)):
+        where = ("--state-dir", str(tmp_path)) if state else ()
+        service = Service("--http-port", str(first), "--units", "2", *where)
+        services.append(service)
+        assert service.process.wait(60) == 1
+    assert service.process.stderr is not None
+    (line,) = service.process.stderr.read().splitlines()
+    assert line.startswith("tq: storage unit unit-0 cannot start: "), line
+    assert str(first + 1) in line
+    assert not service.first_line
+    discard(tmp_path, ["/dev/shm"])
+
+
+def test_an_arena_directory_that_is_none_is_one_line(services: list[Service], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    service = Service("--arena-dir", str(tmp_path / "file"))
+    services.append(service)
+    assert service.process.wait(60) == 1
+    assert service.process.stderr is not None
+    (line,) = service.process.stderr.read().splitlines()
+    assert line.startswith("tq: "), line
+    assert str(tmp_path / "file") in line
 
 
 def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:

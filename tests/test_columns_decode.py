@@ -132,6 +132,11 @@ def test_batch_is_what_materialize_makes_of_the_same_columns(layout: Any) -> Non
         assert fast["fixed"].shape == (3, 2), "a fixed shape is never padded"
 
 
+def test_a_batch_pads_other_columns_to_their_own_longest_row() -> None:
+    batch = decode_batch(batch_sources(), pad_to_seqlen=6, others=["pixels"])
+    assert [tuple(batch[name].shape) for name in ("ids", "pixels")] == [(3, 6), (3, 7, 2)]  # type: ignore[union-attr]
+
+
 def test_batch_errors_name_the_field() -> None:
     with pytest.raises(InvalidRequestError, match=r"'pixels'.*longest row has 7"):
         decode_batch(batch_sources(), pad_to_seqlen=6)

@@ -158,7 +158,7 @@ def test_tensordict_must_have_a_row_per_sample() -> None:
         fields = TensorDict({"x": torch.zeros(3)}, batch_size=batch_size)
         with pytest.raises(InvalidRequestError, match="batch_size"):
             encode_fields(fields, rows=2, specs={})
-    with pytest.raises(InvalidRequestError, match="mapping"):
+    with pytest.raises(UnsupportedValueError, match="mapping"):
         encode_fields([torch.zeros(2)], rows=2, specs={})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="field names"):
         encode_fields({1: torch.zeros(2)}, rows=2, specs={})  # type: ignore[dict-item]

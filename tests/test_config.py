@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dataplane import DataPlaneConfig, build_data_plane_client, connect, serve
@@ -33,6 +34,42 @@ def test_bad_settings_are_named(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ValueError, match=name):
         DataPlaneConfig.of(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"address": 5},
+        {"address": b"here:1"},
+        {"port": "7000"},
+        {"capacity_bytes": 1e9},
+        {"heartbeat_s": "2"},
+        {"force_remote": "yes"},
+        {"token": 7},
+        {"units": None},
+    ],
+)
+def test_settings_of_another_type_are_named(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(TypeError, match=f"{name}=.*expected .*, got {type(value).__name__}"):
+        DataPlaneConfig.of(settings)
+
+
+def test_numbers_and_paths_of_other_libraries_are_taken() -> None:
+    config = DataPlaneConfig(port=np.int64(7000), heartbeat_s=1, put_timeout_s=np.float32(2), state_dir=Path("/x"))  # type: ignore[arg-type]
+    assert config.port == 7000
+
+
+@pytest.mark.parametrize("address", [5, b"here:1", ["here:1"]])
+def test_an_address_is_text(address: Any) -> None:
+    with pytest.raises(TypeError, match="address="):
+        connect(address)
+
+
+@pytest.mark.parametrize("config", [5, "here:1", ["address"]])
+def test_a_config_is_a_mapping(config: Any) -> None:
+    with pytest.raises(TypeError, match="a DataPlaneConfig or a mapping"):
+        serve(config)
 
 
 def test_the_environment_fills_gaps_only(monkeypatch: pytest.MonkeyPatch) -> None:

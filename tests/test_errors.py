@@ -20,6 +20,7 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.PartitionExistsError(partition="p"),
     e.CheckpointError(file="/c/manifest.json", why="truncated"),
     e.SchemaError(partition="p", field="f", got="dense", expected="jagged"),
+    e.StaleSchemaError(partition="p", field="f"),
     e.InvalidRequestError("no"),
     e.RowsChangedError(partition="p", field="f", samples=["a"], total=2),
     e.ShareTakenError(partition="p", task="t", step=3, rank=1, samples=["a", "b"], total=4),

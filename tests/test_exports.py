@@ -81,6 +81,7 @@ EXPECTED = [
     "Shared",
     "StaleCallError",
     "StaleSampleError",
+    "StaleSchemaError",
     "StalenessPolicy",
     "StateDirError",
     "StorageUnitError",

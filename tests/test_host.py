@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from dataplane import host as host_module
 from dataplane.host import (
     boot_id,
     join_address,
@@ -42,6 +43,31 @@ def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
     assert reachable_host("localhost") == "localhost"
     assert not ipaddress.ip_address(reachable_host("0.0.0.0")).is_unspecified
     assert resolve_host("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("wildcard", "loopback"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
+@pytest.mark.parametrize(
+    ("there", "told"), [([], None), (["10.1.2.3"], "10.1.2.3"), (["10.1.2.3", "10.9.9.9"], "10.1.2.3, 10.9.9.9; name")]
+)
+def test_a_wildcard_without_a_default_route(
+    wildcard: str, loopback: str, there: list[str], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "own_address", lambda towards: loopback)
+    monkeypatch.setattr(host_module, "interface_addresses", lambda version: there)
+    if len(there) > 1:
+        with pytest.raises(ValueError, match=f"no default route.*{told}.*--host"):
+            reachable_host(wildcard)
+    else:
+        assert reachable_host(wildcard) == (told or loopback)
+
+
+@pytest.mark.integration
+def test_addresses_of_interfaces_are_those_that_others_can_use() -> None:
+    for version in (4, 6):
+        for address in map(ipaddress.ip_address, host_module.interface_addresses(version)):
+            assert address.version == version
+            assert not address.is_loopback
+            assert not address.is_link_local
 
 
 @pytest.mark.integration

@@ -233,6 +233,22 @@ def test_who_begins_anew_says_which_arena_is_lost(record: UnitRecord, memory: Pa
         assert again.lost == arena.cookie.hex()
 
 
+@pytest.mark.parametrize("left", [b"", b"{}", b'{"arena": "/dev/shm', b"\xff" * 40])
+def test_a_damaged_record_begins_anew_and_its_arena_goes(record: UnitRecord, memory: Path, left: bytes) -> None:
+    path = left_by(record, memory)
+    record.path.write_bytes(left)
+    opened = record.open(lambda keeper: Arena.create(memory, MIB, epoch=2, keeper=keeper), epoch=2)
+    with opened.arena as arena:
+        assert (opened.anew, opened.lost, opened.unit) == (True, "", 0)
+        assert list(memory.iterdir()) == [arena.path] != [path]
+
+
+def test_the_first_life_is_not_anew(record: UnitRecord, memory: Path) -> None:
+    opened = record.open(lambda keeper: Arena.create(memory, MIB, epoch=2, keeper=keeper), epoch=2)
+    with opened.arena:
+        assert not opened.anew
+
+
 def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixture) -> None:
     record.path.parent.mkdir()
     record.path.write_text("{}")

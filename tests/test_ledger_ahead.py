@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from dataplane.errors import (
     InvalidRequestError,
     SampleExistsError,
     ServiceRestartedError,
+    StaleSchemaError,
     StorageUnitError,
 )
 from dataplane.ledger import Limits
@@ -40,11 +42,9 @@ def allocate(client: Client, nbytes: int = ROOM) -> tuple[int, int]:
 
 
 def commit(room: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: object) -> c.Commit:
-    lengths = {"x": [x], **({"y": [y]} if y else {})}
-    settings = {"partition": "p", "mode": c.Mode.UPSERT, **more}
-    return c.Commit(
-        samples=by_ids(sample), reservation=room, offset=offset, columns=commit_columns(lengths), **settings
-    )
+    columns = commit_columns({"x": [x], **({"y": [y]} if y else {})})
+    settings = {"partition": "p", "mode": c.Mode.UPSERT, "columns": columns, **more}
+    return c.Commit(samples=by_ids(sample), reservation=room, offset=offset, **settings)
 
 
 def places(client: Client, sample: str, field: str = "x") -> tuple[int, int]:
@@ -58,6 +58,15 @@ def test_columns_lie_one_after_another_each_from_a_granule_of_its_own(client: Cl
     client.call(c.Committed, commit(room, start, "a", x=70, y=5))
     assert places(client, "a", "x") == (start, 70)
     assert places(client, "a", "y") == (start + 128, 5)
+
+
+def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: Client) -> None:
+    room, start = allocate(client)
+    columns = tuple(msgspec.structs.replace(column, by_schema=True) for column in commit_columns({"x": [10]}))
+    with pytest.raises(StaleSchemaError, match="'x'"):
+        client.raise_(commit(room, start, "a", columns=columns))
+    client.call(c.Committed, commit(room, start, "a"))
+    client.call(c.Committed, commit(room, start + 64, "b", columns=columns))
 
 
 def test_parts_may_be_taken_in_any_order_and_what_is_left_goes_back_whole(driver: Driver, client: Client) -> None:

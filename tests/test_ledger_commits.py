@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from dataplane.errors import (
     SampleNotFoundError,
     SchemaError,
     ServiceRestartedError,
+    StaleSchemaError,
     StorageUnitError,
 )
 from dataplane.ledger import commands as c
@@ -98,6 +100,40 @@ def test_a_fault_changes_nothing_and_frees_the_reservation(driver: Driver, clien
     assert set(client.call(c.Described, c.Describe(partition="p")).fields) == {"x"}
     with pytest.raises(InvalidRequestError, match="no reservation"):
         client.raise_(commit(number))
+
+
+def by_schema(number: int) -> c.Commit:
+    columns = tuple(msgspec.structs.replace(column, by_schema=True) for column in commit_columns({"x": [8]}))
+    return c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=number, columns=columns)
+
+
+def opened(client: Client, how: str) -> None:
+    """The kind of field x is open again."""
+    client.clear("old")
+    if how == "registration":
+        client.register()
+
+
+@pytest.mark.parametrize("how", ["last row", "registration"])
+def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: Client, how: str) -> None:
+    before = client.used()
+    number = client.post(client.allocate({"x": [8]}))
+    opened(client, how)
+    with pytest.raises(StaleSchemaError, match="'x'"):
+        client.raise_(by_schema(number))
+    assert client.used() == before - 64
+    wanted = (c.ColumnSizes(name="x", sizes=np.array([8]), by_schema=True),)
+    with pytest.raises(StaleSchemaError, match="'x'"):
+        client.raise_(c.Allocate(partition="p", columns=wanted))
+    client.put(["a"], {"x": [8]})
+    client.call(c.Committed, by_schema(client.post(client.allocate({"x": [8]}))))
+
+
+def test_a_kind_that_a_later_schema_names_again_is_taken(client: Client) -> None:
+    number = client.post(client.allocate({"x": [8]}))
+    client.clear("old")
+    client.register(specs={"x": BYTES})
+    client.call(c.Committed, by_schema(number))
 
 
 def test_a_commit_is_visible_whole(client: Client) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import InvalidRequestError, SampleNotFoundError
+from dataplane.errors import InvalidRequestError, PartitionNotFoundError, SampleNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.ledger import inspection
 from tests.ledger_driver import Client, Driver, by_ids
@@ -206,3 +206,17 @@ def test_looking_changes_nothing(driver: Driver, client: Client) -> None:
     before = [kept.low for kept in driver.ledger._state.partitions["p"].interests.values()]
     client.stats()
     assert [kept.low for kept in driver.ledger._state.partitions["p"].interests.values()] == before
+
+
+def test_figures_of_some_partitions(client: Client) -> None:
+    for name in ("q", "r"):
+        client.register(name)
+    some = client.call(c.StatsReport, c.Stats(limit=2))
+    assert ([found.partition for found in some.partitions], some.partition_count) == (["p", "q"], 3)
+    named = client.call(c.StatsReport, c.Stats(partitions=("r", "p")))
+    assert ([found.partition for found in named.partitions], named.partition_count) == (["r", "p"], 3)
+    assert len(client.stats().partitions) == 3
+    with pytest.raises(PartitionNotFoundError, match="nobody"):
+        client.call(c.StatsReport, c.Stats(partitions=("nobody",)))
+    with pytest.raises(InvalidRequestError, match="limit=-1"):
+        client.call(c.StatsReport, c.Stats(limit=-1))

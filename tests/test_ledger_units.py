@@ -120,6 +120,35 @@ def test_a_machine_started_anew_ends_who_ran_there(driver: Driver) -> None:
     assert stats.units[0].pinned_bytes + stats.units[1].pinned_bytes == 64
 
 
+@pytest.mark.parametrize("cookie", ["", "never heard of"])
+def test_a_unit_that_lost_its_record_takes_the_place_of_what_its_name_had(driver: Driver, cookie: str) -> None:
+    client = driver.client()
+    client.register()
+    for unit in (1, 2):
+        client.put([f"s{unit}"], {"x": [64]}, unit_wish=unit)
+    for unit in (1, 2):
+        driver.apply(c.UnitLost(unit=unit))
+    driver.add_unit(name="more", capacity=MIB)
+    again = {"cookie": "another", "instead_of": cookie}
+    assert driver.offer("unit0", **again).unit == 4
+    assert client.call(c.Listed, c.List(partition="p")).ids == ("s1", "s2"), "it did not say so"
+    driver.apply(c.UnitLost(unit=4))
+    assert driver.offer("unit0", anew=True, **{**again, "cookie": "the third"}).unit == 5
+    assert [unit.unit for unit in client.call(c.UnitList, c.Units()).units] == [2, 3, 5]
+    assert client.call(c.Listed, c.List(partition="p")).ids == ("s2",)
+    assert driver.offer("unit0", anew=True, cookie="the fourth").unit == 6
+    assert 5 in [unit.unit for unit in client.stats().units], "a unit that is there is never taken for lost"
+
+
+def test_of_units_of_one_name_the_one_of_its_host_is_lost(driver: Driver) -> None:
+    client = driver.client()
+    driver.offer("unit0", cookie="far", host="there")
+    for unit in (1, 3):
+        driver.apply(c.UnitLost(unit=unit))
+    driver.offer("unit0", cookie="new", host="there", anew=True)
+    assert [unit.unit for unit in client.call(c.UnitList, c.Units()).units] == [1, 2, 4]
+
+
 def test_what_a_lost_arena_held_goes_when_its_unit_begins_anew(driver: Driver) -> None:
     client = driver.client()
     client.register()

@@ -186,19 +186,24 @@ def test_the_session_of_the_server_lives_as_long_as_it_is_looked_at_and_longer(s
     """Its heartbeats are more frequent than its silence would be noticed: nothing is said in the log."""
     json(server, "/api/stats")
     time.sleep(1.0)
-    mine = [session for session in json(server, "/api/stats")["sessions"] if session["name"] == "tq http"]
-    assert [session["state"] for session in mine] == ["live"]
+    with connect(server.address, client_name="looker") as client:
+        mine = [session for session in client.stats().sessions if session.name == "tq http"]
+        assert [session.state for session in mine] == ["live"]
+        shown = [session["name"] for session in json(server, "/api/stats")["sessions"]]
+        assert "looker" in shown
+        assert "tq http" not in shown, "it is no client"
 
 
 def test_a_session_that_was_given_up_is_opened_anew() -> None:
     with Controller(DataPlaneConfig(http_port=0, heartbeat_s=30.0)) as controller:
         address = controller.http_address
-        first = [session["session"] for session in ask(address, "/api/stats").json["sessions"]]
+        assert ask(address, "/api/stats").json["sessions"] == []
         assert controller._http is not None
-        controller._http._inside._session += 1  # one that the ledger does not know
-        second = [session["session"] for session in ask(address, "/api/stats").json["sessions"]]
-        assert len(second) == 2
-        assert first[0] in second
+        inside = controller._http._inside
+        first = inside._session
+        inside._session += 1  # one that the ledger does not know
+        assert [session["session"] for session in ask(address, "/api/stats").json["sessions"]] == [first]
+        assert inside._session > first
 
 
 # --- health

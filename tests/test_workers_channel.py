@@ -134,12 +134,31 @@ def test_an_item_that_cannot_be_built_is_the_getters_error_once(make: Callable[.
         channel.get()
     assert not hasattr(alone.value, "__notes__")
     assert channel.get() == 1
-    for item in (1, Broken(), 2, 3):
+
+
+@every_wire
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_an_item_that_cannot_be_built_takes_no_others_with_it(
+    make: Callable[..., Channel], async_op: bool, size: int
+) -> None:
+    channel = make()
+    for item in (1, [Broken(), torch.ones(size)], torch.full((size,), 2), Broken(), 5):
         channel.put(item, weight=1)
-    with pytest.raises(NotSerializableError) as caught:
-        channel.get_batch(3)
-    assert caught.value.__notes__ == ["the 2 others of its batch are gone with it"]
-    assert channel.get() == 3
+    with pytest.raises(NotSerializableError, match="RuntimeError: no") as caught:
+        finished(channel.get_batch(4, async_op=async_op))
+    assert caught.value.__notes__ == ["gone from its batch: 2; in the channel again: the other 2"]
+    one, twos, five = finished(channel.get_batch(3, async_op=async_op))
+    assert (one, int(twos.sum()), five) == (1, 2 * size, 5)
+    assert channel.empty()
+
+
+@every_wire
+def test_what_follows_an_item_that_cannot_be_built_is_not_called(make: Callable[..., Channel]) -> None:
+    channel = make()
+    channel.put(Broken())
+    with pytest.raises(NotSerializableError, match="RuntimeError: no"):
+        channel.get(async_op=True).then(pytest.fail, "called after an error").wait()
 
 
 @every_wire

@@ -52,7 +52,7 @@ REQUESTS = [
     wire.Create(2, "c", "name", 3),
     wire.Put(3, "c", b"k", wire.Item(b"head", b"abc"), 1.5, False, 9),
     wire.Get(4, "c", b"k", None, True),
-    wire.Reserve(5, 100, False),
+    wire.Reserve(5, "c", b"k", 100, False),
     wire.Ack(6),
     wire.Cancel(7),
 ]

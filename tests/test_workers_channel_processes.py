@@ -22,6 +22,7 @@ import torch
 from dataplane.host import split_address
 from tests.channel_peer import Peer, kept, say
 from tests.channels import CAPACITY, ROADS, alongside, broker, elsewhere, every_wire, make, peer, waiting
+from tests.lives import wait_until
 from workers.channel import (
     Channel,
     ChannelBroker,
@@ -33,9 +34,12 @@ from workers.channel import (
     wire,
 )
 from workers.channel import broker as broker_module
+from workers.channel import channel as channel_module
 from workers.channel.endpoint import Endpoint
+from workers.channel.hosted import HostedBroker
 from workers.channel.settings import Settings, broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
+from workers.directory import server as directory_server
 from workers.errors import NameNotFoundError, WorkerLostError
 
 pytestmark = pytest.mark.slow
@@ -68,7 +72,8 @@ def _put_forever(channel: Channel, size: int) -> None:
 
 def _keep_reserved(channel: Channel) -> None:
     with channel._links[0]._line("a test") as line:  # type: ignore[union-attr]
-        line.ask(wire.Reserve(line.number(), CAPACITY // 2, False), "a test", time.monotonic() + 10)
+        reserve = wire.Reserve(line.number(), channel._settings.ident, b"", CAPACITY // 2, False)
+        line.ask(reserve, "a test", time.monotonic() + 10)
     kept()["channel"] = channel
 
 
@@ -344,6 +349,93 @@ def test_a_name_whose_broker_died_can_be_taken(directory: DirectoryClient, nodes
     with pytest.raises(ChannelLostError):
         old.get()
     new.disconnect()
+
+
+def _host(directory: str) -> str:
+    kept()["broker"] = HostedBroker(directory, 0, capacity_bytes=CAPACITY)
+    return str(kept()["broker"].endpoint)
+
+
+def _has_broker(directory: DirectoryClient) -> bool:
+    return broker_name(0) in {entry.name for entry in directory.listing(Kind.CHANNEL)}
+
+
+def test_a_broker_that_is_killed_is_waited_for(directory: DirectoryClient) -> None:
+    first, second = Peer(), Peer()
+    first.call(_host, directory.address)
+    old = Channel.create("c", directory=directory)
+    first.kill()
+    with alongside(lambda: Channel.create("c", directory=directory)) as outcome:
+        wait_until(lambda: not _has_broker(directory), "the directory to know of the broker's end")
+        second.call(_host, directory.address)
+    new = outcome[0]
+    new.put("a")
+    assert new.get() == "a"
+    with pytest.raises(ChannelLostError):
+        old.get()
+    for each in (old, new):
+        each.disconnect()
+    first.stop()
+    second.stop()
+
+
+def test_a_broker_whose_end_the_directory_has_yet_to_notice(
+    directory: DirectoryClient, broker: ChannelBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be reached, and is listed: what the directory says of it next is waited for."""
+    dead = ChannelBroker(capacity_bytes=CAPACITY)
+    directory.register_channel(broker_name(0), (dead.endpoint,), {}, returns=True)
+    dead.close()
+    waits = threading.Event()
+    subscribe = directory.subscribe
+
+    def note(listener: Callable[[Any], None]) -> Callable[[], None]:
+        waits.set()
+        return subscribe(listener)
+
+    monkeypatch.setattr(directory, "subscribe", note)
+    with alongside(lambda: Channel.create("c", directory=directory)) as outcome:
+        assert waits.wait(60)
+        directory.register_channel(broker_name(0), (broker.endpoint,), {}, returns=True)
+    outcome[0].put("a")
+    assert outcome[0].get() == "a"
+    outcome[0].disconnect()
+
+
+def test_a_broker_that_stood_still_is_known_again_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", 1000), ("GRACE_S", 0.1)):
+        monkeypatch.setattr(directory_server, name, value)
+    with Directory.serve() as server, DirectoryClient(server.address) as directory:
+        peer = Peer()
+        endpoint = peer.call(_host, server.address)
+        channel = Channel.create("c", directory=directory)
+        channel.put("a")
+        peer.signal(signal.SIGSTOP)
+        wait_until(lambda: not _has_broker(directory), "the directory to give up the broker")
+        peer.signal(signal.SIGCONT)
+        assert directory.lookup_channel(broker_name(0), 60).endpoints == (endpoint,)
+        found = Channel.create("c", directory=directory)
+        assert found.get() == "a"
+        for each in (channel, found):
+            each.disconnect()
+        peer.stop()
+
+
+def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = HostedBroker(directory.address, 0, capacity_bytes=CAPACITY)
+    closed.close()
+    assert closed.wait()
+
+    def fail(broker: ChannelBroker) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
+    monkeypatch.setattr(ChannelBroker, "_hear_again", fail)
+    dead = HostedBroker(directory.address, 1, capacity_bytes=CAPACITY)
+    with contextlib.suppress(ChannelLostError):
+        Channel.create("c", node_rank=1, directory=directory)
+    assert not dead.wait()
+    dead.close()
 
 
 def test_a_channel_that_lost_one_of_its_nodes(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:

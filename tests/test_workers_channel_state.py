@@ -58,6 +58,11 @@ class Desk:
     def get(self, *, client: int = 2, target: float | None = None, nowait: bool = False, key: bytes = KEY) -> Effects:
         return self.say(client, wire.Get, "c", key, target, nowait)[1]
 
+    def reserve(
+        self, nbytes: int, *, client: int = 1, nowait: bool = False, key: bytes = KEY, channel: str = "c"
+    ) -> Effects:
+        return self.say(client, wire.Reserve, channel, key, nbytes, nowait)[1]
+
     def close(self) -> Effects:
         return [each for each in self.say(3, wire.Close, "c")[1] if each[0] != 3]
 
@@ -190,6 +195,17 @@ def test_an_item_given_back_goes_to_who_waits() -> None:
     assert [client for client, _ in effects] == [3]
 
 
+def test_items_given_back_without_those_that_are_lost() -> None:
+    desk = Desk()
+    for head in "abc":
+        desk.say(1, wire.Put, "c", KEY, wire.Item(head, b"x" * (CAPACITY // 4)), 1, False)
+    number, _ = desk.say(2, wire.Get, "c", KEY, 3, False)
+    assert heads(desk.broker.apply(2, wire.Nack(number, (1,)))) == []
+    assert heads(desk.get(target=2)) == [["a", "c"]]
+    assert kinds(desk.put("d", client=3)) == [wire.Done]
+    assert desk.broker._carried_bytes == CAPACITY // 2
+
+
 def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
     desk = Desk()
     with pytest.raises(ValueError, match="nothing was handed out"):
@@ -245,18 +261,52 @@ def test_cancelling_what_was_answered_says_nothing() -> None:
 
 def test_room_is_waited_for_in_line_and_given_back() -> None:
     desk = Desk()
-    _, effects = desk.say(1, wire.Reserve, CAPACITY, False)
-    room = effects[0][1].room
-    assert kinds(desk.say(2, wire.Reserve, 64, True)[1]) == [wire.Full]
-    assert desk.say(2, wire.Reserve, 64, False)[1] == []
+    room = desk.reserve(CAPACITY)[0][1].room
+    assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
+    assert desk.reserve(64) == []
     assert kinds(desk.say(1, wire.Release, room)[1]) == [wire.Room]
-    assert kinds(desk.say(3, wire.Reserve, CAPACITY + 1, False)[1]) == [wire.TooLarge]
+    assert kinds(desk.reserve(CAPACITY + 1, client=3)) == [wire.TooLarge]
+
+
+def test_a_put_that_waits_for_memory_holds_up_its_own_queue_only() -> None:
+    desk = Desk()
+    desk.broker.apply(3, wire.Create(1, "d", "d", 0))
+    desk.reserve(CAPACITY // 2)
+    assert desk.reserve(CAPACITY) == []
+    assert desk.reserve(64) == []
+    assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
+    assert kinds(desk.reserve(64, key=b"other")) == [wire.Room]
+    assert kinds(desk.reserve(64, channel="d", nowait=True)) == [wire.Room]
+
+
+def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> None:
+    desk = Desk()
+    rooms = [desk.reserve(CAPACITY // 2)[0][1].room for _ in range(2)]
+    assert desk.reserve(CAPACITY, client=1, key=b"a") == []
+    for _ in range(2):
+        assert desk.reserve(CAPACITY // 2, client=2, key=b"b") == []
+        assert desk.reserve(CAPACITY // 2, client=3, key=b"c") == []
+    first = desk.say(1, wire.Release, rooms[0])[1]
+    second = desk.say(1, wire.Release, rooms[1])[1]
+    third = desk.say(2, wire.Release, first[0][1].room)[1]
+    assert [client for client, _ in (*first, *second, *third)] == [2, 3, 2]
+    assert desk.broker.leave(3) == []
+    assert [client for client, _ in desk.broker.leave(2)] == [1]
+
+
+def test_closing_ends_waits_for_memory() -> None:
+    desk = Desk()
+    room = desk.reserve(CAPACITY)[0][1].room
+    assert desk.reserve(64, client=2) == []
+    assert kinds(desk.close()) == [wire.Closed]
+    assert kinds(desk.reserve(64, client=2)) == [wire.Closed]
+    assert desk.say(1, wire.Release, room)[1] == []
+    assert desk.broker.channels == 0
 
 
 def test_room_that_is_not_its_own_is_refused() -> None:
     desk = Desk()
-    _, effects = desk.say(1, wire.Reserve, 64, False)
-    item = wire.Item("a", b"", effects[0][1].room, 64)
+    item = wire.Item("a", b"", desk.reserve(64)[0][1].room, 64)
     with pytest.raises(ValueError, match="not reserved for this client"):
         desk.say(2, wire.Put, "c", KEY, item, 0, False)
     item.nbytes = 65
@@ -307,7 +357,7 @@ class Traffic(RuleBasedStateMachine):
         self.next_number = 1
         self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
         self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
-        self.rooms: dict[int, deque[int]] = {}
+        self.rooms: dict[int, deque[tuple[int, int]]] = {}
         self.accepted: dict[bytes, set[int]] = {key: set() for key in self.KEYS}
         self.acknowledged: set[int] = set()
         self.closed = False
@@ -330,7 +380,7 @@ class Traffic(RuleBasedStateMachine):
                 case wire.Done() if kind == "put":
                     self.accepted[key].add(item)
                 case wire.Room():
-                    self.rooms.setdefault(client, deque()).append(answer.room)
+                    self.rooms.setdefault(client, deque()).append((answer.room, item))
                 case wire.Ended():
                     assert self.closed
                     assert self.left(key) == set()
@@ -357,7 +407,7 @@ class Traffic(RuleBasedStateMachine):
         item = wire.Item(number)
         rooms = self.rooms.get(client)
         if rooms:
-            item.room, item.nbytes = rooms.popleft(), 200
+            item.room, item.nbytes = rooms.popleft()
         self.requests[(client, number)] = ("put", key, number)
         self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
 
@@ -368,10 +418,17 @@ class Traffic(RuleBasedStateMachine):
         self.requests[(client, number)] = ("get", key, -1)
         self.tell(client, wire.Get(number, "c", key, None if nowait else batch, nowait))
 
-    @rule(data=st.data())
-    def reserve(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        nbytes=st.sampled_from([200, CAPACITY // 4, CAPACITY // 2]),
+        nowait=st.booleans(),
+    )
+    def reserve(self, data: st.DataObject, key: bytes, nbytes: int, nowait: bool) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
-        self.tell(client, wire.Reserve(self.number(), 200, data.draw(st.booleans())))
+        number = self.number()
+        self.requests[(client, number)] = ("reserve", key, nbytes)
+        self.tell(client, wire.Reserve(number, "c", key, nbytes, nowait))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), back=st.booleans())
@@ -413,12 +470,27 @@ class Traffic(RuleBasedStateMachine):
         assert not self.acknowledged & set(out)
 
     @invariant()
+    def nobody_waits_for_room_that_there_is(self) -> None:
+        """The first of each queue's line could not be served."""
+        firsts: dict[bytes, int] = {}
+        for kind, key, nbytes in self.requests.values():
+            if kind == "reserve":
+                firsts.setdefault(key, nbytes)
+        for nbytes in firsts.values():
+            room = self.memory.take(nbytes)
+            if room is not None:
+                self.memory.give(room, nbytes)
+            assert room is None
+
+    @invariant()
     def no_queue_is_too_long_but_by_what_came_back(self) -> None:
         for key in self.KEYS:
             ((_, counted),) = self.broker.apply(next(iter(self.clients)), wire.Count(0, "c", key))
             assert counted.size + counted.leased <= len(self.left(key))
             assert counted.gets == sum(request[:2] == ("get", key) for request in self.requests.values())
-            assert counted.puts == sum(request[:2] == ("put", key) for request in self.requests.values())
+            assert counted.puts == sum(
+                request[:2] in (("put", key), ("reserve", key)) for request in self.requests.values()
+            )
 
     def teardown(self) -> None:
         """All that was taken in comes out, in order, and no memory stays in use."""

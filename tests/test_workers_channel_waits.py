@@ -150,6 +150,24 @@ def test_waiting_takes_no_processor_time(make: Callable[..., Channel], peer: Pee
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
+@every_wire
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_put_that_waits_for_memory_holds_up_no_other_queue(make: Callable[..., Channel], async_op: bool) -> None:
+    """Of two channels that each wait for what the other's getter takes next, none may wait for the other's memory."""
+    first, second = make(), make()
+    large, small = torch.ones(5 * CAPACITY // 8, dtype=torch.uint8), torch.ones(MIB, dtype=torch.uint8)
+    first.put(large)
+    with alongside(lambda: finished(first.put(large, async_op=async_op))) as outcome:
+        waiting(first, puts=1)
+        for channel, key in ((second, "default_queue"), (first, "other")):
+            finished(channel.put(small, key=key, async_op=async_op, timeout_s=20))
+            assert torch.equal(channel.get(key=key), small)
+        assert not outcome
+        assert torch.equal(first.get(), large)
+    assert outcome == [None]
+    assert torch.equal(first.get(), large)
+
+
 @every_road
 def test_a_closed_channel_is_drained_and_ends(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=2)

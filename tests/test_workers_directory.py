@@ -45,8 +45,12 @@ G0 = WorkerAddress("g", 0)
 # --- the registry, without a network ------------------------------------------------------------------------------
 
 
-def _register(registry: Registry, session: bytes, kind: Kind, name: str, *, owned: bool = True) -> list[Any]:
-    request = Register(number=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned)
+def _register(
+    registry: Registry, session: bytes, kind: Kind, name: str, *, owned: bool = True, returns: bool = False
+) -> list[Any]:
+    request = Register(
+        number=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned, returns=returns
+    )
     return registry.register(session, request)
 
 
@@ -110,6 +114,29 @@ def test_what_was_lost_is_said_at_once_and_until_it_is_registered_again() -> Non
     assert reply == Failed(7, "WorkerLostError", {"worker": "g:0", "why": "died"})
     _register(registry, b"c", Kind.WORKER, "g:0")
     assert isinstance(_only(_lookup(registry, b"b", Kind.WORKER, "g:0"))[1], Found)
+
+
+def test_what_returns_is_waited_for_once_it_is_lost() -> None:
+    registry = Registry()
+    _register(registry, b"a", Kind.CHANNEL, "c", returns=True)
+    _lookup(registry, b"x", Kind.CHANNEL, "c")
+    assert isinstance(_only(registry.leave(b"a", State.LOST, "died"))[1], Gone)
+    assert _lookup(registry, b"b", Kind.CHANNEL, "c", wait_s=5.0) == []
+    _, told = _register(registry, b"d", Kind.CHANNEL, "c", returns=True)
+    assert told[0] == b"b"
+    registry.leave(b"d", State.ENDED, "closed")
+    assert _only(_lookup(registry, b"b", Kind.CHANNEL, "c", wait_s=5.0))[1].error == "WorkerLostError"
+
+
+def test_what_returns_takes_the_place_of_the_one_before() -> None:
+    registry = Registry()
+    first = _only(_register(registry, b"a", Kind.CHANNEL, "c", returns=True))[1].entries[0]
+    assert _only(_register(registry, b"b", Kind.CHANNEL, "c"))[1].error == "NameInUseError"
+    _lookup(registry, b"x", Kind.CHANNEL, "c")
+    gone, answered = _register(registry, b"b", Kind.CHANNEL, "c", returns=True)
+    assert (gone[0], gone[1].entry.incarnation) == (b"x", first.incarnation)
+    assert registry.leave(b"a", State.LOST, "died") == []
+    assert _only(_lookup(registry, b"x", Kind.CHANNEL, "c"))[1].entries == answered[1].entries
 
 
 def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> None:

@@ -15,7 +15,7 @@ from workers.errors import (
     MessageMismatchError,
     NotSerializableError,
 )
-from workers.messages import CollectiveGroupOptions
+from workers.messages import CollectiveGroupOptions, all_of
 
 pytestmark = pytest.mark.integration
 
@@ -135,6 +135,11 @@ def test_an_object_that_cannot_be_received(here: Here) -> None:
     a.send(Unloadable(), B)
     with pytest.raises(NotSerializableError, match="not here"):
         b.recv(A)
+    a.send(Unloadable(), B)
+    receiving = b.recv(A, async_op=True)
+    for work in (receiving.then(pytest.fail, "called after an error"), all_of([receiving], "all", None)):
+        with pytest.raises(NotSerializableError, match="not here"):
+            work.wait()
     a.send("fine", B)
     assert b.recv(A) == "fine"
 

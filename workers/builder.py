@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from workers.actors import actor_class, plain_class, results_of
 from workers.environment import Layer, layered
 from workers.placement import RANK_VARIABLES, TiedBundles
+from workers.raised import raise_portably
 
 logger = logging.getLogger(__name__)
 MAKE_TIMEOUT_S = 300.0
@@ -31,7 +32,7 @@ class RayWorkerBuilder:
 
     ray_actor_class_fqn: "package.module.Class", a plain class or a `@ray.remote` one. args, kwargs: for its
     constructor. The class is imported by an initializer, an actor in the workers' own runtime environment, never here.
-    It may define
+    What its methods and constructor raise arrives as what it is, though pickle cannot make it anew. It may define
 
     - `_default_options`, actor options, which those of `@ray.remote` come over;
     - a static `configure_worker(num_gpus, bundle_indices)`, optionally taking `num_gpus_per_node`, that returns
@@ -64,7 +65,9 @@ class RayWorkerBuilder:
 
         @cached_property
         def _actor(self) -> ActorClass:
-            return actor_class(self.ray_actor_class_fqn)
+            found = actor_class(self.ray_actor_class_fqn)
+            raise_portably(plain_class(found))
+            return found
 
         def create_worker(
             self,

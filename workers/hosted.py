@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import AsyncGeneratorType, FrameType, GeneratorType, TracebackType
 from typing import Any
 
 import ray
 from ray.actor import ActorClass
 
-from workers.raised import portable
+from workers.raised import methods_of, portable
 
 DURATIONS_KEPT = 1024
 """Of so many calls a worker remembers how long they took."""
@@ -45,22 +45,14 @@ def is_serving() -> bool:
     return _current.get() is not None
 
 
-def methods_of(cls: type) -> frozenset[str]:
-    """The names of its public methods: those that a group may be called by."""
-    return frozenset(
-        name
-        for name in dir(cls)
-        if not name.startswith("_") and isinstance(inspect.getattr_static(cls, name), _METHODS)
-    )
-
-
 def hosted(cls: type, *, catch_failures: bool) -> type:
     """A subclass of `cls`, as an actor's class.
 
     Its first constructor argument is the environment to set before `cls` is constructed. What its public methods and
     its constructor raise can be brought to any process (`raised.portable`), and is in the worker's log. How long the
-    methods took is to be had from `_tq_durations`. catch_failures: an exit by a method is an error of that call, not
-    the end of the worker, and a signal that ends the worker says in its log what it was doing.
+    methods took is to be had from `_tq_durations`. A generator's items are returned as a list. catch_failures: an exit
+    by a method is an error of that call, not the end of the worker, and a signal that ends the worker says in its log
+    what it was doing.
     """
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
@@ -78,9 +70,6 @@ def hosted(cls: type, *, catch_failures: bool) -> type:
         else:
             namespace[name] = _served(name, method, catch_failures)
     return type(cls.__name__, (cls,), namespace)
-
-
-_METHODS = (staticmethod, classmethod, type(methods_of))
 
 
 def _new(base: Any) -> Callable[..., Any]:
@@ -156,7 +145,7 @@ def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[...,
         if is_serving():
             return method(*args, **kwargs)
         with Serving(name, args, catch):
-            return method(*args, **kwargs)
+            return _sent(name, method(*args, **kwargs))
 
     @functools.wraps(method)
     async def serve_async(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +154,18 @@ def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[...,
         with Serving(name, args, catch):
             return await method(*args, **kwargs)
 
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        # Ray would take it for one, and its items for a stream.
+        serve.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+        del serve.__wrapped__
     return serve_async if inspect.iscoroutinefunction(method) else serve
+
+
+def _sent(name: str, result: Any) -> Any:
+    """What a method returned, or the items of a generator, which itself cannot be sent."""
+    if isinstance(result, AsyncGeneratorType):
+        raise TypeError(f"{name} is an asynchronous generator, whose items are not sent; have it return a list of them")
+    return list(result) if isinstance(result, GeneratorType) else result
 
 
 class Serving:

@@ -193,8 +193,9 @@ class TQWorkerMixin:
 
         layout: "padded" gives `[N, S, ...]` per-token columns, "jagged" nested ones. S is the pad length that the
         driver stamped, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
-        row. fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are any,
-        "leader_broadcast" does the same and is a ValueError where there are none, with "independent" every rank
+        row. Jagged columns that are not per-token, such as images, are padded to their own longest row here (see
+        `materialize`). fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are
+        any, "leader_broadcast" does the same and is a ValueError where there are none, with "independent" every rank
         fetches. preprocess: `(worker, batch) -> batch`, run on every rank on the batch about to be returned.
 
         After a broadcast the tensors are on the device that the group's backend wants (NCCL: CUDA, Gloo: CPU), else on
@@ -208,7 +209,13 @@ class TQWorkerMixin:
             return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
 
         def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
-            batch = materialize(columns, layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=width())
+            batch = materialize(
+                columns,
+                layout,
+                pad_value_dict=self._pad_value_dict(),
+                pad_to_seqlen=width(),
+                sequence_lengths=meta.sequence_lengths,
+            )
             return batch if preprocess is None else preprocess(self, batch)
 
         part = Part(

@@ -217,10 +217,15 @@ class _Link:
         if not self._owner:
             return
         with self._guard:
-            new = {rank: node.ident for rank, node in enumerate(nodes) if rank not in self._brokers}
+            new = {rank: node.ident for rank, node in enumerate(nodes) if not self._has_broker(rank)}
             self._brokers.update({rank: Future() for rank in new})
         if new:
             threading.Thread(target=self._start_brokers, args=(new,), name="tq-brokers", daemon=True).start()
+
+    def _has_broker(self, rank: int) -> bool:
+        """Whether one was started, or is being; Ray starts it again should it die."""
+        broker = self._brokers.get(rank)
+        return broker is not None and not (broker.done() and broker.exception() is not None)
 
     def await_brokers(self) -> None:
         for broker in list(self._brokers.values()):

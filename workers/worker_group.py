@@ -14,8 +14,8 @@ from ray.actor import ActorHandle
 
 from workers.calls import Called, GroupCall
 from workers.errors import GroupEndedError, NoSuchRankError
-from workers.hosted import methods_of
 from workers.launch import Crew, Launch, find_actors, launch_group
+from workers.raised import methods_of
 from workers.resources import Cluster
 from workers.strategies import NodePlacementStrategy, PackedPlacementStrategy, PlacementStrategy
 
@@ -31,7 +31,8 @@ class WorkerGroup(Generic[C]):
 
     Every public method of the class, static ones and those inherited from `Worker` too, is a method of the group: it is
     called on all ranks, or those of `execute_on`, with the same arguments, and returns a `GroupCall` at once. (The
-    names of this class's own methods are taken: ValueError for a class that has one of them.)
+    names of this class's own methods are taken: ValueError for a class that has one of them.) What a generator yields
+    is its worker's result as a list, once it has ended; an asynchronous generator's call is a TypeError.
 
     Groups are equal if they stand for the same workers. They can be sent to other workers of the job. A launched group
     ends with `end_group`, as a context manager, with its cluster, or when nothing refers to it or a call of it.

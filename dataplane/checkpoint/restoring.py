@@ -65,7 +65,7 @@ def restore(
             yield Post(c.Clear(partition=name, samples=None))
         raise
     for entry in entries:
-        desk.schemas.pop(entry.partition, None)
+        desk.schemas.forget(entry.partition)
     return manifest.info(directory, content, entries)
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 R = TypeVar("R", bound="c.Result")
+PARTITIONS = 1000
+"""One screen asks for so many at most, unless told otherwise."""
 
 
 @contextlib.contextmanager
@@ -35,22 +37,24 @@ def ask(channel: Channel, command: c.Command, kind: type[R]) -> R:
     return result
 
 
-def stats(channel: Channel) -> c.StatsReport:
-    """What the service holds."""
+def stats(channel: Channel, limit: int = PARTITIONS) -> c.StatsReport:
+    """What the service holds; of its partitions the oldest `limit`, 0 for all."""
     from dataplane.ledger import commands as c
 
-    return ask(channel, c.Stats(), c.StatsReport)
+    return ask(channel, c.Stats(limit=limit), c.StatsReport)
+
+
+def not_shown(report: c.StatsReport) -> str:
+    """How many partitions are not in the report, as a line; "" for none."""
+    left = report.partition_count - len(report.partitions)
+    return f"and {left:,} more partitions" if left > 0 else ""
 
 
 def partition_stats(channel: Channel, name: str) -> c.PartitionStats:
     """What one partition holds. `PartitionNotFoundError` if it is not there."""
-    from dataplane.errors import PartitionNotFoundError
+    from dataplane.ledger import commands as c
 
-    partitions = stats(channel).partitions
-    for found in partitions:
-        if found.partition == name:
-            return found
-    raise PartitionNotFoundError(partition=name, known=[found.partition for found in partitions])
+    return ask(channel, c.Stats(partitions=(name,)), c.StatsReport).partitions[0]
 
 
 def unit_stats(channel: Channel, unit: str) -> c.UnitStats:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dataplane.cli.asking import ask, session, stats
+from dataplane.cli.asking import PARTITIONS, ask, not_shown, session, stats
 from dataplane.cli.completing import partitions
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
 
+SAMPLES = 50
+
 
 def ls(
     *,
@@ -23,28 +25,33 @@ def ls(
         str | None,
         typer.Argument(metavar="[PARTITION]", help="List its samples, oldest first.", autocompletion=partitions),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many samples.")] = 50,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", "-n", min=1, help="At most so many samples (default: 50) or partitions (1000)."),
+    ] = None,
     target: Target,
     json: Json = False,
 ) -> int:
     """List the partitions of a service, or the samples of one with their fields and tags."""
     with session(target.config("ls")) as channel:
         if partition is None:
-            _partitions(stats(channel), json)
+            _partitions(stats(channel, limit or PARTITIONS), json)
         else:
-            _samples(channel, partition, limit, json)
+            _samples(channel, partition, limit or SAMPLES, json)
     return 0
 
 
 def _partitions(report: c.StatsReport, json: bool) -> None:
     if json:
-        print_json({"partitions": report.partitions})
+        print_json({"partitions": report.partitions, "total": report.partition_count})
         return
     if not report.partitions:
         print("no partitions")
         return
     columns = ("partition", ">live", ">born", ">expected", ">bytes", ">version", "tasks", "fields", "")
     print_table(columns, [_partition(part) for part in report.partitions])
+    if not_shown(report):
+        print(f"{not_shown(report)}; --limit {report.partition_count} lists all")
 
 
 def _partition(part: c.PartitionStats) -> tuple[object, ...]:

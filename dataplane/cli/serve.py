@@ -10,6 +10,7 @@ import typer
 from dataplane.cli.flags import Http, Json, Memory, Security
 from dataplane.cli.output import print_json
 from dataplane.config import DataPlaneConfig
+from dataplane.stopping import Stop
 from dataplane.types import Checksums
 
 
@@ -50,12 +51,11 @@ def serve(
 
 def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
     """A controller in this process and each storage unit in a process of its own."""
-    from dataplane.control.controller import Controller
-    from dataplane.descriptors import allow_more
-    from dataplane.unit_process import Stop, UnitProcesses
-
     stop = Stop()
-    allow_more()
+    from dataplane.control.controller import Controller
+    from dataplane.unit_process import UnitProcesses, require_room
+
+    require_room(count)
     controller = Controller(config).start()
     ends: list[str] = []
 
@@ -64,8 +64,11 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
         stop.set()
 
     units = UnitProcesses(controller.address, config, end)
+    stop.then(units.stop)
     try:
         units.start(count)
+        if stop.asked:
+            return 0
         if controller.recovered:
             print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
         _say_ready(controller.address, controller.http_url, json)

@@ -52,7 +52,7 @@ def _find(channel: Channel, sample: str, partition: str | None) -> c.Shown:
     samples = c.Samples(ids=(sample,))
     if partition is not None:
         return ask(channel, c.Show(partition=partition, samples=samples), c.Shown)
-    names = [part.partition for part in stats(channel).partitions]
+    names = [part.partition for part in stats(channel, 0).partitions]
     for name in names:
         try:
             return ask(channel, c.Show(partition=name, samples=samples), c.Shown)

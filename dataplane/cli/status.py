@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataplane.cli.asking import session, stats
+from dataplane.cli.asking import not_shown, session, stats
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.output import print_json
 from dataplane.cli.text import readable, shown
@@ -32,6 +32,8 @@ def describe(address: str, report: c.StatsReport) -> str:
         lines += _unit(unit)
     for part in report.partitions:
         lines += _partition(part)
+    if not_shown(report):
+        lines.append(f"  {not_shown(report)}; `tq ls` lists them")
     lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for room")
     return "\n".join(lines)
 

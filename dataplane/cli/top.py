@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import session
+from dataplane.cli.asking import not_shown, session
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.flowing import FlowRates, flow, where
 from dataplane.cli.output import console, print_json, table
@@ -44,7 +44,7 @@ def top(
     *,
     address: Address = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option("--interval", "-i", min=0.1, max=86400, metavar="SECONDS", help="Time between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
     http: Annotated[
@@ -125,6 +125,7 @@ def frame(address: str, before: Look, after: Look) -> Group:
     parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in report.units])] if report.units else []
     partitions = [_partition(part, going[part.partition]) for part in report.partitions]
     parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
+    parts += [not_shown(report)] if not_shown(report) else []
     tasks = [_task(part, task) for part in report.partitions for task in part.tasks]
     parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
     waits = [_wait(wait, after.waits.now) for wait in after.waits.waits]

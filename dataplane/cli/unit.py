@@ -9,6 +9,7 @@ import typer
 
 from dataplane.cli.flags import Json, Memory, Security
 from dataplane.config import DataPlaneConfig
+from dataplane.stopping import Stop
 
 
 def unit(
@@ -44,11 +45,11 @@ def unit(
 
 
 def _run(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:
+    stop = Stop()
     from dataplane.descriptors import allow_more
     from dataplane.unit import StorageUnit
-    from dataplane.unit_process import Stop, run_unit
+    from dataplane.unit_process import run_unit
 
-    stop = Stop()
     allow_more()
     started = StorageUnit(config, address, name=name)
     if run_unit(started, stop, json=json):

@@ -16,7 +16,7 @@ from dataplane.columns.decode import (
     fresh,
     warm,
 )
-from dataplane.columns.encode import EncodedColumn, Shared, encode_fields
+from dataplane.columns.encode import EncodedColumn, Shared, encode_fields, require_fields
 from dataplane.columns.specs import declared_specs
 from dataplane.columns.values import FlatValues
 
@@ -39,5 +39,6 @@ __all__ = [
     "decode_views",
     "encode_fields",
     "fresh",
+    "require_fields",
     "warm",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -266,10 +266,12 @@ def decode_batch(
     layout: str = "padded",
     pad_value_dict: Mapping[str, Any] | None = None,
     pad_to_seqlen: int = 0,
+    others: Collection[str] = (),
     empty: Empty = fresh,
     copier: CopyRuns = copy_runs,
 ) -> dict[str, Column]:
-    """What `materialize` makes of the same columns, gathered straight into the padded tensors."""
+    """What `materialize` makes of the same columns, gathered straight into the padded tensors. others: those that are
+    padded to their own longest row, whatever `pad_to_seqlen` is."""
     if layout == "jagged":
         return decode_columns(sources, empty=empty, copier=copier)
     if layout != "padded":
@@ -283,7 +285,8 @@ def decode_batch(
             columns[name] = _copied(source, offsets, empty, copies)
             continue
         try:
-            columns[name] = _padded(source, pads.get(name, 0), pad_to_seqlen, empty, copies)
+            width = 0 if name in others else pad_to_seqlen
+            columns[name] = _padded(source, pads.get(name, 0), width, empty, copies)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"field {name!r}: {error}") from error
     copies.make(copier)

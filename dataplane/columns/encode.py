@@ -55,7 +55,8 @@ class EncodedColumn:
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
     row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
-    changed before the last `write`. checksums: of each value `[K]`, where they are wanted.
+    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the one
+    that the schema declared or had settled on; without it the value might have become another.
     """
 
     name: str
@@ -65,6 +66,7 @@ class EncodedColumn:
     index: Int64s | None
     values: Values
     checksums: UInt32s | None = None
+    by_schema: bool = False
 
     def with_checksums(self) -> EncodedColumn:
         """The same with checksums. Values on an accelerator come to the host for it, once."""
@@ -125,6 +127,13 @@ def encode_fields(
     return columns
 
 
+def require_fields(fields: Any) -> None:
+    """UnsupportedValueError for what holds no fields by name."""
+    if not isinstance(fields, TensorDictBase | Mapping):
+        hint = "Pass a TensorDict or a mapping of field names to N rows each."
+        raise UnsupportedValueError(field="fields", row=None, got=type_name(fields), hint=hint)
+
+
 def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:
     if isinstance(fields, TensorDictBase):
         batch = tuple(fields.batch_size)
@@ -132,8 +141,7 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
             raise InvalidRequestError(
                 f"the TensorDict has batch_size {list(batch)}, expected [{rows}] (one per sample)"
             )
-    elif not isinstance(fields, Mapping):
-        raise InvalidRequestError(f"fields must be a TensorDict or a mapping, got {type_name(fields)}")
+    require_fields(fields)
     named = list(fields.items())
     for name, _ in named:
         if type(name) is not str or not name:
@@ -163,7 +171,8 @@ class _FieldEncoder:
         spec, lengths, values = self._settled(value)
         if not self.spec.accepts(spec):
             raise self._differs(str(spec))
-        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values)
+        by_schema = self.spec.kind is not None
+        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
 
     def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
         index = self._index(shared.index, rows)

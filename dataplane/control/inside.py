@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dataplane.errors import CallTimeoutError, DataPlaneError, ServiceUnavailableError, SessionExpiredError
 from dataplane.host import boot_id
 from dataplane.ledger import commands as c
@@ -33,8 +35,9 @@ class Inside:
         self._number = 0
 
     def ask(self, command: c.Command, timeout_s: float = ASK_S) -> c.Result:
-        """What the ledger answers; raises the error that it answers with. One question at a time: others wait for
-        their turn. `CallTimeoutError` after `timeout_s`, `ServiceUnavailableError` once the service is stopping."""
+        """What the ledger answers (figures without this session, which is no client's); raises the error that it
+        answers with. One question at a time: others wait for their turn. `CallTimeoutError` after `timeout_s`,
+        `ServiceUnavailableError` once the service is stopping."""
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=timeout_s):
             raise self._late(command, timeout_s)
@@ -72,7 +75,14 @@ class Inside:
         assert isinstance(answer, c.Answer)
         if isinstance(answer.result, DataPlaneError):
             raise answer.result
-        return answer.result
+        return self._without_itself(answer.result)
+
+    def _without_itself(self, result: c.Result) -> c.Result:
+        if not isinstance(result, c.StatsReport):
+            return result
+        return msgspec.structs.replace(
+            result, sessions=tuple(each for each in result.sessions if each.session != self._session)
+        )
 
     def _call(self, session: int, command: c.Command) -> c.Call:
         """Answers to what was asked before are of no use any more."""

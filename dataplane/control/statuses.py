@@ -26,6 +26,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.PartitionExistsError: Code.ALREADY_EXISTS,
     e.CheckpointError: Code.FAILED_PRECONDITION,
     e.SchemaError: Code.INVALID_ARGUMENT,
+    e.StaleSchemaError: Code.ABORTED,
     e.InvalidRequestError: Code.INVALID_ARGUMENT,
     e.UnsupportedValueError: Code.INVALID_ARGUMENT,
     e.RequestTooLargeError: Code.OUT_OF_RANGE,

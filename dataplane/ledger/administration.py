@@ -150,7 +150,7 @@ class UnitReports:
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
-        if item.instead_of and not self._take_the_place(item):
+        if not self._take_the_place(item):
             return
         try:
             self._check(item)
@@ -199,15 +199,21 @@ class UnitReports:
             self.recheck.begin(unit)
 
     def _take_the_place(self, item: c.AddUnit) -> bool:
-        """The arena that this unit had before is lost: what it held goes. Whether it can be."""
-        lost = self.state.units.get(self.cookies.get(item.instead_of, 0))
-        if lost is not None and lost.connected:
-            why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {lost.number}"
+        """What the arena that this unit had before held goes. Whether it can be."""
+        named = self.state.units.get(self.cookies.get(item.instead_of, 0))
+        if named is not None and named.connected:
+            why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {named.number}"
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
-        if lost is not None:
+        for lost in self._before(item) if named is None else [named]:
             self._drop(lost, self._rows_by_partition(lost.number))
         return True
+
+    def _before(self, item: c.AddUnit) -> list[Unit]:
+        """What a unit that cannot tell which arena it had was."""
+        units = [unit for unit in self.state.units.values() if unit.offer.name == item.name and not unit.connected]
+        here = [unit for unit in units if unit.host == item.host]
+        return (here or units) if item.anew else []
 
     def _rows_by_partition(self, unit: int) -> list[tuple[Partition, c.Int64s]]:
         return [(partition, self._rows_on(partition, unit)) for partition in self.state.partitions.values()]

@@ -14,6 +14,7 @@ from dataplane.errors import (
     SampleExistsError,
     SchemaError,
     ServiceRestartedError,
+    StaleSchemaError,
     StorageUnitError,
 )
 from dataplane.ledger.ahead import PartAhead
@@ -215,6 +216,8 @@ class Commits:
             raise SchemaError(
                 partition=partition.name, field=column.name, got=str(column.spec), expected=str(field.spec)
             )
+        if column.by_schema and not partition.names_kind(column.name):
+            raise StaleSchemaError(partition=partition.name, field=column.name)
 
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s

@@ -110,6 +110,12 @@ class Partition:
             raise FieldNotFoundError(partition=self.name, field=name, known=list(self.fields))
         return found
 
+    def names_kind(self, name: str) -> bool:
+        """Whether the schema, or a live row, says the field's kind: what a writer took for it then is it, or it
+        differs."""
+        field = self.fields.get(name)
+        return field is not None and field.spec.kind is not None
+
     # --- names
 
     def resolve(self, samples: Samples) -> Int64s:

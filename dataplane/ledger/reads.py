@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
@@ -130,15 +132,19 @@ class Reads:
 
     def stats(self, session: Session, number: int, command: c.Stats) -> c.StatsReport:
         state = self.state
+        if command.limit < 0:
+            raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
+        asked = map(state.partition, command.partitions) if command.partitions else state.partitions.values()
         return c.StatsReport(
             epoch=state.epoch,
             now=state.now,
             units=tuple(self._unit(unit) for unit in state.units.values()),
-            partitions=tuple(self._partition(partition) for partition in state.partitions.values()),
+            partitions=tuple(map(self._partition, itertools.islice(asked, command.limit or None))),
             sessions=tuple(self._session(other) for other in state.sessions.values()),
             waiting_allocations=sum(len(waiters) for waiters in state.room_waiters.values()),
             low_watermark=state.watermarks[0],
             high_watermark=state.watermarks[1],
+            partition_count=len(state.partitions),
         )
 
     def _unit(self, unit: Unit) -> c.UnitStats:

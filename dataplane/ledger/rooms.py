@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import CapacityTimeoutError, DataPlaneError, InvalidRequestError, RequestTooLargeError
+from dataplane.errors import (
+    CapacityTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    StaleSchemaError,
+)
 from dataplane.ledger.arrays import top
 from dataplane.ledger.budgets import REPORTED, Evictions, evicts, limit_of, over
 from dataplane.ledger.commands import (
@@ -48,7 +54,7 @@ class Rooms:
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """The reservation, or None when the call was parked."""
         partition = self.state.partition(command.partition)
-        self._check(command)
+        self._check(partition, command)
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
@@ -214,8 +220,11 @@ class Rooms:
         waited_s = self.state.now - parked.since
         return out_of_room(self.state, parked.partition, parked.total, waited_s, update=parked.command.update)
 
-    def _check(self, command: Allocate) -> None:
+    def _check(self, partition: Partition, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
+        for column in command.columns:
+            if column.by_schema and not partition.names_kind(column.name):
+                raise StaleSchemaError(partition=partition.name, field=column.name)
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         if command.moving and (len(command.columns) != 1 or not command.update):

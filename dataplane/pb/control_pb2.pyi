@@ -209,12 +209,14 @@ class Handles(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ...) -> None: ...
 
 class ColumnSizes(_message.Message):
-    __slots__ = ("name", "sizes")
+    __slots__ = ("name", "sizes", "by_schema")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     name: str
     sizes: bytes
-    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("column", "first", "last", "unit", "offset")
@@ -231,18 +233,20 @@ class Placement(_message.Message):
     def __init__(self, column: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class CommitColumn(_message.Message):
-    __slots__ = ("name", "spec", "lengths", "index", "checksums")
+    __slots__ = ("name", "spec", "lengths", "index", "checksums", "by_schema")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: FieldSpec
     lengths: bytes
     index: bytes
     checksums: bytes
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
 class FieldLocations(_message.Message):
     __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums", "serials")
@@ -427,7 +431,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +447,7 @@ class AddUnit(_message.Message):
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -458,7 +463,8 @@ class AddUnit(_message.Message):
     curve_key: str
     protocol_version: int
     shrinks: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ...) -> None: ...
+    anew: bool
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit", "ticket")
@@ -1019,10 +1025,14 @@ class Listed(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("header",)
+    __slots__ = ("header", "partitions", "limit")
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     header: Header
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partitions: _Optional[_Iterable[str]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class UnitStats(_message.Message):
     __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes", "draining")
@@ -1155,7 +1165,7 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., silent_s: _Optional[float] = ..., parked: _Optional[int] = ..., reservations: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
 
 class StatsReport(_message.Message):
-    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark")
+    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark", "partition_count")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
@@ -1164,6 +1174,7 @@ class StatsReport(_message.Message):
     WAITING_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     LOW_WATERMARK_FIELD_NUMBER: _ClassVar[int]
     HIGH_WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     now: float
     units: _containers.RepeatedCompositeFieldContainer[UnitStats]
@@ -1172,7 +1183,8 @@ class StatsReport(_message.Message):
     waiting_allocations: int
     low_watermark: float
     high_watermark: float
-    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ...) -> None: ...
+    partition_count: int
+    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ..., partition_count: _Optional[int] = ...) -> None: ...
 
 class ShrinkRequest(_message.Message):
     __slots__ = ("header", "timeout_s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,34 @@ def ids(count: int, prefix: str = "s") -> list[str]:
 @pytest.fixture(autouse=True)
 def _registered(client: DataPlaneClient, partition: str) -> None:
     client.register_partition(partition, ["input_ids"], None, ["train"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"fields": [torch.zeros(2)]}, "fields.*list"),
+        ({"fields": torch.zeros(2)}, "fields.*Tensor"),
+        ({"fields": "x"}, "fields.*str"),
+        ({"tags": ["a", "b"]}, "tags.*str"),
+        ({"tags": [{"n": 1}, None]}, "tags.*row 1.*NoneType"),
+        ({"tags": [{1: 1}, {}]}, "tags.*names"),
+        ({"tags": 5}, "tags.*int"),
+        ({"fields": [torch.zeros(2)], "mode": "append"}, "fields.*list"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(
+    client: DataPlaneClient, partition: str, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(TypeError, match=named):
+        client.put_samples(["a", "b"], partition, **arguments)
+    assert client.list_samples(partition).size == 0
+
+
+def test_a_put_of_neither_fields_nor_tags_makes_samples(client: DataPlaneClient, partition: str) -> None:
+    assert client.put_samples(["a"], partition).fields is None
+    assert client.put_samples(["a"], partition, {}, mode="update").size == 1
+    client.put_samples(["b"], partition, TensorDict({}, batch_size=[]))
+    assert client.list_samples(partition).sample_ids == ["a", "b"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -236,6 +265,22 @@ def test_get_batch_pads_jagged_fields_only(client: DataPlaneClient, partition: s
     with pytest.raises(ValueError, match=r"input_ids.*longest row has 3"):
         client.get_batch(meta, ["input_ids"], pad_to_seqlen=2)
     assert client.get_batch(meta, ["input_ids"], layout="jagged")["input_ids"].is_nested
+
+
+@pytest.mark.parametrize("patches", [(12, 1, 2), (1, 2, 2)])
+def test_get_batch_pads_what_is_not_per_token_to_its_own_longest_row(
+    client: DataPlaneClient, partition: str, patches: tuple[int, ...]
+) -> None:
+    """Images with more patches than their sample has tokens, and with fewer."""
+    tokens = [torch.arange(n) for n in (3, 1, 2)]
+    images = [torch.ones(n, 4) for n in patches]
+    meta = client.put_samples(ids(3), partition, {"input_ids": tokens, "score": tokens, "image": images})
+    for known in (None, [3, 1, 2]):
+        meta = dataclasses.replace(meta, sequence_lengths=known)
+        batch = client.get_batch(meta, ["input_ids", "score", "image"], pad_to_seqlen=6)
+        shapes = [tuple(batch[name].shape) for name in ("input_ids", "score", "image")]
+        assert shapes == [(3, 6), (3, 6), (3, max(patches), 4)]
+    assert client.get_batch(meta, ["image"], pad_to_seqlen=6)["image"].shape == (3, max(patches), 4)
 
 
 def test_a_declared_spec_decides(client: DataPlaneClient, partition: str) -> None:

@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
+class TwoArguments(Exception):
+    """Cannot be made again from its `args`."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"code {code}: {why}")
+        self.code = code
+
+
 class Member:
     """Answers with its rank. Gates are FIFOs, one per rank, on which it waits until the test opens them."""
 
@@ -35,6 +43,20 @@ class Member:
         """Its rank, so many times."""
         for _ in range(number):
             yield self._rank
+
+    def fail_with_two(self) -> None:
+        raise TwoArguments(self._rank, "as told")
+
+    def stream_and_fail_with_two(self) -> Iterator[int]:
+        yield self._rank
+        raise TwoArguments(self._rank, "as told")
+
+    def catch_its_own(self) -> int:
+        try:
+            self.fail_with_two()
+        except TwoArguments as error:
+            return error.code
+        raise AssertionError("nothing was raised")
 
     def fail_or_wait(self, rank: int, gates: str) -> int:
         if self._rank == rank:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ class Talker(Worker):
         self._greeting = greeting
         if self._rank == fail_on_rank:
             raise NeedsTwo(7, "told to fail")
+
+    def count_to(self, number: int) -> Iterator[int]:
+        yield from range(number)
+        if not number:
+            raise NeedsTwo(0, "nothing to count")
+
+    def counted(self, number: int) -> int:
+        """Its own generators are such within the worker."""
+        return next(self.count_to(number))
 
     def greet(self, name: str, *, mark: str = "!") -> str:
         return f"{self._greeting} {name} from {self._rank}{mark}"
@@ -195,6 +205,9 @@ class AsyncTalker(Worker):
 
     async def exit(self) -> None:
         raise SystemExit(1)
+
+    async def count(self) -> AsyncIterator[int]:
+        yield self._rank
 
     def plain(self) -> int:
         return self._rank

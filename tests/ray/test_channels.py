@@ -169,6 +169,24 @@ def test_a_broker_that_is_killed_is_named_and_the_name_is_free(
     again.close()
 
 
+def test_a_broker_whose_process_dies_is_started_again(
+    directory: DirectoryClient, brokers: dict[int, ActorHandle]
+) -> None:
+    channel = Channel.create("again", directory=directory)
+    work: Any = channel.get(async_op=True)
+    os.kill(ray.get(brokers[0].__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S), signal.SIGKILL)
+    with pytest.raises(ChannelLostError, match=r"'again'.*is gone"):
+        work.wait()
+    rollout = Rollout.remote()
+    for name in ("again", "another"):
+        with Channel.create(name, directory=directory) as made:
+            ray.get(rollout.produce.remote(made, 2), timeout=WAIT_S)
+            assert made.get()["reward"] == 0
+    with ray.get(rollout.make.remote(directory.address, "everywhere"), timeout=WAIT_S) as made:
+        made.put("a")
+        assert made.get() == "a"
+
+
 def test_brokers_need_no_torch_and_end_with_their_handles(
     directory: DirectoryClient, brokers: dict[int, ActorHandle]
 ) -> None:

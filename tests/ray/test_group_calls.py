@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray import ObjectRefGenerator
 
+from tests.ray.member import TwoArguments
 from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, results
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -311,6 +312,16 @@ def test_a_failing_worker_raises_its_own_exception_while_its_siblings_still_work
     assert caught.value.__notes__ == ["raised by worker member-0-3"]
     open_gates(gates, [0, 1, 2])
     assert ray.get(group.run_all_workers_single_data("rank")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["fail_with_two", "stream_and_fail_with_two"])
+def test_an_exception_that_pickle_cannot_make_anew_arrives_as_itself(group: RayWorkerGroup, method: str) -> None:
+    future = group.run_all_workers_sharded_data(method)
+    with pytest.raises(TwoArguments, match=r"^code 0: as told\n") as caught:
+        group.get_all_worker_results(future)
+    assert (type(caught.value), caught.value.code) == (TwoArguments, 0)
+    assert caught.value.__notes__ == ["raised by worker member-0-0"]
+    assert ray.get(group.run_all_workers_single_data("catch_its_own")) == [0, 1, 2, 3]
 
 
 class Told(BaseException):

@@ -150,6 +150,8 @@ def test_async_methods_run_at_the_same_time(cluster: Cluster) -> None:
             group.fail().wait()
         with pytest.raises(WorkerExitError):
             group.exit().wait()
+        with pytest.raises(TypeError, match="count is an asynchronous generator"):
+            group.count().wait()
         assert group.plain().wait() == [0]
 
 
@@ -234,6 +236,13 @@ def test_one_that_cannot_be_pickled_arrives_too(group: WorkerGroup[Talker]) -> N
     assert "lock" in str(caught.value.lock)
     with pytest.raises(TypeError, match="pickle"):
         group.execute_on(2).fail("unsendable result").wait()
+
+
+def test_what_a_generator_yields_is_a_list(group: WorkerGroup[Talker]) -> None:
+    assert group.count_to(3).wait() == [[0, 1, 2]] * 3
+    assert group.counted(2).wait() == [0, 0, 0]
+    with pytest.raises(NeedsTwo, match="code 0: nothing to count"):
+        group.count_to(0).wait()
 
 
 def test_an_exit_in_a_method_is_the_calls_error(group: WorkerGroup[Talker]) -> None:

@@ -87,6 +87,12 @@ class ChannelBroker:
         """Whether it serves. Should its thread die, its log says why and its clients' connections end."""
         return self._thread is not None and self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Block until it serves no more: it was closed, or its thread died."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def close(self) -> None:
         """End every connection and let the memory go; what is in the channels is lost. Idempotent; in a forked child
         it does nothing."""

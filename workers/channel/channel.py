@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
@@ -30,11 +31,12 @@ from workers.channel.errors import (
     ItemTooLargeError,
     LocalChannelError,
 )
+from workers.channel.finding import NOTICE_S, await_others, find_brokers
 from workers.channel.items import Parcel
 from workers.channel.keys import key_bytes
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
-from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings, broker_name
+from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings
 from workers.directory import DirectoryClient, Kind
 from workers.directory.wire import seconds
 from workers.errors import DirectoryLostError, NameInUseError
@@ -45,8 +47,6 @@ TIMEOUT_S = 1800.0
 """How long a put or get waits at most, unless told otherwise."""
 ASK_S = 30.0
 """How long what needs no waiting may take."""
-FIND_S = 60.0
-"""How long a name is waited for."""
 
 T = TypeVar("T")
 
@@ -98,34 +98,34 @@ class Channel:
         `ChannelLostError` if some of its nodes' brokers are gone. One that has lost all of its brokers is forgotten.
 
         distributed: it has a part on every node that has a broker now, and a key is on the node where it was first
-        used; otherwise it is on node `node_rank` (waited for up to `FIND_S`). local: it is in this process only, any
-        number of the same name. directory: by default the one that the environment names; LookupError where it names
-        none. here: the rank of this process's node, by default what the environment says.
+        used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
+        waited for, up to a minute. local: it is in this process only, any number of the same name. directory: by
+        default the one that the environment names; LookupError where it names none. here: the rank of this process's
+        node, by default what the environment says.
         """
         if maxsize < 0:
             raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more")
         if not name or name.startswith(BROKER_NAME[0]):
             raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
-        ident = f"{name}/{secrets.token_hex(8)}"
+        wanted = Settings(
+            name=name,
+            ident=f"{name}/{secrets.token_hex(8)}",
+            maxsize=maxsize,
+            distributed=distributed and not local,
+            nodes=(_node_rank(here),),
+            endpoints=(),
+        )
+
+        def make(settings: Settings) -> Channel:
+            return cls(settings, node_rank=here, timeout_s=timeout_s)
+
         if local:
-            made = Settings(
-                name=name, ident=ident, maxsize=maxsize, distributed=False, nodes=(_node_rank(here),), endpoints=()
-            )
-            channel = cls(made, node_rank=here, timeout_s=timeout_s)
+            channel = make(wanted)
             channel._create()
             return channel
         with _opened(directory) as known:
-            brokers = _brokers(known, None if distributed else node_rank)
-            made = Settings(
-                name=name,
-                ident=ident,
-                maxsize=maxsize,
-                distributed=distributed,
-                nodes=tuple(brokers),
-                endpoints=tuple(brokers.values()),
-                directory=known.address,
-            )
-            return _enter(cls(made, node_rank=here, timeout_s=timeout_s), known)
+            wanted = dataclasses.replace(wanted, directory=known.address)
+            return _enter(_held(known, None if distributed else node_rank, wanted, make), known)
 
     @classmethod
     def connect(
@@ -177,6 +177,8 @@ class Channel:
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Put `item` at the end of its key's queue; returns when it is there. weight: what it counts in `get_batch`.
+        Where there is no memory for it, it waits, and later puts under its key behind it; smaller ones of other keys
+        and channels may pass it.
 
         `NotSerializableError`, `ItemTooLargeError`, or `ChannelClosedError`: then nothing was put, and the channel is
         as it was.
@@ -401,11 +403,29 @@ def _reopen(settings: Settings, timeout_s: float) -> Channel:
     return Channel(settings, timeout_s=timeout_s)
 
 
+def _held(
+    directory: DirectoryClient, node_rank: int | None, wanted: Settings, make: Callable[[Settings], Channel]
+) -> Channel:
+    """What `make` makes of `wanted` and the brokers of a node (of all, if None), once they hold it. A broker that died
+    is started again: where one cannot be reached, what the directory finds out within `NOTICE_S` is waited for."""
+    until = time.monotonic() + NOTICE_S
+    while True:
+        brokers = find_brokers(directory, node_rank)
+        channel = make(dataclasses.replace(wanted, nodes=tuple(brokers), endpoints=tuple(brokers.values())))
+        try:
+            channel._create()
+            return channel
+        except BaseException as error:
+            channel.close()
+            channel.disconnect()
+            if not isinstance(error, ChannelLostError) or not await_others(directory, brokers, until):
+                raise
+
+
 def _enter(channel: Channel, directory: DirectoryClient) -> Channel:
-    """Have the brokers hold it, then take its name; where that is taken, the channel that has it."""
+    """Take the name of a channel that its brokers hold; where that is taken, the channel that has it."""
     taken = channel
     try:
-        channel._create()
         taken = _named(channel, directory)
         return taken
     finally:
@@ -457,17 +477,6 @@ def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
         except ChannelLostError as error:
             lost.append(error)
     return lost
-
-
-def _brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
-    """Endpoints by node: of one node's broker, waited for, or of all that there are."""
-    if node_rank is not None:
-        return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
-    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name.startswith(BROKER_NAME)]
-    if not entries:
-        entries = [directory.lookup_channel(broker_name(0), FIND_S)]
-    found = {int(each.name.removeprefix(BROKER_NAME)): each.endpoints[0] for each in entries}
-    return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ GRACE_S = 10.0
 """How long a broker may take to confirm what was given up."""
 LOG_EVERY_S = 30.0
 
-Settle = Callable[[wire.Ack], None]
+Settle = Callable[[wire.Ack | wire.Nack], None]
 
 
 class Arrived:
@@ -52,20 +52,35 @@ class Arrived:
 
     def take(self) -> list[Any]:
         """Copy the items into this process's memory, acknowledge them and build them. `NotSerializableError` where one
-        cannot be built: it, and what came with it, is gone."""
+        cannot be built: it is gone; what came with it went back to where it was."""
         try:
             held = self._values()
+            if len(held) > 1:
+                self._line.stream.check()
         except StreamLostError:
             # What sends knows why, and says so.
             self._send(wire.Ack(self._answer.number))
             raise
+        if len(held) > 1:
+            return self._build_batch(held)
         self._send(wire.Ack(self._answer.number))
-        try:
-            return [each.load() for each in held]
-        except NotSerializableError as error:
-            if len(held) > 1:
-                error.add_note(f"the {len(held) - 1} others of its batch are gone with it")
-            raise
+        return [each.load() for each in held]
+
+    def _build_batch(self, held: list[Unpacked]) -> list[Any]:
+        """Build before it is said which have arrived."""
+        built, errors = [], {}
+        for place, each in enumerate(held):
+            try:
+                built.append(each.load())
+            except NotSerializableError as error:
+                errors[place] = error
+        number = self._answer.number
+        self._send(wire.Nack(number, tuple(errors)) if errors else wire.Ack(number))
+        if not errors:
+            return built
+        first = next(iter(errors.values()))
+        first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
+        raise first
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
@@ -204,7 +219,7 @@ class Line:
         self.stream.send([wire.encode(wire.Cancel(number))], grace)
         return self.stream.receive(grace)
 
-    def _send(self, request: wire.Ack) -> None:
+    def _send(self, request: wire.Ack | wire.Nack) -> None:
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
 
     def shut(self) -> None:

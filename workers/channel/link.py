@@ -96,7 +96,9 @@ class Link:
             begun = time.monotonic()
             room = NOWHERE if parcel.carried else line.take_ahead(parcel.nbytes)
             if room == NOWHERE and not parcel.carried:
-                answer = line.ask(wire.Reserve(line.number(), parcel.nbytes, request.nowait), what, until)
+                queue = (request.channel, request.key)
+                reserve = wire.Reserve(line.number(), *queue, parcel.nbytes, request.nowait)
+                answer = line.ask(reserve, what, until)
                 if not isinstance(answer, wire.Room):
                     return answer
                 room = answer.room

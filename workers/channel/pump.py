@@ -205,7 +205,7 @@ class Pump:
     def _ask_room(self, later: _Later) -> None:
         later.asked = self._line.number()
         self._asked[later.asked] = later
-        self._send(wire.encode(wire.Reserve(later.asked, later.parcel.nbytes, later.request.nowait)))
+        self._send(wire.encode(wire.Reserve(later.asked, *later.line, later.parcel.nbytes, later.request.nowait)))
 
     def _room_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
         del self._asked[later.asked]
@@ -290,9 +290,9 @@ class Pump:
             self.ended = ChannelClosedError(channel=self._channel, why="this handle let it go")
         return self.ended, done
 
-    def _settle(self, request: wire.Ack) -> None:
-        """Acknowledge items. From any thread. What cannot be acknowledged is not ours: it goes to the next getter, and
-        its bytes may have been another's when they were read."""
+    def _settle(self, request: wire.Ack | wire.Nack) -> None:
+        """Acknowledge items, or give them back. From any thread. What cannot be acknowledged is not ours: it goes to
+        the next getter, and its bytes may have been another's when they were read."""
         with self._guard:
             self._arrived.discard(request.number)
             if self.ended is None:

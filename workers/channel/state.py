@@ -3,20 +3,20 @@
 Of each key there is a queue, first in first out. Puts that find it full and gets that find it empty wait in two lines.
 What a get took is leased: acknowledged, it is forgotten; given back, or its client gone, it returns to its place at
 the front. The first batch in line collects items as they come, so that a batch may be heavier than the queue is long;
-nobody behind it gets one before it is whole.
+nobody behind it gets one before it is whole. Memory is waited for in a third line of each queue: what needs more than
+there is holds up nobody in another queue, and may be passed from there.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from workers.channel import wire
+from workers.channel.records import ChannelQueues, Client, Held, Lease, OpenGet, OpenPut, Queue, RoomWait, Stored
 from workers.channel.wire import NOWHERE
 
-Client = int
 Effects = list[tuple[Client, wire.AnyAnswer]]
 """What to answer to whom, in this order."""
 
@@ -40,84 +40,6 @@ class Memory(Protocol):
     def give(self, room: int, nbytes: int) -> None: ...
 
 
-@dataclass(slots=True)
-class _Stored:
-    """room_bytes: how much was reserved for it, at least what it has."""
-
-    item: wire.Item
-    weight: float
-    place: int
-    room_bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _Put:
-    client: Client
-    number: int
-    queue: _Queue
-    stored: _Stored
-    want: int
-
-
-@dataclass(slots=True, eq=False)
-class _Get:
-    client: Client
-    number: int
-    queue: _Queue
-    target: float | None
-    taken: list[_Stored] = field(default_factory=list)
-    weight: float = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Wait:
-    client: Client
-    number: int
-    nbytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    queue: _Queue
-    taken: list[_Stored]
-
-
-@dataclass(slots=True, eq=False)
-class _Queue:
-    channel: _Channel
-    key: bytes
-    items: deque[_Stored] = field(default_factory=deque)
-    puts: deque[_Put] = field(default_factory=deque)
-    gets: deque[_Get] = field(default_factory=deque)
-    leased: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Channel:
-    ident: str
-    maxsize: int
-    closed: bool = False
-    queues: dict[bytes, _Queue] = field(default_factory=dict)
-    routes: dict[bytes, int] = field(default_factory=dict)
-
-    def queue(self, key: bytes) -> _Queue:
-        found = self.queues.get(key)
-        if found is None:
-            found = self.queues[key] = _Queue(self, key)
-        return found
-
-    def forget(self, queue: _Queue) -> None:
-        """Keep nothing of a queue that nobody needs."""
-        if self.queues.get(queue.key) is queue and not (queue.items or queue.puts or queue.gets or queue.leased):
-            del self.queues[queue.key]
-
-
-@dataclass(slots=True)
-class _Client:
-    rooms: dict[int, int] = field(default_factory=dict)
-    open: dict[int, _Put | _Get | _Wait | _Lease] = field(default_factory=dict)
-
-
 class Broker:
     """Every method returns what is to be answered; a request may be answered by a later one.
 
@@ -128,10 +50,10 @@ class Broker:
         self._memory = memory
         self._carried_bytes = 0
         self._puts = 0
-        self._channels: dict[str, _Channel] = {}
-        self._clients: dict[Client, _Client] = {}
-        self._waiting: deque[_Wait] = deque()
-        self._starved: dict[_Queue, None] = {}
+        self._channels: dict[str, ChannelQueues] = {}
+        self._clients: dict[Client, Held] = {}
+        self._waiting: dict[Queue, None] = {}
+        self._starved: dict[Queue, None] = {}
         self._out: Effects = []
 
     @property
@@ -143,16 +65,13 @@ class Broker:
 
     def join(self, client: Client) -> None:
         """A client has come."""
-        self._clients[client] = _Client()
+        self._clients[client] = Held()
 
     def leave(self, client: Client) -> Effects:
         """A client has gone: what it waited for is dropped, what it had not acknowledged returns."""
         gone = self._clients.pop(client)
-        touched: dict[_Queue, None] = {}
+        touched: dict[Queue, None] = {}
         for each in gone.open.values():
-            if isinstance(each, _Wait):
-                self._waiting.remove(each)
-                continue
             touched[each.queue] = None
             self._withdraw(each)
         for room, nbytes in gone.rooms.items():
@@ -170,7 +89,7 @@ class Broker:
             case wire.Ack():
                 self._ack(client, request.number)
             case wire.Nack():
-                self._nack(client, request.number)
+                self._nack(client, request)
             case wire.Reserve():
                 self._reserve(client, request)
             case wire.Release():
@@ -181,7 +100,7 @@ class Broker:
                 self._count(client, request)
             case wire.Create():
                 if request.channel not in self._channels:
-                    self._channels[request.channel] = _Channel(request.channel, request.maxsize)
+                    self._channels[request.channel] = ChannelQueues(request.channel, request.maxsize)
                 self._answer(client, wire.Done(request.number))
             case wire.Route():
                 self._route(client, request)
@@ -214,25 +133,28 @@ class Broker:
             room_bytes = self.room_of(client, item)
             del self._clients[client].rooms[item.room]
         self._puts += 1
-        stored = _Stored(item, request.weight, self._puts, room_bytes)
+        stored = Stored(item, request.weight, self._puts, room_bytes)
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._drop(stored)
             self._answer(client, wire.Closed(request.number))
+            self._settle(())
             return
         queue = channel.queue(request.key)
-        put = _Put(client, request.number, queue, stored, request.want)
+        put = OpenPut(client, request.number, queue, stored, request.want)
         if not queue.puts and self._fits(queue, item):
             self._take_in(put)
+            self._serve(queue)
         elif request.nowait:
             self._drop(stored)
             self._answer(client, wire.Full(request.number))
+            self._settle((queue,))
         else:
             queue.puts.append(put)
             self._clients[client].open[request.number] = put
-        self._serve(queue)
+            self._serve(queue)
 
-    def _fits(self, queue: _Queue, item: wire.Item) -> bool:
+    def _fits(self, queue: Queue, item: wire.Item) -> bool:
         if 0 < queue.channel.maxsize <= len(queue.items):
             return False
         carried = len(item.body)
@@ -241,7 +163,7 @@ class Broker:
             return False
         return True
 
-    def _take_in(self, put: _Put) -> None:
+    def _take_in(self, put: OpenPut) -> None:
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
         self._answer(put.client, wire.Done(put.number, self._ahead(put.client, put.want)))
@@ -266,7 +188,7 @@ class Broker:
             self._answer(client, wire.Ended(request.number))
             return
         queue = channel.queue(request.key)
-        get = _Get(client, request.number, queue, request.target)
+        get = OpenGet(client, request.number, queue, request.target)
         if not request.nowait:
             queue.gets.append(get)
             self._clients[client].open[request.number] = get
@@ -278,16 +200,16 @@ class Broker:
             self._answer(client, wire.Empty(request.number))
         self._serve(queue)
 
-    def _hand_out(self, get: _Get, taken: list[_Stored]) -> None:
+    def _hand_out(self, get: OpenGet, taken: list[Stored]) -> None:
         queue = get.queue
         if len(taken) > 1:
             # One that came back meanwhile goes before those that were collected earlier.
             taken.sort(key=_place)
         queue.leased += len(taken)
-        self._clients[get.client].open[get.number] = _Lease(queue, taken)
+        self._clients[get.client].open[get.number] = Lease(queue, taken)
         self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
 
-    def _collect(self, get: _Get) -> bool:
+    def _collect(self, get: OpenGet) -> bool:
         """Take what the first get in line may have; whether it has all now."""
         items = get.queue.items
         if get.target is None:
@@ -305,7 +227,7 @@ class Broker:
 
     # --- the lines
 
-    def _serve(self, queue: _Queue) -> None:
+    def _serve(self, queue: Queue) -> None:
         """Move both lines on as far as they go."""
         moved = True
         while moved:
@@ -328,10 +250,10 @@ class Broker:
             queue.channel.forget(queue)
 
     @staticmethod
-    def _no_more(queue: _Queue) -> bool:
+    def _no_more(queue: Queue) -> bool:
         return queue.channel.closed and not queue.items
 
-    def _end(self, queue: _Queue) -> None:
+    def _end(self, queue: Queue) -> None:
         """Of a closed channel: who waits on a queue that will give nothing any more is told so."""
         if not queue.items and not queue.leased:
             while queue.gets:
@@ -343,70 +265,68 @@ class Broker:
         if not channel.queues:
             self._channels.pop(channel.ident, None)
 
-    def _settle(self, queues: Iterable[_Queue]) -> None:
+    def _settle(self, queues: Iterable[Queue]) -> None:
         """Serve these, and whoever waited for memory that may be free now."""
         for queue in queues:
             self._serve(queue)
-        while self._waiting:
-            wait = self._waiting[0]
-            room = self._memory.take(wait.nbytes)
-            if room is None:
+        self._hand_out_rooms()
+        for queue in list(self._starved):
+            if self._carried_bytes >= self._memory.capacity_bytes:
                 break
-            self._waiting.popleft()
-            client = self._clients[wait.client]
-            del client.open[wait.number]
-            client.rooms[room] = wait.nbytes
-            self._answer(wait.client, wire.Room(wait.number, room))
-        while self._starved and self._carried_bytes < self._memory.capacity_bytes:
-            queue = next(iter(self._starved))
             del self._starved[queue]
             self._serve(queue)
-            if queue in self._starved:
-                break
 
     # --- what was handed out, and giving up
 
     def _ack(self, client: Client, number: int) -> None:
-        lease = self._clients[client].open.pop(number, None)
-        if not isinstance(lease, _Lease):
-            raise ValueError(f"nothing was handed out under number {number}")
+        lease = self._lease(client, number)
         lease.queue.leased -= len(lease.taken)
-        for stored in lease.taken:
-            self._carried_bytes -= len(stored.item.body)
-            self._drop(stored)
+        self._forget(lease.taken)
         if lease.queue.channel.closed or self._waiting or self._starved:
             self._settle((lease.queue,))
         else:
             lease.queue.channel.forget(lease.queue)
 
-    def _nack(self, client: Client, number: int) -> None:
-        lease = self._clients[client].open.pop(number, None)
-        if not isinstance(lease, _Lease):
-            raise ValueError(f"nothing was handed out under number {number}")
+    def _nack(self, client: Client, request: wire.Nack) -> None:
+        lease = self._lease(client, request.number)
+        taken, lost = lease.taken, set(request.lost)
+        lease.taken = [stored for place, stored in enumerate(taken) if place not in lost]
+        lease.queue.leased -= len(taken) - len(lease.taken)
         self._withdraw(lease)
+        self._forget(stored for place, stored in enumerate(taken) if place in lost)
         self._settle((lease.queue,))
+
+    def _lease(self, client: Client, number: int) -> Lease:
+        lease = self._clients[client].open.pop(number, None)
+        if not isinstance(lease, Lease):
+            raise ValueError(f"nothing was handed out under number {number}")
+        return lease
+
+    def _forget(self, items: Iterable[Stored]) -> None:
+        for stored in items:
+            self._carried_bytes -= len(stored.item.body)
+            self._drop(stored)
 
     def _cancel(self, client: Client, number: int) -> None:
         found = self._clients[client].open.get(number)
-        if found is None or isinstance(found, _Lease):
+        if found is None or isinstance(found, Lease):
             return
         del self._clients[client].open[number]
         self._answer(client, wire.Cancelled(number))
-        if isinstance(found, _Wait):
-            self._waiting.remove(found)
-            self._settle(())
-        else:
-            self._withdraw(found)
-            self._settle((found.queue,))
+        self._withdraw(found)
+        self._settle((found.queue,))
 
-    def _withdraw(self, found: _Put | _Get | _Lease) -> None:
+    def _withdraw(self, found: OpenPut | OpenGet | RoomWait | Lease) -> None:
         """Undo what an open request did to its queue."""
         queue = found.queue
-        if isinstance(found, _Put):
+        if isinstance(found, RoomWait):
+            self._end_wait(found)
+            return
+        if isinstance(found, OpenPut):
             queue.puts.remove(found)
             self._drop(found.stored)
             return
-        if isinstance(found, _Lease):
+        if isinstance(found, Lease):
             queue.leased -= len(found.taken)
         else:
             queue.gets.remove(found)
@@ -415,25 +335,63 @@ class Broker:
 
     # --- memory
 
-    def _drop(self, stored: _Stored) -> None:
+    def _drop(self, stored: Stored) -> None:
         if stored.room_bytes:
             self._memory.give(stored.item.room, stored.room_bytes)
 
     def _reserve(self, client: Client, request: wire.Reserve) -> None:
-        memory = self._memory
-        if not 0 < request.nbytes <= memory.capacity_bytes:
-            self._answer(client, wire.TooLarge(request.number, memory.capacity_bytes))
+        limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
+        if channel is None or channel.closed:
+            self._answer(client, wire.Closed(request.number))
             return
-        room = None if self._waiting else memory.take(request.nbytes)
-        if room is not None:
-            self._clients[client].rooms[room] = request.nbytes
-            self._answer(client, wire.Room(request.number, room))
+        if not 0 < request.nbytes <= limit:
+            self._answer(client, wire.TooLarge(request.number, limit))
+            return
+        queue = channel.queue(request.key)
+        wait = RoomWait(client, request.number, queue, request.nbytes)
+        if not queue.waits and self._give_room(wait):
+            pass
         elif request.nowait:
             self._answer(client, wire.Full(request.number))
         else:
-            wait = _Wait(client, request.number, request.nbytes)
-            self._waiting.append(wait)
+            queue.waits.append(wait)
+            self._waiting[queue] = None
             self._clients[client].open[request.number] = wait
+        channel.forget(queue)
+
+    def _give_room(self, wait: RoomWait) -> bool:
+        """Whether there is room for it."""
+        room = self._memory.take(wait.nbytes)
+        if room is None:
+            return False
+        self._clients[wait.client].rooms[room] = wait.nbytes
+        self._answer(wait.client, wire.Room(wait.number, room))
+        return True
+
+    def _hand_out_rooms(self) -> None:
+        """To the first of each queue's line, one queue after another, as far as there is room."""
+        too_much = self._memory.capacity_bytes + 1
+        turns = deque(self._waiting)
+        while turns:
+            wait = turns.popleft().waits[0]
+            if wait.nbytes >= too_much:
+                continue
+            if not self._give_room(wait):
+                too_much = wait.nbytes
+                continue
+            del self._clients[wait.client].open[wait.number]
+            del self._waiting[wait.queue]
+            self._end_wait(wait)
+            if wait.queue.waits:
+                self._waiting[wait.queue] = None
+                turns.append(wait.queue)
+
+    def _end_wait(self, wait: RoomWait) -> None:
+        queue = wait.queue
+        queue.waits.remove(wait)
+        if not queue.waits:
+            self._waiting.pop(queue, None)
+            queue.channel.forget(queue)
 
     def _release(self, client: Client, room: int) -> None:
         nbytes = self._clients[client].rooms.pop(room, None)
@@ -451,7 +409,8 @@ class Broker:
         if queue is None:
             self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0))
         else:
-            counts = (len(queue.items), maxsize, len(queue.puts), len(queue.gets), queue.leased)
+            puts = len(queue.puts) + len(queue.waits)
+            counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
             self._answer(client, wire.Counted(request.number, *counts))
 
     def _route(self, client: Client, request: wire.Route) -> None:
@@ -467,6 +426,10 @@ class Broker:
             return
         channel.closed = True
         for queue in list(channel.queues.values()):
+            for wait in list(queue.waits):
+                del self._clients[wait.client].open[wait.number]
+                self._end_wait(wait)
+                self._answer(wait.client, wire.Closed(wait.number))
             while queue.puts:
                 put = queue.puts.popleft()
                 del self._clients[put.client].open[put.number]
@@ -478,5 +441,5 @@ class Broker:
         self._settle(())
 
 
-def _place(stored: _Stored) -> int:
+def _place(stored: Stored) -> int:
     return stored.place

@@ -111,6 +111,16 @@ class Stream:
         if not self._poll.poll(poll_ms(left_s)):
             raise StreamSilentError
 
+    def check(self) -> None:
+        """Raises if the other end is known to be gone; reads nothing."""
+        try:
+            if not self.sock.recv(1, socket.MSG_PEEK):
+                raise StreamLostError("it closed the connection")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise StreamLostError(str(error)) from error
+
     def close(self) -> None:
         self.sock.close()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from workers.decoding import reader
 
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<IQ")
 MAX_BODY_BYTES = 64 << 20
 NOWHERE = -1
@@ -63,8 +63,11 @@ class Route(Request, tag=3):
 
 
 class Reserve(Request, tag=4):
-    """Room for an item's bytes, waited for unless `nowait`."""
+    """Room for the bytes of an item that is to go to a queue, waited for behind others' of that queue unless
+    `nowait`."""
 
+    channel: str
+    key: bytes
     nbytes: int
     nowait: bool
 
@@ -100,7 +103,10 @@ class Ack(Request, tag=8):
 
 
 class Nack(Request, tag=9):
-    """The items that `number` got go back to where they were. Not answered."""
+    """The items that `number` got go back to where they were, but for those at places `lost` of them, which their
+    getter cannot load: they are gone. Not answered."""
+
+    lost: tuple[int, ...] = ()
 
 
 class Cancel(Request, tag=10):
@@ -163,7 +169,8 @@ class Cancelled(Answer, tag=9):
 
 
 class Counted(Answer, tag=10):
-    """puts, gets: how many wait; leased: how many items are with those who got them, not acknowledged."""
+    """puts, gets: how many wait (puts also for memory); leased: how many items are with those who got them, not
+    acknowledged."""
 
     size: int
     maxsize: int

@@ -82,7 +82,7 @@ class DirectoryClient:
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._outbox: collections.deque[bytes] = collections.deque()
-        self._own: dict[tuple[Kind, str], Entry] = {}
+        self._own: dict[tuple[Kind, str], tuple[Entry, wire.Register]] = {}
         self._known = False
         self._taken = False
         self._listeners: list[Listener] = []
@@ -118,9 +118,12 @@ class DirectoryClient:
         asked = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
         return self._one(asked, f"registering worker {address}")
 
-    def register_channel(self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True) -> Entry:
-        """Take a channel's name. owned: it is lost when this process dies. `NameInUseError` while another has it."""
-        asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned)
+    def register_channel(
+        self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True, returns: bool = False
+    ) -> Entry:
+        """Take a channel's name. owned: it is lost when this process dies; returns: another process registers it again
+        then, and who looks it up meanwhile waits. `NameInUseError` while another has it."""
+        asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
         return self._one(asked, f"registering channel {name!r}")
 
     # --- what is found --------------------------------------------------------------------------------------------
@@ -192,11 +195,26 @@ class DirectoryClient:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def _ask_register(self, kind: Kind, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool) -> Answer:
-        number = next(self._numbers)
-        return self._ask(
-            wire.Register(number=number, kind=kind, name=name, endpoints=endpoints, facts=facts, owned=owned)
+    def _ask_register(
+        self,
+        kind: Kind,
+        name: str,
+        endpoints: tuple[str, ...],
+        facts: Facts,
+        *,
+        owned: bool,
+        returns: bool = False,
+    ) -> Answer:
+        request = wire.Register(
+            number=next(self._numbers),
+            kind=kind,
+            name=name,
+            endpoints=endpoints,
+            facts=facts,
+            owned=owned,
+            returns=returns,
         )
+        return self._ask(request)
 
     def _ask(self, request: wire.Question) -> Answer:
         if self._pid != os.getpid():
@@ -316,10 +334,10 @@ class DirectoryClient:
         _log.warning("the directory at %s had given this process up: %s", self.address, why)
         with self._guard:
             own, self._own = list(self._own.values()), {}
-        for entry in own:
+        for entry, asked in own:
             lost = msgspec.structs.replace(entry, state=State.LOST, why=why)
             self._tell(lost)
-            again = self._ask_register(entry.kind, entry.name, entry.endpoints, entry.facts, owned=True)
+            again = self._ask(msgspec.structs.replace(asked, number=next(self._numbers)))
             again.add_done_callback(functools.partial(self._registered_anew, lost))
 
     def _registered_anew(self, lost: Entry, future: Answer) -> None:
@@ -353,13 +371,13 @@ class DirectoryClient:
         """Remember what is this process's own."""
         for entry in entries:
             if isinstance(request, wire.Register) and request.owned:
-                self._own[entry.kind, entry.name] = entry
+                self._own[entry.kind, entry.name] = (entry, request)
             elif isinstance(request, wire.End):
                 self._disown(entry)
 
     def _disown(self, entry: Entry) -> None:
         own = self._own.get((entry.kind, entry.name))
-        if own is not None and own.incarnation == entry.incarnation:
+        if own is not None and own[0].incarnation == entry.incarnation:
             del self._own[entry.kind, entry.name]
 
     def _tell(self, entry: Entry) -> None:

@@ -47,6 +47,7 @@ class _Kept:
     entry: Entry
     owner: Session | None
     asked: tuple[Session, int]
+    returns: bool
     watchers: set[Session] = field(default_factory=set)
 
 
@@ -64,14 +65,18 @@ class Registry:
         self._incarnation = 0
 
     def register(self, session: Session, request: Register) -> Effects:
-        """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it."""
+        """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it, or
+        it is one that `returns`."""
         key, asked = (request.kind, request.name), (session, request.number)
-        live = self._live.get(key)
-        if live is not None and live.asked == asked:
-            return [(session, Found(request.number, (live.entry,)))]
-        if live is not None:
+        effects: Effects = []
+        held = self._live.get(key)
+        if held is not None and held.asked == asked:
+            return [(session, Found(request.number, (held.entry,)))]
+        if held is not None and not (held.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
+        if held is not None:
+            effects, _ = self._finish(held, State.LOST, "another process took its place")
         self._incarnation += 1
         entry = Entry(
             kind=request.kind,
@@ -84,15 +89,16 @@ class Registry:
         if request.kind is Kind.GROUP:
             for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
                 del self._gone[stale]
-        kept = self._live[key] = _Kept(entry, session if request.owned else None, asked)
-        effects: Effects = [(session, Found(request.number, (entry,)))]
+        kept = self._live[key] = _Kept(entry, session if request.owned else None, asked, request.returns)
+        effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
             kept.watchers.add(waiter.session)
             effects.append((waiter.session, Found(waiter.number, (entry,))))
         return effects
 
     def lookup(self, session: Session, request: Lookup, now: float) -> Effects:
-        """Answers with the entry once it lives; `WorkerLostError` if it, or its group, was there and is gone."""
+        """Answers with the entry once it lives; `WorkerLostError` if it, or its group, was there and is gone for good
+        (what `returns` and was lost is waited for)."""
         key = (request.kind, request.name)
         kept = self._live.get(key)
         if kept is not None:
@@ -158,10 +164,11 @@ class Registry:
 
     def _finish(self, kept: _Kept, state: State, why: str) -> tuple[Effects, Entry]:
         effects: Effects = []
+        last = kept.entry
         for each in list(self._with_members(kept)):
             entry = each.entry
             key = (entry.kind, entry.name)
-            gone = Entry(
+            last = Entry(
                 kind=entry.kind,
                 name=entry.name,
                 incarnation=entry.incarnation,
@@ -171,14 +178,14 @@ class Registry:
                 why=why,
             )
             del self._live[key]
-            self._remember(key, gone)
-            effects += [(watcher, Gone(gone)) for watcher in sorted(each.watchers)]
-        first = self._gone[(kept.entry.kind, kept.entry.name)]
+            if not (each.returns and state is State.LOST):
+                self._remember(key, last)
+            effects += [(watcher, Gone(last)) for watcher in sorted(each.watchers)]
         if kept.entry.kind is Kind.GROUP:
             for key in [key for key in self._waiting if _belongs(key, kept.entry.name)]:
                 for waiter in self._waiting.pop(key):
-                    effects.append((waiter.session, _lost(waiter.number, key[1], first)))
-        return effects, first
+                    effects.append((waiter.session, _lost(waiter.number, key[1], last)))
+        return effects, last
 
     def _with_members(self, kept: _Kept) -> Iterator[_Kept]:
         if kept.entry.kind is Kind.GROUP:

@@ -85,8 +85,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """owned: the entry is lost when the process that registers it dies. Said again under the same number, it has the
-    same answer."""
+    """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
+    name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same
+    number, it has the same answer."""
 
     number: int
     kind: Kind
@@ -94,6 +95,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     endpoints: tuple[str, ...]
     facts: Facts
     owned: bool
+    returns: bool = False
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -95,14 +95,15 @@ class AsyncWork(Generic[T]):
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
         """Have `func(*args, **kwargs)` called once this is done; the work it returns has its result.
 
-        An error here is that work's error, and `func` is not called. If `func` returns work, the result is that work's.
-        It is called by the thread that ends the operation (now, if it is done): it must not block.
+        An error here, such as a result that cannot be loaded, is that work's error, and `func` is not called. If `func`
+        returns work, the result is that work's. The result is made, and `func` called, by the thread that ends the
+        operation (now, if it is done): it must not block.
         """
         future: Future[Any] = Future()
 
         def call(_: Future[Any]) -> None:
             try:
-                self._future.result()
+                self._result(self._future.result())
                 made = func(*args, **kwargs)
             except Exception as error:
                 future.set_exception(error)
@@ -151,9 +152,11 @@ def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
             left[0] -= 1
             if left[0]:
                 return
-        errors = [error for work in works if (error := work._future.exception()) is not None]
-        if errors:
-            future.set_exception(errors[0])
+        try:
+            for work in works:
+                work._result(work._future.result())
+        except Exception as error:
+            future.set_exception(error)
         else:
             future.set_result(result)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ ENOUGH_BYTES = 256 * MIB
 """Less shared memory or less free memory than this is of little use."""
 ENOUGH_FILES = 4096
 """A service has a few open files for each session, a client about fifteen."""
+_REACH_S = 5.0
 _OTHER_DIRECTORY = "name a local directory that is there and can be written with --arena-dir"
 _MORE_SHM = (
     "give it more: `mount -o remount,size=16g /dev/shm`, in a container `docker run --shm-size=16g` or an emptyDir of "
@@ -34,6 +35,7 @@ def machine(arena_dir: str, port: int) -> Iterator[Finding]:
     yield from careful("memory limit", _memory_limit, "see that /proc and /sys/fs/cgroup can be read")
     yield from _directory(arena_dir)
     yield from _open_files()
+    yield from careful("loopback", _loopback, "bring the interface up: `ip link set lo up`")
     yield from _ports(port)
 
 
@@ -107,6 +109,15 @@ def _ports(port: int) -> Iterator[Finding]:
         )
         return
     free = f"{port} and {port + 1} are free" if port else "can listen on loopback"
-    with contextlib.suppress(OSError):
+    try:
         free += f"; others would call this machine {reachable_host('0.0.0.0')}"
+    except (OSError, ValueError) as error:
+        free += f"; {error}"
     yield Finding(what="ports", found=free)
+
+
+def _loopback() -> Iterator[Finding]:
+    """One can listen on an interface that is down."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.create_connection(listener.getsockname(), timeout=_REACH_S).close()
+    yield Finding(what="loopback", found="this machine reaches itself at 127.0.0.1")

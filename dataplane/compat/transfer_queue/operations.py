@@ -43,7 +43,7 @@ Found = c.Claimed | c.Listed
 def extend(desk: Desk, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> Any:
     """The step that makes the partition, or adds to it."""
     if fields:
-        desk.schemas.pop(partition, None)
+        desk.schemas.forget(partition)
     return Send(
         c.Register(partition=partition, fields=dict(fields or {}), num_samples=None, tasks=tuple(tasks), extend=True)
     )
@@ -220,7 +220,7 @@ def put(
     """Put into a partition that is made if it is not there."""
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
-    known = desk.schemas.get(partition, {})
+    known = desk.schemas.get(partition) or {}
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
         yield extend(desk, partition, fields=undeclared)

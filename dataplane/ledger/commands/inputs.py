@@ -55,8 +55,9 @@ class AddUnit(Input, frozen=True, kw_only=True):
     number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
     unit that has a number from a service that lost its state. Another `host` than before is the same machine, started
     anew. `forced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
-    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `shrinks` is
-    the number of the last `ShrinkArena` it has carried out. Output: `UnitAdded`."""
+    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `anew`: it had one and
+    cannot tell which; if that cookie is unknown too, it is what lost units of its name (those of its host, if there
+    are some) had. `shrinks` is the number of the last `ShrinkArena` it has carried out. Output: `UnitAdded`."""
 
     name: str
     host: str
@@ -72,6 +73,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     instead_of: str = ""
     curve_key: str = ""
     shrinks: int = 0
+    anew: bool = False
 
 
 class UnitLost(Input, frozen=True, kw_only=True):

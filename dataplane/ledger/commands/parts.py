@@ -93,10 +93,12 @@ class Predicate(Value, frozen=True, kw_only=True):
 
 
 class ColumnSizes(Value, frozen=True, kw_only=True):
-    """Room wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared)."""
+    """Room wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared).
+    `by_schema` as in `CommitColumn`."""
 
     name: str
     sizes: Int64s
+    by_schema: bool = False
 
 
 class Placement(Value, frozen=True, kw_only=True):
@@ -113,7 +115,9 @@ class CommitColumn(Value, frozen=True, kw_only=True):
     """One column of a commit. `lengths[k]` is the k-th value's length in units of `spec.unit_bytes`.
 
     `index[i]` is the value that sample i points at (None: sample i has value i); many samples may share one value.
-    `checksums[k]` is the k-th value's (see `dataplane.checksums`; None: they have none).
+    `checksums[k]` is the k-th value's (see `dataplane.checksums`; None: they have none). `by_schema`: the writer took
+    the kind from what `Described` said of the field, not from the values; if the field's kind is open now, it would
+    have encoded them otherwise, and the commit is `StaleSchemaError`.
     """
 
     name: str
@@ -121,6 +125,7 @@ class CommitColumn(Value, frozen=True, kw_only=True):
     lengths: Int64s
     index: Int64s | None = None
     checksums: UInt32s | None = None
+    by_schema: bool = False
 
 
 class FieldLocations(Value, frozen=True, kw_only=True):

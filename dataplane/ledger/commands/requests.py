@@ -276,7 +276,11 @@ class List(Command, frozen=True, kw_only=True):
 
 
 class Stats(Command, frozen=True, kw_only=True):
-    """Answered `StatsReport`."""
+    """Of these partitions (none named: of all), at most `limit`, the oldest (0: all of them). Answered
+    `StatsReport`."""
+
+    partitions: tuple[str, ...] = ()
+    limit: int = 0
 
 
 class Shrink(Command, frozen=True, kw_only=True):

@@ -196,7 +196,9 @@ class SessionStats(Value, frozen=True, kw_only=True):
 
 
 class StatsReport(Result, frozen=True, kw_only=True):
-    """A unit, or a partition with a budget, is `pressed` from when it uses `high_watermark` of its `limit_bytes` until
+    """`partitions` are those asked for, of `partition_count`.
+
+    A unit, or a partition with a budget, is `pressed` from when it uses `high_watermark` of its `limit_bytes` until
     it is down to `low_watermark` of it."""
 
     epoch: int
@@ -207,6 +209,7 @@ class StatsReport(Result, frozen=True, kw_only=True):
     waiting_allocations: int
     low_watermark: float = 0.0
     high_watermark: float = 0.0
+    partition_count: int = 0
 
 
 class UnitShrunk(Value, frozen=True, kw_only=True):

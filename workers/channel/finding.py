@@ -1,0 +1,43 @@
+"""Which brokers there are, as the job's directory knows."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from workers.channel.settings import BROKER_NAME, broker_name
+from workers.directory import DirectoryClient, Kind
+from workers.errors import NameNotFoundError, WorkerLostError
+
+FIND_S = 60.0
+"""How long a broker that is being started, or started again, is waited for."""
+NOTICE_S = 15.0
+"""How long the directory may take to find out that a broker is gone."""
+
+
+def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
+    """Endpoints by node: of one node's broker, waited for, or of all that there are (of node 0's, where there is none).
+    `NameNotFoundError` after `FIND_S`."""
+    if node_rank is not None:
+        return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
+    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name.startswith(BROKER_NAME)]
+    if not entries:
+        entries = [directory.lookup_channel(broker_name(0), FIND_S)]
+    found = {int(each.name.removeprefix(BROKER_NAME)): each.endpoints[0] for each in entries}
+    return dict(sorted(found.items()))
+
+
+def await_others(directory: DirectoryClient, brokers: dict[int, str], until: float) -> bool:
+    """Whether the directory has one of `brokers` no more, or another in its place; waits for it until then."""
+    names = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
+    gone = threading.Event()
+    unsubscribe = directory.subscribe(lambda entry: gone.set() if entry.name in names else None)
+    try:
+        for name, endpoint in names.items():
+            if directory.lookup_channel(name).endpoints != (endpoint,):
+                return True
+        return gone.wait(max(0.0, until - time.monotonic()))
+    except (NameNotFoundError, WorkerLostError):
+        return True
+    finally:
+        unsubscribe()
