@@ -81,9 +81,7 @@ class LedgerWriter(LedgerDriver):
         columns = tuple(self.draw_column(data, name, len(samples), wrong=fate != "commit") for name in names)
         allocate = Allocate(
             partition="p",
-            columns=tuple(
-                ColumnSizes(name=c.name, sizes=int64s(sizes_of(c)), by_schema=c.by_schema) for c in columns
-            ),
+            columns=tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c)), by_schema=c.by_schema) for c in columns),
             update=mode is Mode.UPDATE,
             on_full=on_full,
             timeout_s=3.05,
