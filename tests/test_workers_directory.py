@@ -300,15 +300,6 @@ def test_a_directory_that_ends_is_noticed() -> None:
             client.lookup_group("g")
 
 
-def test_a_client_that_is_closed_is_lost(directory: Directory) -> None:
-    client = DirectoryClient(directory.address)
-    lost = client.lost()
-    assert not lost.done()
-    client.close()
-    for future in (lost, client.lost()):
-        assert isinstance(future.exception(10), DirectoryLostError)
-
-
 def test_no_directory_at_the_address() -> None:
     with Directory.serve() as directory:
         address = directory.address

@@ -42,3 +42,12 @@ class HostedBroker:
         self._closing = True
         self._broker.close()
         self._directory.close()
+
+    def _register(self) -> DirectoryClient:
+        directory = DirectoryClient(self._address)
+        try:
+            directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
+        except BaseException:
+            directory.close()
+            raise
+        return directory

@@ -82,7 +82,7 @@ class DirectoryClient:
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._outbox: collections.deque[bytes] = collections.deque()
-        self._own: dict[tuple[Kind, str], tuple[Entry, bool]] = {}
+        self._own: dict[tuple[Kind, str], tuple[Entry, wire.Register]] = {}
         self._known = False
         self._taken = False
         self._listeners: list[Listener] = []
@@ -205,16 +205,14 @@ class DirectoryClient:
         owned: bool,
         returns: bool = False,
     ) -> Answer:
-        return self._ask(
-            wire.Register(
-                number=next(self._numbers),
-                kind=kind,
-                name=name,
-                endpoints=endpoints,
-                facts=facts,
-                owned=owned,
-                returns=returns,
-            )
+        request = wire.Register(
+            number=next(self._numbers),
+            kind=kind,
+            name=name,
+            endpoints=endpoints,
+            facts=facts,
+            owned=owned,
+            returns=returns,
         )
 
     def _ask(self, request: wire.Question) -> Answer:
@@ -335,12 +333,10 @@ class DirectoryClient:
         _log.warning("the directory at %s had given this process up: %s", self.address, why)
         with self._guard:
             own, self._own = list(self._own.values()), {}
-        for entry, returns in own:
+        for entry, asked in own:
             lost = msgspec.structs.replace(entry, state=State.LOST, why=why)
             self._tell(lost)
-            again = self._ask_register(
-                entry.kind, entry.name, entry.endpoints, entry.facts, owned=True, returns=returns
-            )
+            again = self._ask(msgspec.structs.replace(asked, number=next(self._numbers)))
             again.add_done_callback(functools.partial(self._registered_anew, lost))
 
     def _registered_anew(self, lost: Entry, future: Answer) -> None:
@@ -374,7 +370,7 @@ class DirectoryClient:
         """Remember what is this process's own."""
         for entry in entries:
             if isinstance(request, wire.Register) and request.owned:
-                self._own[entry.kind, entry.name] = entry, request.returns
+                self._own[entry.kind, entry.name] = (entry, request)
             elif isinstance(request, wire.End):
                 self._disown(entry)
 

@@ -46,8 +46,8 @@ class _Kept:
 
     entry: Entry
     owner: Session | None
-    returns: bool
     asked: tuple[Session, int]
+    returns: bool
     watchers: set[Session] = field(default_factory=set)
 
 
@@ -66,7 +66,7 @@ class Registry:
 
     def register(self, session: Session, request: Register) -> Effects:
         """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it, or
-        both are ones that return."""
+        it is one that `returns`."""
         key, asked = (request.kind, request.name), (session, request.number)
         effects: Effects = []
         held = self._live.get(key)
@@ -89,7 +89,7 @@ class Registry:
         if request.kind is Kind.GROUP:
             for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
                 del self._gone[stale]
-        kept = self._live[key] = _Kept(entry, session if request.owned else None, request.returns, asked)
+        kept = self._live[key] = _Kept(entry, session if request.owned else None, asked, request.returns)
         effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
             kept.watchers.add(waiter.session)

@@ -86,8 +86,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
-    name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same number, it
-    has the same answer."""
+    name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same
+    number, it has the same answer."""
 
     number: int
     kind: Kind
