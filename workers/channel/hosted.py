@@ -17,13 +17,13 @@ class HostedBroker:
     def __init__(
         self, directory_address: str, node_rank: int, *, host: str = "127.0.0.1", capacity_bytes: int | None = None
     ) -> None:
+        self._address = directory_address
+        self._name = broker_name(node_rank)
         self._closing = False
         self._broker = ChannelBroker(host=host, capacity_bytes=capacity_bytes)
-        self._directory = DirectoryClient(directory_address)
         try:
-            self._directory.register_channel(broker_name(node_rank), (self._broker.endpoint,), {}, returns=True)
+            self._directory = self._register()
         except BaseException:
-            self._directory.close()
             self._broker.close()
             raise
 

@@ -214,6 +214,7 @@ class DirectoryClient:
             owned=owned,
             returns=returns,
         )
+        return self._ask(request)
 
     def _ask(self, request: wire.Question) -> Answer:
         if self._pid != os.getpid():
