@@ -312,10 +312,11 @@ def test_threads_that_call_while_heartbeats_come_share_few_sockets(
         under_way = [pool.submit(call) for _ in range(8)]
         while not all(each.done() for each in under_way):
             channel._maintain()
+            # One for each thread, one that is being served, and one that its keeper may be serving. On a machine so
+            # slow that some are unused for 30 s, these are closed, and others opened in their place.
+            assert sum(not dealer.closed for dealer in list(opened)) <= 10
         for each in under_way:
             each.result()
-    # One for each thread, one that is being served, and one that its keeper may be serving.
-    assert len(opened) <= 10
 
 
 def test_too_few_open_files_are_a_named_error_and_lose_no_post(

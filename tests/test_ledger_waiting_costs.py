@@ -13,7 +13,7 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.budgets import Evictions
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.tags import Tags
-from tests.ledger_driver import Client, Driver, by_ids
+from tests.ledger_driver import Client, Driver, part_of
 
 KIB = 1024
 MANY = 2000
@@ -88,10 +88,10 @@ def test_a_put_that_waits_for_eviction_costs_its_partition_what_changes(
     waiting = client.waits(client.allocate({"x": [KIB]}))
     looks.rows = 0
     for i in range(15):
-        client.do(c.Ack(partition="p", task="train", samples=by_ids(held.ids[i])))
+        client.do(c.Ack(partition="p", task="train", **part_of(held, held.ids[i])))
         assert client.result(waiting) is None
     assert looks.rows <= 50
-    client.do(c.Ack(partition="p", task="train", samples=by_ids(held.ids[15])))
+    client.do(c.Ack(partition="p", task="train", **part_of(held, held.ids[15])))
     assert isinstance(client.result(waiting), c.Allocated)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from tests.ledger_driver import Client, Driver, by_ids, commit_columns, handles
+from tests.ledger_driver import Client, Driver, by_ids, commit_columns, part_of
 from tests.profiles import FACTOR
 
 KIB = 1024
@@ -167,7 +167,7 @@ class Crowd:
         client, number, claim = held
         result = client.result(number)
         assert isinstance(result, c.Claimed)
-        what: dict[str, Any] = {"partition": claim.partition, "task": claim.task, "samples": handles(result)}
+        what = {"partition": claim.partition, "task": claim.task, **part_of(result)}
         match self.chance.randint(0, 3):
             case 0:
                 self.post(client, c.Ack(**what))

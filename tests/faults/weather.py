@@ -55,6 +55,7 @@ AT_START = frozenset((*BEGIN, *ATTACH))
 CONTROLLER_AT_START = ("journal.replaying", "journal.replayed", "journal.taken_over", "controller.bound")
 CONTROLLER_POINTS = (
     "journal.before_append",
+    "journal.appended",
     "journal.after_append",
     "journal.applied",
     "image.before_rename",
