@@ -136,6 +136,7 @@ def test_one_of_another_form_refuses_it(far: Here, monkeypatch: pytest.MonkeyPat
     assert not b._engine.incoming._fetches
     with pytest.raises(MessageMismatchError):
         until_it_fails(lambda: a.send("fine", B))
+    a.send("fine", B)
     assert b.recv(A) == "fine"
 
 
