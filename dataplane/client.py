@@ -99,10 +99,9 @@ class DataPlaneClient:
         cursors of tasks that stay are kept, a seal is lifted and a new count begins.
 
         fields: names, or name -> FieldSpec; the standard per-token RL columns are jagged by name. num_samples: how many
-        samples will be born until the partition counts as complete (None: that is not known; it is when `seal` says
-        so). consumer_tasks: the only tasks
-        that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have.
-        strict: a put of an undeclared field is a ValueError instead of extending the schema.
+        samples will be born until the partition counts as complete (None: not known, until `seal`). consumer_tasks: the
+        only tasks that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag
+        may have. strict: a put of an undeclared field is a ValueError instead of extending the schema.
 
         budget_bytes: the most that the partition may occupy in all storage units (None: whatever they have; a unit's
         own budget is its capacity): rows that live, room of puts under way, and cleared rows that are still read;
@@ -151,9 +150,8 @@ class DataPlaneClient:
         rows, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list or array
         of objects.
         tags: one mapping of small scalars per sample, merged into what is there. Without fields only the tags are set;
-        without both, samples whose ids are new begin without any field, which is meant: their fields may come later.
-        mode: "upsert", "create" (ids must be new, else ValueError), "update" (ids must live, else KeyError) or
-        "append".
+        without both, samples whose ids are new begin without any field. mode: "upsert", "create" (ids must be new, else
+        ValueError), "update" (ids must live, else KeyError) or "append".
 
         "append" is for samples that are still being generated: what is given of jagged fields goes behind what their
         rows hold (a new sample or field begins with it), other fields and tags are set as ever, all of it visible at
@@ -167,10 +165,9 @@ class DataPlaneClient:
         Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
         bytes are in the arena and visible; the caller's tensors may change. Waits for room up to
         `config.put_timeout_s` (or as the partition's `when_full` says), then `CapacityTimeoutError`, which says who
-        holds it. Raises KeyError for an unknown partition, ValueError for
-        duplicates, wrong counts or a field whose kind, dtype or inner shape differs from its live rows, TypeError for
-        arguments of another type and values no column can hold; `StaleSchemaError` (a ValueError) if other clients
-        clear or register the partition anew each time it is encoded for its schema.
+        holds it. Raises KeyError for an unknown partition, ValueError for duplicates, wrong counts or a field whose
+        kind, dtype or inner shape differs from its live rows, TypeError for arguments of another type and values no
+        column can hold; `StaleSchemaError` (a ValueError) if others clear or register the partition anew at each try.
         """
         return self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
 
@@ -215,8 +212,7 @@ class DataPlaneClient:
 
         layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or, for per-token ones (see
         `materialize`; `meta.sequence_lengths` are the tokens), `pad_to_seqlen` if that is more (ValueError if less),
-        filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested.
-        device: where the tensors end.
+        filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested. device: where the tensors end.
         """
         batch = self._run(
             reading.get_batch,

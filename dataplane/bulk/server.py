@@ -337,7 +337,8 @@ class BulkServer:
         began = time.perf_counter()
         try:
             if verb == "attach" and not self._unit:
-                self._wait_for_number(peer, request)
+                if len(self._early) < EARLY:  # who is one too many asks again
+                    self._early.append((peer, request))
                 return
             self._admit(request)
             if verb == "write":
@@ -358,11 +359,6 @@ class BulkServer:
         reply.call = request.call
         self._send(peer, reply, payload)
         self._counts.note(verb, failed, time.perf_counter() - began)
-
-    def _wait_for_number(self, peer: bytes, request: pb.BulkRequest) -> None:
-        """Who is one too many asks again."""
-        if len(self._early) < EARLY:
-            self._early.append((peer, request))
 
     def _count_refused(self) -> None:
         error = AuthenticationError(peer=f"storage unit {self._unit}", why="the token is wrong")
