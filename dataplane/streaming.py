@@ -304,6 +304,7 @@ class _Taking:
         self._claims = claims
         self._timeout_s = timeout_s
         self._out: KVBatchMeta | None = None
+        self._out_until = 0.0
         self._queue = _Queue(ahead)
         self._thread = self._fetcher() if ahead else None
         weakref.finalize(self, self._queue.drop)
@@ -319,12 +320,24 @@ class _Taking:
         """The next micro-batch, None at the end. Raises TimeoutError after the timeout, what a claim or read raised."""
         out, self._out = self._out, None
         if out is not None:
-            self._claims.client.ack(out)
+            self._acknowledge(out)
         deadline = time.monotonic() + self._timeout_s
         while True:
             taken = self._take(max(deadline - time.monotonic(), 0.0))
             if taken is None or self._still_ours(taken.meta):
                 return taken
+
+    def _acknowledge(self, out: KVBatchMeta) -> None:
+        """What was cleared while its lease lasted, the caller cleared; after that, another may have had it before."""
+        cleared = self._claims.client.ack(out)
+        if cleared and time.monotonic() > self._out_until:
+            raise StaleSampleError(
+                partition=out.partition_id,
+                task=self._claims.task,
+                samples=cleared[:5],
+                total=len(cleared),
+                positions=[],
+            )
 
     def _take(self, timeout_s: float) -> MicroBatch | None:
         if self._thread is None:
@@ -338,6 +351,7 @@ class _Taking:
         """Whether nobody else could have claimed it while it was held ready."""
         if self._claims.lease_s is None:
             return True
+        until = time.monotonic() + self._claims.lease_s
         try:
             cleared = self._claims.client.extend(meta, self._claims.lease_s)
         except StaleSampleError as error:
@@ -346,7 +360,7 @@ class _Taking:
             return False
         if len(cleared) == meta.size:
             return False
-        self._out = meta
+        self._out, self._out_until = meta, until
         hit("stream.handed_out")
         return True
 

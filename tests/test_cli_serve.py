@@ -255,8 +255,8 @@ def test_a_unit_that_cannot_start_is_one_line(services: list[Service], tmp_path:
         service = Service("--http-port", str(first), "--units", "2", *where)
         services.append(service)
         assert service.process.wait(60) == 1
-    assert service.process.stderr is not None
-    (line,) = service.process.stderr.read().splitlines()
+    service.end(signal.SIGTERM)
+    (line,) = service.complaints
     assert line.startswith("tq: storage unit unit-0 cannot start: "), line
     assert str(first + 1) in line
     assert not service.first_line
@@ -268,8 +268,8 @@ def test_an_arena_directory_that_is_none_is_one_line(services: list[Service], tm
     service = Service("--arena-dir", str(tmp_path / "file"))
     services.append(service)
     assert service.process.wait(60) == 1
-    assert service.process.stderr is not None
-    (line,) = service.process.stderr.read().splitlines()
+    service.end(signal.SIGTERM)
+    (line,) = service.complaints
     assert line.startswith("tq: "), line
     assert str(tmp_path / "file") in line
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import dataplane
 from dataplane import DataPlaneClient, KVBatchMeta, Server, StreamingDataLoader
 from dataplane.errors import ClaimTimeoutError, ClientClosedError, PartitionNotFoundError, StaleSampleError
 from tests.gloo import Ranks
+from tests.lives import wait_until
 from tests.mixin_worker import worker_on
 
 pytestmark = pytest.mark.integration
@@ -300,6 +302,19 @@ def test_a_lease_ends_with_the_next_micro_batch(client: DataPlaneClient, partiti
             next(batches)
         assert rewards(stream) == [[4.0, 5.0]]
     assert client.check_consumption_status(partition, ["train"])
+
+
+def test_what_another_consumed_and_cleared_since_is_told(client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(2))
+    lease_s = 0.2
+    with loader(client, partition, prefetch=0, lease_s=lease_s) as stream:
+        next(iter(stream))
+        handed_out = time.monotonic()
+        again = client.claim_meta(partition, "train", [], 2, lease_s=NEVER_S)
+        client.clear_samples(again, partition)
+        wait_until(lambda: time.monotonic() > handed_out + lease_s)
+        with pytest.raises(StaleSampleError, match="lease ended"):
+            next(iter(stream))
 
 
 def held_ready(stream: StreamingDataLoader) -> Any:

@@ -73,11 +73,12 @@ def plans(draw: st.DrawFn) -> Plan:
     clients: list[tuple[str, tuple[Make, ...]]] = [
         (draw(host), (producer(seed, 12, shared=seed % 2 == 0, mode=Mode.UPSERT),)),
         (draw(host), (scorer(seed, 12, lease_s=None), waiter(3), reader(seed, 8))),
-        (draw(host), (scorer(seed + 1, 12, lease_s=3.0),)),
         (HOSTS[0], (dripper(seed, 6), cleaner(seed, 4))),
-        (draw(host), (saver(seed, 3),)),
+        (draw(host), (saver(seed, 9),)),
         (draw(host), (trainer(seed, 10), reader(seed + 1, 8))),
     ]
+    if seed % 2:
+        clients.append((draw(host), (scorer(seed + 1, 12, lease_s=3.0),)))
     if seed % 4 == 0:
         clients.append((draw(host), (closer(seed, 2),)))
     if len(units) > 1:

@@ -266,7 +266,7 @@ def saver(seed: int, count: int) -> Make:
             yield Post(Release(located=saved.number))
             raise
         yield Post(Release(located=saved.number))
-        if pieces and random.random() < 0.7:
+        if pieces and random.random() < 0.9:
             yield from bring_back(client, thread, f"staged.{client.session}.{saved.number}", described, pieces[0])
 
     return rounds(count, body)
