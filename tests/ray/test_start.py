@@ -250,7 +250,7 @@ def test_more_workers_on_a_bundle_than_it_has_room_for(cluster: RayVirtualCluste
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_of(cluster: RayVirtualCluster) -> None:
-    with pytest.raises(Exception, match="^what it was$") as caught:
+    with pytest.raises(Exception, match=r"^what it was") as caught:
         RayWorkerGroup(cluster, RayWorkerBuilder(f"{STARTERS}.Unspeakable"), workers_per_node=[0, 1])
     assert type(caught.value).__name__ == "Closed"
     assert caught.value.__notes__ == ["raised by worker 1-0 (rank 0) in its constructor"]
