@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, RequestReceived
 
-from dataplane.control import http2
+from dataplane.control import http2, keys
+from dataplane.control.opening import is_slow
+from dataplane.errors import ServiceUnavailableError
 
 WAIT_S = 60.0
 SETTINGS, PING, HEADERS, DATA, RST, GOAWAY = 4, 6, 1, 0, 3, 7
@@ -103,3 +106,29 @@ def test_long_headers_and_the_message_arrive(pair: tuple[socket.socket, socket.s
             sent = dict(event.headers or [])
     assert (sent["authorization"], sent[":path"]) == ("Bearer " + "t" * 300, "/package.Service/Method")
     assert [event.data for event in asked if isinstance(event, DataReceived)] == [b"\0\0\0\0\3ask"]
+
+
+def test_a_server_that_is_busy_says_so(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    far.sendall(BEGIN + frame(HEADERS, 5, 1, b"\0\x0bgrpc-status\x0214"))
+    with pytest.raises(http2.BusyError, match="gRPC status 14"):
+        call(near)
+
+
+def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    def ask(address: str, files: object, nonce: bytes, rest: object) -> bytes:
+        asked.append(nonce)
+        if len(asked) % 3:
+            raise http2.BusyError("it gave no answer but gRPC status 14")
+        return b""
+
+    monkeypatch.setattr(keys, "_ask", ask)
+    monkeypatch.setattr(keys, "BUSY_S", 0.001)
+    assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
+    assert len(asked) == 3
+    asked.clear()
+    with pytest.raises(ServiceUnavailableError) as caught:
+        keys.keys_of("host:1", None, None, deadline=time.monotonic())
+    assert is_slow(caught.value)

@@ -1,7 +1,7 @@
 """One unary gRPC call over a socket that is there already.
 
-Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service for its keys. What the
-answer's headers say is not read, so the method must tell its errors in its answer.
+Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service for its keys. Of the answer's
+headers only the status is read, so the method must tell its errors in its answer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,24 @@ from collections.abc import Callable, Mapping
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import ConnectionTerminated, DataReceived, Event, StreamEnded, StreamReset
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
 from h2.exceptions import H2Error
 
 MAX_ANSWER_BYTES = 32 << 10
 """More is no answer of ours; the window that HTTP/2 begins with is larger."""
 MAX_TRAFFIC_BYTES = 64 << 10
 RECEIVE_BYTES = 16 << 10
+PASSING = frozenset({"1", "2", "4", "8", "13", "14"})
+"""gRPC statuses of a server that is busy or is just starting: cancelled, unknown, deadline, exhausted, internal,
+unavailable."""
 LOOK_S = 0.1
 """How long a read waits before `rest` is called again."""
 
@@ -27,6 +38,10 @@ Rest = Callable[[], float]
 
 class Http2Error(Exception):
     """What answers does not speak as a gRPC server does. Never leaves this package."""
+
+
+class BusyError(Http2Error):
+    """A gRPC server ended the call with a status that may be another the next time."""
 
 
 def call(
@@ -49,14 +64,14 @@ def call(
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, list(headers.items()))
         connection.send_data(stream, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
-        return _message(_answer(peer, connection, rest))
+        return _answer(peer, connection, rest)
     except H2Error as error:
         raise Http2Error(f"what answers does not speak HTTP/2: {error}") from error
 
 
 def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
-    """The body of the answer, whole."""
-    body, received = b"", 0
+    """The message of the answer."""
+    body, received, status = b"", 0, ""
     while received <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())
         arrived = _arrived(peer, rest)
@@ -65,10 +80,11 @@ def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
         received += len(arrived)
         for event in connection.receive_data(arrived):
             body += _data(event)
+            status = _status(event) or status
             if len(body) > MAX_ANSWER_BYTES:
                 raise Http2Error("its answer is too long")
             if isinstance(event, StreamEnded):
-                return body
+                return _message(body, status)
     raise Http2Error("its answer is too long")
 
 
@@ -89,8 +105,19 @@ def _data(event: Event) -> bytes:
     return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 
-def _message(body: bytes) -> bytes:
+def _status(event: Event) -> str:
+    """The gRPC status that the event's headers tell, "" if they do not."""
+    headers = event.headers if isinstance(event, ResponseReceived | TrailersReceived) else None
+    for name, value in headers or ():
+        if name in (b"grpc-status", "grpc-status"):
+            return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return ""
+
+
+def _message(body: bytes, status: str) -> bytes:
     """The one message in a gRPC body."""
+    if not body and status in PASSING:
+        raise BusyError(f"it gave no answer but gRPC status {status}")
     if len(body) < 5 or body[0] or len(body) != 5 + int.from_bytes(body[1:5], "big"):
         raise Http2Error("it gave no answer")
     return body[5:]

@@ -31,6 +31,8 @@ from dataplane.proof import NONCE_BYTES, Ticket, proof_of
 from dataplane.types import PROTOCOL_VERSION
 
 METHOD = "/tq.v1.Control/GetKeys"
+BUSY_S = 0.2
+"""When a service that was too busy to answer is asked again."""
 NONCE_KEY = "tq-nonce"
 VERSION_KEY = "tq-protocol-version"
 """Metadata of that call: what the proof is to be for, in hex, and the client's version of the protocol."""
@@ -69,7 +71,7 @@ def keys_of(
 
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        answer = pb.Keys.FromString(_ask(address, files, nonce, rest))
+        answer = pb.Keys.FromString(_ask_until(address, files, nonce, rest))
     except DataPlaneError:
         raise
     except TimeoutError as error:
@@ -108,6 +110,18 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
         why = "the token is wrong, or what answers there is not the service: it does not prove that it knows this token"
         raise AuthenticationError(peer=peer, why=why)
     return secret
+
+
+def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> bytes:
+    """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
+    does not change."""
+    while True:
+        try:
+            return _ask(address, files, nonce, rest)
+        except http2.BusyError as error:
+            if rest() <= BUSY_S:
+                raise TimeoutError(str(error)) from error
+            time.sleep(BUSY_S)
 
 
 def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> bytes:
