@@ -475,7 +475,7 @@ class DataPlaneClient:
     def close(self) -> None:
         """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this
         client was bootstrapped with ends too. Idempotent; calls waiting in other threads get `ClientClosedError`.
-        Views from `copy=False` stay valid. A client that nothing refers to any more gives all back by itself."""
+        Views from `copy=False` stay valid. A client that is garbage-collected is closed by itself."""
         self._connections.close()
         if self._owns is not None:
             self._owns.close()

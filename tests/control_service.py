@@ -1,14 +1,23 @@
-"""A controller whose ledger does what a test tells it."""
+"""A controller whose ledger does what a test tells it, and channels to it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from dataplane.config import DataPlaneConfig
+from dataplane.control.channel import Channel
+from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 
+QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
+
+Open = Callable[..., Channel]
 Answer = Callable[[c.Call], c.Result | DataPlaneError | None]
 
 
@@ -87,3 +96,29 @@ def add_unit(cookie: str = "cookie", name: str = "unit") -> c.AddUnit:
         endpoints=("tcp://127.0.0.1:1",),
         arena_path="/dev/null",
     )
+
+
+@pytest.fixture
+def open_channel() -> Iterator[Open]:
+    """Opens channels to a controller; they are closed afterwards."""
+    channels: list[Channel] = []
+
+    def connect(controller: Controller, **changes: object) -> Channel:
+        config = replace(QUICK, address=controller.address, **changes)  # type: ignore[arg-type]
+        channels.append(Channel.open(config))
+        return channels[-1]
+
+    yield connect
+    for channel in channels:
+        channel.close()
+
+
+@pytest.fixture
+def ledger() -> ScriptedLedger:
+    return ScriptedLedger()
+
+
+@pytest.fixture
+def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
+    with Controller(QUICK, ledger=ledger, epoch=ledger.epoch) as controller:
+        yield controller

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import sys
@@ -18,8 +17,7 @@ import pytest
 import zmq
 
 from dataplane import failpoints
-from dataplane.config import DataPlaneConfig
-from dataplane.control import calls, door, opening, wire
+from dataplane.control import calls, opening, wire
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import (
@@ -38,46 +36,17 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.limits import Limits
 from tests.children import Child
-from tests.control_service import ScriptedLedger
-from tests.lives import wait_until
+from tests.control_service import QUICK, Open, ScriptedLedger, ledger, open_channel, scripted  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
-QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 WAIT_S = 60.0
 CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1, timeout_s=60.0)
-
-Open = Callable[..., Channel]
-
-
-@pytest.fixture
-def open_channel() -> Iterator[Callable[..., Channel]]:
-    channels: list[Channel] = []
-
-    def connect(controller: Controller, **changes: object) -> Channel:
-        config = replace(QUICK, address=controller.address, **changes)  # type: ignore[arg-type]
-        channels.append(Channel.open(config))
-        return channels[-1]
-
-    yield connect
-    for channel in channels:
-        channel.close()
 
 
 @pytest.fixture
 def real() -> Iterator[Controller]:
     with Controller(QUICK, epoch=1) as controller:
-        yield controller
-
-
-@pytest.fixture
-def ledger() -> ScriptedLedger:
-    return ScriptedLedger()
-
-
-@pytest.fixture
-def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
-    with Controller(QUICK, ledger=ledger, epoch=ledger.epoch) as controller:
         yield controller
 
 
@@ -240,103 +209,6 @@ def test_a_call_that_waits_stops_no_others(open_channel: Open) -> None:
         assert isinstance(claimed_now, c.Claimed)
         assert claimed_now.ids == ("a",)
         channel.close()
-
-
-def counted_sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
-    """The sockets that doors open from now on."""
-    opened: list[zmq.Socket[bytes]] = []
-
-    def counted(*arguments: Any) -> zmq.Socket[bytes]:
-        opened.append(opening.door_socket(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(door, "door_socket", counted)
-    return opened
-
-
-def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = counted_sockets(monkeypatch)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    taken = [shared.take() for _ in range(4)]
-    for dealer in taken:
-        assert dealer is not None
-        shared.put_back(dealer)
-    served: list[zmq.Socket[bytes]] = []
-
-    def serve(dealer: zmq.Socket[bytes]) -> None:
-        """Meanwhile others make calls."""
-        served.append(dealer)
-        others = [shared.take() for _ in range(3)]
-        assert dealer not in others
-        for other in others:
-            assert other is not None
-            shared.put_back(other)
-
-    shared.serve_idle(serve)
-    assert len(opened) == 4
-    assert served
-    shared.close()
-    assert shared.wait(0.0) == 0
-    context.destroy(linger=0)
-
-
-def test_sockets_that_nobody_needs_any_more_are_closed(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = counted_sockets(monkeypatch)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    for dealer in [shared.take() for _ in range(4)]:
-        assert dealer is not None
-        shared.put_back(dealer)
-    shared.serve_idle(lambda dealer: None)
-    assert not any(dealer.closed for dealer in opened)
-    shared.serve_idle(lambda dealer: None, idle_s=0.0)
-    assert [dealer.closed for dealer in opened] == [True, True, True, False]
-    assert shared.take() is opened[3]
-    shared.put_back(opened[3])
-    shared.close()
-    context.destroy(linger=0)
-
-
-def test_threads_that_call_while_heartbeats_come_share_few_sockets(
-    scripted: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = open_channel(scripted, heartbeat_s=30.0)
-    opened = counted_sockets(monkeypatch)
-
-    def call() -> None:
-        for _ in range(50):
-            channel.call(c.Seal(partition="p"))
-
-    with ThreadPoolExecutor(8) as pool:
-        under_way = [pool.submit(call) for _ in range(8)]
-        while not all(each.done() for each in under_way):
-            channel._maintain()
-            # One for each thread, one that is being served, and one that its keeper may be serving. On a machine so
-            # slow that some are unused for 30 s, these are closed, and others opened in their place.
-            assert sum(not dealer.closed for dealer in list(opened)) <= 10
-        for each in under_way:
-            each.result()
-
-
-def test_too_few_open_files_are_a_named_error_and_lose_no_post(
-    scripted: Controller, open_channel: Open, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = open_channel(scripted)
-
-    def exhausted(*arguments: Any) -> zmq.Socket[bytes]:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(door, "door_socket", exhausted)
-        with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
-            channel.call(c.Seal(partition="p"))
-        channel.post(c.Release(located=1))
-        assert channel._calls._numbering.unanswered == 1
-    channel.call(c.Seal(partition="p"))
-    for outgoing in channel._calls.due(all_of_them=True):
-        channel._send_once(outgoing)
-    wait_until(lambda: channel._maintain() or channel._calls._numbering.unanswered == 0, "the release is answered")
 
 
 def test_a_message_beyond_the_limit_is_refused_at_both_ends(

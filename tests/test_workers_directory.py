@@ -15,6 +15,7 @@ import zmq
 
 from dataplane.errors import InternalError
 from tests.alone import alone, leaves_nothing_open
+from tests.directories import client, directory  # noqa: F401
 from tests.late import Late
 from tests.logs import logged
 from tests.processor import costs_little
@@ -185,18 +186,6 @@ def test_who_leaves_waits_and_watches_no_more() -> None:
 
 
 # --- served --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def directory() -> Iterator[Directory]:
-    with Directory.serve() as served:
-        yield served
-
-
-@pytest.fixture
-def client(directory: Directory) -> Iterator[DirectoryClient]:
-    with DirectoryClient(directory.address) as made:
-        yield made
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.directories import client, directory  # noqa: F401
 from tests.lives import Proxy, wait_until
 from workers.address import WorkerAddress
 from workers.directory import Directory, DirectoryClient, Entry, Kind, State, server
@@ -27,18 +28,6 @@ from workers.errors import DirectoryLostError, NameInUseError, WorkerLostError
 pytestmark = pytest.mark.integration
 
 G0 = WorkerAddress("g", 0)
-
-
-@pytest.fixture
-def directory() -> Iterator[Directory]:
-    with Directory.serve() as served:
-        yield served
-
-
-@pytest.fixture
-def client(directory: Directory) -> Iterator[DirectoryClient]:
-    with DirectoryClient(directory.address) as made:
-        yield made
 
 
 def _serve_until_told(pipe: Connection) -> None:

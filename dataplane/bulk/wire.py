@@ -106,7 +106,7 @@ class Wire:
         try:
             self._socket.send(head, flags | zmq.NOBLOCK)
         except zmq.Again:
-            # There is no connection any more where the unit has refused this one.
+            # The unit has refused this connection, so there is none to send on.
             if self._monitor.poll(0):
                 self._refuse_or_lose()
             self._socket.send(head, flags)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="c.Result")
 PARTITIONS = 1000
-"""One screen asks for so many at most, unless told otherwise."""
+"""How many partitions a command asks for, unless `--limit` says otherwise."""
 
 
 @contextlib.contextmanager

@@ -49,12 +49,16 @@ def requests(data: bytes) -> None:
         except DataPlaneError as error:
             refused = error
             continue
-        _journalled(item)
-        for output in ledger.apply(item):
-            _answered(item, output)
+        _apply(ledger, item)
     _still_whole(ledger, data)
     if refused is not None:
         raise refused
+
+
+def _apply(ledger: Ledger, item: c.Input) -> None:
+    _journalled(item)
+    for output in ledger.apply(item):
+        _answered(item, output)
 
 
 HEADER = 3
@@ -76,9 +80,7 @@ def headers(data: bytes) -> None:
         except DataPlaneError as error:
             refused = error
             continue
-        _journalled(item)
-        for output in ledger.apply(item):
-            _answered(item, output)
+        _apply(ledger, item)
     _still_whole(ledger, data)
     if refused is not None:
         raise refused
@@ -159,9 +161,7 @@ def unit_reports(data: bytes) -> None:
         except (DecodeError, InvalidRequestError) as error:
             refused = error
             continue
-        _journalled(item)
-        for output in ledger.apply(item):
-            _answered(item, output)
+        _apply(ledger, item)
     _still_whole(ledger, data)
     if refused is not None:
         raise refused
