@@ -18,7 +18,7 @@ from dataplane.cli.own import own_service
 from dataplane.config import MIB, DataPlaneConfig
 from tests.cli_service import filled  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
 
 
+@pytest.mark.slow
 def test_a_service_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--quick"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
@@ -72,6 +73,7 @@ def test_speeds_are_at_the_median() -> None:
     assert measure.samples_per_s == 5000.0
 
 
+@pytest.mark.slow
 def test_a_service_of_its_own_needs_no_token_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_TOKEN", "secret")
     with (
@@ -83,6 +85,7 @@ def test_a_service_of_its_own_needs_no_token_and_ends(monkeypatch: pytest.Monkey
         DataPlaneClient(DataPlaneConfig(address=address)).connect()
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
     directory = str(tmp_path / "none")
     with (
@@ -92,6 +95,7 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the verb would wait for it for ever."""
     monkeypatch.setattr(own, "_END_S", 0.2)

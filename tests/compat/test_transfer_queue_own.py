@@ -25,7 +25,7 @@ from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import CheckpointError, PartitionDroppedError, SchemaError, UnsupportedValueError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 MIB = 1 << 20
 SMALL = {"capacity_bytes": 32 * MIB}
@@ -102,6 +102,7 @@ def test_there_is_nothing_before_init_and_after_close(start: Start) -> None:
         tq.get_client()
 
 
+@pytest.mark.slow
 def test_a_child_process_finds_the_service_of_its_parent(start: Start) -> None:
     tq.init({"controller": {"polling_mode": True}, "metrics": {"enabled": True}, "dataplane": SMALL})
     tq.kv_put("a", "p", {"v": torch.tensor([1, 2])}, {"n": 1})

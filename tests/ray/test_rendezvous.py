@@ -13,7 +13,7 @@ from dataplane.compat import rendezvous
 from tests.ray.plain_job import job
 from workers.rendezvous import NAME, NAMESPACE, RayRendezvous
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 SMALL = {"capacity_bytes": 32 << 20}
 
@@ -26,6 +26,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     tq.close()
 
 
+@pytest.mark.slow
 def test_workers_find_the_drivers_service(service: Any) -> None:
     assert service.controller.zmq_info.address.startswith("actor:")
     remote = ray.remote(num_cpus=0, max_calls=1)(job)
@@ -43,6 +44,7 @@ def test_only_one_of_them_starts_it(service: Any) -> None:
     assert found.address == service.controller.zmq_info.address
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
     tq.init({"dataplane": SMALL})
@@ -52,6 +54,7 @@ def test_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ray.get_actor(NAME, namespace=NAMESPACE)
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_be_prepared_is_ended_and_not_found() -> None:
     def fail(config: object, http: str) -> None:
         raise RuntimeError("not prepared")
