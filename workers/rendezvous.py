@@ -18,7 +18,8 @@ NAME = "rl-dataplane-rendezvous"
 NAMESPACE = "rl-dataplane"
 CONTROLLER = "rl-dataplane-controller"
 CALLS = 1000
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
+"""Longer than a service may take to start."""
 
 
 class Whereabouts:

@@ -23,7 +23,8 @@ from workers.service.supervisor import SUPERVISOR_CALLS, SupervisorActor
 from workers.service.views import Plan, ServiceStartError, supervisor_name
 
 DEFAULT_NAME = "tq-controller"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+"""Actors of a busy machine may take a minute until they have imported what they need."""
 LATE_S = 5.0
 """The supervisor, which knows what is late, is waited for a little longer."""
 
