@@ -315,13 +315,13 @@ class DataPlaneClient:
 
     def ack(self, meta: KVBatchMeta) -> list[str]:
         """The leased samples of `meta` are done with. Gives the ids of those that were cleared meanwhile.
-        StaleSampleError, once the others are acknowledged, names those that the claim of `meta` has no lease on any
-        more. ValueError for a meta that no claim returned."""
+        StaleSampleError, once the others are acknowledged, has in `samples` all those that the claim of `meta` has no
+        lease on any more. ValueError for a meta that no claim returned."""
         return self._run(claiming.about_claimed, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> list[str]:
         """Give claimed samples back; the task may claim them again. Gives the ids of those cleared meanwhile.
-        StaleSampleError, once the others are back, names those that were acknowledged, or are another claim's now."""
+        StaleSampleError, once the others are back, has those that were acknowledged, or are another claim's now."""
         return self._run(claiming.about_claimed, c.Nack, meta)
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:

@@ -124,6 +124,8 @@ class DataPlaneConfig:
         self._check_types()
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+        if not 0 <= self.port < 65535:
+            raise ValueError(f"port={self.port}: expected 0 to 65534, as the port above is taken, too")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
             raise ValueError(f"http_port={self.http_port}: expected 0 to 65535, or None")
         if self.checksums not in list(Checksums):

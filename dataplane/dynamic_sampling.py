@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,15 +23,16 @@ def split_by_spread(
     meta: KVBatchMeta, *, reward_tag: str = REWARD, group_tag: str = GROUP, least: float = 0.0
 ) -> tuple[KVBatchMeta, KVBatchMeta]:
     """(kept, dropped): samples of groups whose rewards' standard deviation is more than `least`, and the others, each
-    in the meta's order. ValueError naming samples without one of the tags, or with a reward that is no number."""
+    in the meta's order. ValueError naming a sample without one of the tags, or with a reward that is no finite
+    number."""
     members: dict[Scalar, list[int]] = {}
     rewards: list[float] = []
     for row, (name, tags) in enumerate(zip(meta.sample_ids, _tags(meta), strict=True)):
         reward = tags.get(reward_tag)
-        if group_tag not in tags or isinstance(reward, str) or reward is None:
+        if group_tag not in tags or isinstance(reward, str) or reward is None or not math.isfinite(reward):
             raise InvalidRequestError(
                 f"sample {name!r} has {group_tag}={tags.get(group_tag)!r} and {reward_tag}={reward!r}: "
-                "dynamic sampling needs a group and a number"
+                "dynamic sampling needs a group and a finite number"
             )
         rewards.append(float(reward))
         members.setdefault(tags[group_tag], []).append(row)
@@ -76,7 +78,8 @@ class DynamicSampler:
     def add(self, meta: KVBatchMeta) -> KVBatchMeta | None:
         """One round's samples, whole groups of them. The batch of exactly `batch_size` once it is full; else None, and
         another round is wanted. After a batch the next `add` begins a new one. ValueError, and nothing is taken
-        or cleared, for a group that is larger than a batch."""
+        or cleared, for a group that is larger than a batch, and for a sample that is kept already."""
+        self._refuse_again(meta)
         kept, dropped = split_by_spread(meta, reward_tag=self._reward_tag, group_tag=self._group_tag, least=self._least)
         self._refuse_too_large(kept)
         self._clear(dropped)
@@ -98,6 +101,12 @@ class DynamicSampler:
                 self._batch_size,
             )
         return None
+
+    def _refuse_again(self, meta: KVBatchMeta) -> None:
+        names = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
+        twice = [name for name, times in names.items() if times > 1]
+        if twice:
+            raise InvalidRequestError(f"sample {first_few(twice)} was added before: add each sample once")
 
     def _refuse_too_large(self, meta: KVBatchMeta) -> None:
         sizes = self._sizes([*self._kept, meta] if meta.size else [])
@@ -162,5 +171,6 @@ def _deviation(values: Sequence[float]) -> float:
     """Exactly 0 for equal values, whose mean may be rounded."""
     if min(values) == max(values):
         return 0.0
-    mean = sum(values) / len(values)
-    return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5)
+    count = len(values)
+    mean = sum(value / count for value in values)
+    return math.hypot(*(value / 2 - mean / 2 for value in values)) * (2 / math.sqrt(count))

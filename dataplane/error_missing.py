@@ -44,8 +44,9 @@ class FieldNotFoundError(NotThereError):
 
 
 class _SamplesError(NotThereError):
-    """Shared by the errors that name samples: `samples` holds the first few, `total` counts them all,
-    `positions` are the places of those first few in the call's list (the client turns handles into ids with them)."""
+    """Shared by the errors that name samples: `samples` holds the first few (all of them where a call was done for the
+    others), `total` counts them all, `positions` are the places of `samples` in the call's list (the client turns
+    handles into ids with them)."""
 
     what = ""
 
@@ -62,9 +63,9 @@ class _SamplesError(NotThereError):
         super().__init__(
             self.describe(first_few(samples, count), partition=partition, **more),
             partition=partition,
-            samples=list(samples)[:SHOWN],
+            samples=list(samples),
             total=count,
-            positions=[int(p) for p in positions][:SHOWN],
+            positions=[int(p) for p in positions],
             **more,
         )
 

@@ -72,7 +72,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     up to `pad_to_multiple`. device: where the tensors end. min_batch_size, where, order, group_by, group_size, max_lag,
     version_tag, partial_after_s, partial: see `claim_meta`. lease_s: micro-batches are leased from the moment they are
     handed out, acknowledged when the next is asked for (or by clearing the samples), and otherwise come back to the
-    pool; `StaleSampleError` where that took too long.
+    pool; `StaleSampleError` where the next was asked for after the lease, even if the samples were cleared in time.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
     tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +96,29 @@ def test_a_batch_has_samples(client: DataPlaneClient) -> None:
 def test_equal_rewards_have_no_spread(reward: float, count: int) -> None:
     meta = meta_of(*[(f"s{number}", 1, reward) for number in range(count)])
     assert split_by_spread(meta)[0].size == 0
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_named_and_nothing_cleared(client: DataPlaneClient, reward: float) -> None:
+    sampler = DynamicSampler(client, 4)
+    with pytest.raises(ValueError, match=r"'s1' has .*finite number"):
+        sampler.add(put(client, 0, {1: [1.0, reward], 2: [1.0, 1.0]}))
+    assert client.list_samples("p").size == 4
+
+
+def test_rewards_as_large_as_numbers_are(client: DataPlaneClient) -> None:
+    most = sys.float_info.max
+    kept, dropped = split_by_spread(put(client, 0, {1: [most, -most], 2: [most, most]}), least=1.0)
+    assert (kept.sample_ids, dropped.sample_ids) == (["s0", "s1"], ["s2", "s3"])
+
+
+def test_a_sample_is_added_once(client: DataPlaneClient) -> None:
+    sampler = DynamicSampler(client, 4)
+    meta = put(client, 0, {1: spread(2)})
+    assert sampler.add(meta) is None
+    with pytest.raises(ValueError, match="'s0', 's1' was added before"):
+        sampler.add(meta)
+    assert (sampler.missing, client.list_samples("p").size) == (2, 2)
 
 
 def spread(count: int) -> list[float]:

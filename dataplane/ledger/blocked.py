@@ -58,7 +58,9 @@ def _lacking(partition: Partition, name: str, rows: Int64s) -> int:
 
 
 def _text(predicate: Predicate) -> str:
-    return f"{predicate.tag} {predicate.op} {predicate.value!r}"
+    value = predicate.value
+    shown = f"({first_few([*value])})" if isinstance(value, tuple) else repr(value)
+    return f"{predicate.tag} {predicate.op} {shown}"
 
 
 def _groups(

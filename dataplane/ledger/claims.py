@@ -59,10 +59,8 @@ class _Named(NamedTuple):
         places = np.flatnonzero(self.live)[~done].tolist()
         if places:
             ids = command.samples.ids
-            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in places[:5]]
-            raise StaleSampleError(
-                partition=command.partition, task=command.task, samples=names, total=len(places), positions=places[:5]
-            )
+            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in places]
+            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=places)
         return c.ClaimsSettled(cleared=np.flatnonzero(~self.live))
 
 

@@ -213,6 +213,28 @@ def test_a_lease_belongs_to_one_claim_and_is_settled_by_the_sample(
         client.ack(client.list_samples(partition))
 
 
+def test_all_samples_that_are_anothers_now_are_named(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 20)
+    late = client.claim_meta(partition, "train", ["x"], 20, lease_s=60.0)
+    back = late.subset(range(1, 20, 2))
+    client.nack(back)
+    with pytest.raises(StaleSampleError, match="and 5 more") as caught:
+        client.ack(late)
+    assert caught.value.samples == back.sample_ids
+    again = client.claim_meta(partition, "train", ["x"], 20, blocking=False, min_batch_size=1)
+    assert again.sample_ids == back.sample_ids
+
+
+def test_the_text_about_a_claim_has_a_few_of_many_values(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition, None)
+    put(client, partition, 0, 1)
+    names = [str(number) for number in range(20_000)]
+    with pytest.raises(ClaimTimeoutError, match=r"k in \('0', .*and 19995 more\)") as caught:
+        client.claim_meta(partition, "train", ["x"], 1, where=[("k", "in", names)], timeout_s=0.01)
+    assert len(str(caught.value)) < 2000
+
+
 @pytest.mark.parametrize("length", [float("nan"), float("inf"), -1, 10**400])
 def test_a_tag_that_is_no_number_of_tokens_is_refused(client: DataPlaneClient, partition: str, length: float) -> None:
     register(client, partition, 4)
