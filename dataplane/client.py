@@ -405,7 +405,7 @@ class DataPlaneClient:
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
     ) -> CheckpointInfo:
         """Bring partitions (None: all) of a checkpoint back, all or none, into a service with any number of storage
-        units of any size.
+        units of any size. Meanwhile a newer one may be saved to the path: what is read stays until it is there.
 
         First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
         changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
