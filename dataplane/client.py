@@ -253,7 +253,7 @@ class DataPlaneClient:
 
         Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
         are left, waits for all of those and for open leases, and returns what there is, possibly nothing. At
-        `timeout_s` raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
+        `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
         is ready, possibly none.
 
         where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
@@ -326,7 +326,7 @@ class DataPlaneClient:
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """Let the leases of `meta` end `lease_s` seconds from now. Cleared and stale samples: see `ack`."""
-        return self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
+        return self._run(claiming.extend, meta, lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the

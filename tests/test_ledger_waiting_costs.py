@@ -108,7 +108,8 @@ def test_what_is_claimed_for_good_is_known_without_a_look_at_every_session(crowd
     driver, client = crowd
     client.register(budget_bytes=4 * 64, when_full=c.WhenFull.EVICT)
     client.register("q")
-    client.put(["a", "b", "c", "d"], {"x": [64] * 4})
+    for name in "abcd":
+        client.put([name], {"x": [64]})
     client.put([f"q{i}" for i in range(20)], {"x": [64] * 20}, partition="q")
     for i in range(20):
         other = driver.client(f"other {i}")
