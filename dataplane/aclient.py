@@ -33,7 +33,9 @@ P = ParamSpec("P")
 
 
 class AsyncDataPlaneClient:
-    """`DataPlaneClient` with every method awaited; contracts and errors are the same. For one event loop.
+    """`DataPlaneClient` with every method awaited; contracts and errors are the same. For one event loop, that of the
+    first call that connects: in any other, calls are a `ClientClosedError` that says so, also when that loop is closed.
+    `close()` there does not wait for copies: the client's own loop, if it still runs, ends the session.
 
     Thousands of claims may wait at once without a thread each; copies run in the loop's executor. Cancelling a call
     detaches from its copy, which ends in the background before the room it used is given back.
@@ -43,6 +45,7 @@ class AsyncDataPlaneClient:
         self._config = config
         self._teller = Teller(on_event)
         self._opening: asyncio.Task[AsyncConnection] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._closed = False
 
@@ -198,7 +201,7 @@ class AsyncDataPlaneClient:
 
     async def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """See `DataPlaneClient.extend`."""
-        return await self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
+        return await self._run(claiming.extend, meta, lease_s)
 
     async def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient.check_consumption_status`."""
@@ -299,8 +302,11 @@ class AsyncDataPlaneClient:
         """See `DataPlaneClient.close`."""
         self._closed = True
         opening, self._opening = self._opening, None
-        if opening is not None and self._pid == os.getpid():
-            await (await opening).close()
+        if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
+            return  # the connection is closed by its end (see `AsyncChannel.have_ended`)
+        await asyncio.wait([opening])
+        if not _failed(opening):
+            await opening.result().close()
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -321,9 +327,12 @@ class AsyncDataPlaneClient:
         call."""
         if self._closed:
             raise ClientClosedError()
+        here = asyncio.get_running_loop()
         if self._opening is None or self._pid != os.getpid() or _failed(self._opening):
-            self._pid = os.getpid()
-            self._opening = asyncio.get_running_loop().create_task(AsyncConnection.open(self._config))
+            self._pid, self._loop = os.getpid(), here
+            self._opening = here.create_task(AsyncConnection.open(self._config))
+        if self._loop is not here:
+            raise ClientClosedError(why="it belongs to another event loop; open a client of its own in this one")
         return await asyncio.shield(self._opening)
 
     async def _run(

@@ -23,7 +23,7 @@ from dataplane.jagged import (
     select_rows,
 )
 from dataplane.packing import plan_shards
-from dataplane.schema import Layout
+from dataplane.schema import Layout, round_up
 
 DictT = TypeVar("DictT")
 
@@ -260,15 +260,17 @@ def materialize(
     pad_to_seqlen: int = 0,
     *,
     sequence_lengths: Sequence[int] | None = None,
+    pad_to_multiple: int = 1,
 ) -> BatchedDataDict[Any]:
     """A batch of the columns of `td`.
 
     layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0, S being the
-    column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0. Per-token are those that
-    `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as `sequence_lengths` `[N]` (if None, as those
-    of such a column) says; all of them, where neither tells. Images and the like are not: they are in `not_per_token`
-    of the batch. layout "jagged": they stay as they are. All other columns are passed on untouched, never padded; a
-    NonTensorStack becomes a list if all its rows are tensors (ragged columns), else an object array.
+    column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0, else that row rounded up to
+    `pad_to_multiple`. Per-token are those that `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as
+    `sequence_lengths` `[N]` (if None, as those of such a column) says; all of them, where neither tells. Images and the
+    like are not: they are in `not_per_token` of the batch. layout "jagged": they stay as they are. All other columns
+    are passed on untouched, never padded; a NonTensorStack becomes a list if all its rows are tensors (ragged columns),
+    else an object array.
 
     ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column or a dtype cannot
     hold its pad value.
@@ -283,7 +285,8 @@ def materialize(
     for name, value in td.items():
         if layout == "padded" and is_jagged(value):
             try:
-                width = 0 if name in batch.not_per_token else pad_to_seqlen
+                longest = int(jagged[name].max(initial=0))
+                width = 0 if name in batch.not_per_token else pad_to_seqlen or round_up(longest, pad_to_multiple)
                 value = pad_nested(value, pads.get(name, 0), width=width)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"field {name!r}: {error}") from error

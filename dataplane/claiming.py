@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane.desk import Desk
+from dataplane.durations import seconds, seconds_if_any
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
@@ -60,9 +61,13 @@ def claim_command(
     dp_rank: int | None = None,
     dp_world: int | None = None,
     step: int | None = None,
+    timeout_s: float = 60.0,
+    lease_s: float | None = None,
+    partial_after_s: float | None = None,
     **more: Any,
 ) -> c.Claim:
-    """The command of a claim, its predicates and order checked. A rank without the rest of a share is left out."""
+    """The command of a claim, its predicates, order and times checked. A rank without the rest of a share is left
+    out."""
     return c.Claim(
         partition=partition,
         task=task,
@@ -74,6 +79,9 @@ def claim_command(
         dp_rank=None if dp_world is None and step is None else dp_rank,
         dp_world=dp_world,
         step=step,
+        timeout_s=seconds("timeout_s", timeout_s),
+        lease_s=seconds_if_any("lease_s", lease_s, positive=True),
+        partial_after_s=seconds_if_any("partial_after_s", partial_after_s),
         **more,
     )
 
@@ -112,6 +120,12 @@ def about_claimed(
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
     settled = yield from naming(meta.sample_ids, command)
     return [meta.sample_ids[place] for place in settled.result.cleared.tolist()]
+
+
+def extend(desk: Desk, meta: KVBatchMeta, lease_s: float) -> Operation[list[str]]:
+    """Let the leases of what `meta` claimed end `lease_s` from now."""
+    end_s = seconds("lease_s", lease_s, positive=True)
+    return (yield from about_claimed(desk, c.Extend, meta, lease_s=end_s))
 
 
 def consumed(desk: Desk, partition: str, task_names: Sequence[str]) -> Operation[bool]:

@@ -253,7 +253,7 @@ class DataPlaneClient:
 
         Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
         are left, waits for all of those and for open leases, and returns what there is, possibly nothing. At
-        `timeout_s` raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
+        `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
         is ready, possibly none.
 
         where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
@@ -326,7 +326,7 @@ class DataPlaneClient:
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """Let the leases of `meta` end `lease_s` seconds from now. Cleared and stale samples: see `ack`."""
-        return self._run(claiming.about_claimed, c.Extend, meta, lease_s=lease_s)
+        return self._run(claiming.extend, meta, lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the
@@ -405,7 +405,7 @@ class DataPlaneClient:
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
     ) -> CheckpointInfo:
         """Bring partitions (None: all) of a checkpoint back, all or none, into a service with any number of storage
-        units of any size.
+        units of any size. Meanwhile a newer one may be saved to the path: what is read stays until it is there.
 
         First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
         changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a

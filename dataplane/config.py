@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dataplane.durations import seconds
 from dataplane.types import Checksums
 
 MIB = 1 << 20
@@ -146,8 +147,8 @@ class DataPlaneConfig:
         if not 0.0 <= self.low_watermark <= self.high_watermark <= 1.0 or not self.high_watermark:
             marks = f"low_watermark={self.low_watermark}, high_watermark={self.high_watermark}"
             raise ValueError(f"{marks}: must be 0 <= low <= high <= 1, and high not 0")
-        if self.reconnect_s < 0:
-            raise ValueError(f"reconnect_s={self.reconnect_s}: cannot be negative")
+        if not 0 <= self.reconnect_s <= LONGEST_S:
+            raise ValueError(f"reconnect_s={self.reconnect_s}: must be 0 or more, and {LONGEST_S:,} s at most")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
             if not 0 < getattr(self, name) <= LONGEST_S:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive, and {LONGEST_S:,} s at most")
@@ -159,7 +160,7 @@ class DataPlaneConfig:
     def _check_types(self) -> None:
         for name, kinds in _kinds().items():
             value = getattr(self, name)
-            if not isinstance(value, kinds):
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
                 raise TypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")
 
@@ -268,7 +269,7 @@ class TransferQueueEnvironment:
         waits = ("TQ_CONTROLLER_GET_METADATA_TIMEOUT", 1), ("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", 5)
         return cls(
             pre_allocated_samples=number("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
-            metadata_wait_s=float(max(number(name, default) for name, default in waits)),
+            metadata_wait_s=seconds(waits[0][0], max(number(name, default) for name, default in waits)),
         )
 
 

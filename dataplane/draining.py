@@ -13,6 +13,7 @@ import numpy as np
 from dataplane import failpoints
 from dataplane.columns import EncodedColumn, FlatValues, checked
 from dataplane.desk import Desk
+from dataplane.durations import seconds
 from dataplane.errors import (
     CapacityTimeoutError,
     ChecksumError,
@@ -83,6 +84,7 @@ class _Progress:
 
 def drain(desk: Desk, unit: int, timeout_s: float) -> Operation[Drained]:
     """Mark the unit, and move what lives there until nothing does."""
+    timeout_s = seconds("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit))
     progress = _Progress(unit, timeout_s)
     while True:

@@ -19,6 +19,7 @@ from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
 from dataplane.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.desk import Desk, Schema
+from dataplane.durations import seconds
 from dataplane.errors import (
     CapacityTimeoutError,
     InvalidRequestError,
@@ -414,7 +415,7 @@ def stats(desk: Desk) -> Operation[c.StatsReport]:
 
 def shrink(desk: Desk, timeout_s: float) -> Operation[c.Shrunken]:
     """Memory goes back to the machine."""
-    return (yield Send(c.Shrink(timeout_s=timeout_s))).result  # type: ignore[no-any-return]
+    return (yield Send(c.Shrink(timeout_s=seconds("timeout_s", timeout_s)))).result  # type: ignore[no-any-return]
 
 
 def ask(desk: Desk, command: c.Command) -> Operation[Any]:

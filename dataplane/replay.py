@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dataplane.client import DataPlaneClient
+from dataplane.durations import seconds
 from dataplane.errors import CallTimeoutError, RolloutAbortedError
 from dataplane.meta import KVBatchMeta
 from dataplane.staleness import TARGET_STEP, WEIGHT_VERSION, Flow, StalenessPolicy
@@ -102,6 +103,7 @@ class ReplayBuffer:
         """Leave to produce `count` samples. Waits until the policy has room for them; `CallTimeoutError` (a
         TimeoutError), which says what holds it up, after `timeout_s`. ValueError for what it can never have room for.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
         most = (self.policy.window + 1) * self.policy.batch_size
         if not 1 <= count <= most or count % (self._group_size or 1):
             groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
@@ -225,7 +227,7 @@ class ReplayBuffer:
     def take(self, timeout_s: float = 60.0) -> KVBatchMeta:
         """The batch of the next step, by the policy. Waits on the service; TimeoutError says what is missing, with
         nothing taken."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds("timeout_s", timeout_s)
         wheres = self.policy.claims(self._version)
         parts: list[KVBatchMeta] = []
         left = self.policy.batch_size

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.batch import BatchedDataDict, materialize
 from dataplane.client import DataPlaneClient
+from dataplane.durations import seconds, seconds_if_any
 from dataplane.errors import CallTimeoutError, ClaimTimeoutError, ClientClosedError, DataPlaneError, StaleSampleError
 from dataplane.failpoints import hit
 from dataplane.meta import KVBatchMeta
@@ -68,11 +69,12 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     with 0 each is claimed when it is asked for. num_workers: 0; what reads beside the trainer is that thread, whose
     waits and copies leave Python free.
 
-    layout, pad_value_dict: see `materialize`; padded columns are as wide as the micro-batch's longest sample, rounded
-    up to `pad_to_multiple`. device: where the tensors end. min_batch_size, where, order, group_by, group_size, max_lag,
-    version_tag, partial_after_s, partial: see `claim_meta`. lease_s: micro-batches are leased from the moment they are
-    handed out, acknowledged when the next is asked for (or by clearing the samples), and otherwise come back to the
-    pool; `StaleSampleError` where the next was asked for after the lease, even if the samples were cleared in time.
+    layout, pad_value_dict: see `materialize`; padded per-token columns are as wide as the micro-batch's longest sample
+    (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device: where the
+    tensors end. min_batch_size, where, order, group_by, group_size, max_lag, version_tag, partial_after_s, partial: see
+    `claim_meta`. lease_s: micro-batches are leased from the moment they are handed out, acknowledged when the next is
+    asked for (or by clearing the samples), and otherwise come back to the pool; `StaleSampleError` where the next was
+    asked for after the lease, even if the samples were cleared in time.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
     tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank
@@ -119,6 +121,9 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
             raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected 1, 0 and 1 or more")
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: a share needs both")
+        timeout_s = seconds("timeout_s", timeout_s)
+        lease_s = seconds_if_any("lease_s", lease_s, positive=True)
+        partial_after_s = seconds_if_any("partial_after_s", partial_after_s)
         form = _Form(tuple(fields), layout, pad_value_dict, pad_to_multiple, device)
         claims = _Claims(
             client,
@@ -212,6 +217,8 @@ class _Form:
     device: torch.device | str | None
 
     def read(self, client: DataPlaneClient, meta: KVBatchMeta) -> BatchedDataDict[Any]:
+        if self.layout == "padded" and self.pad_to_multiple > 1 and not meta.sequence_lengths:
+            return self.of(self.read_jagged(client, meta), meta)
         return client.get_batch(
             meta,
             self.fields,
@@ -227,12 +234,17 @@ class _Form:
     def of(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """What `read` gives, of what `read_jagged` gave."""
         batch = materialize(
-            columns, self.layout, self.pad_value_dict, self._width(meta), sequence_lengths=meta.sequence_lengths
+            columns,
+            self.layout,
+            self.pad_value_dict,
+            self._width(meta),
+            sequence_lengths=meta.sequence_lengths,
+            pad_to_multiple=self.pad_to_multiple,
         )
         return batch if self.device is None else batch.to(self.device)
 
     def _width(self, meta: KVBatchMeta) -> int:
-        """0 (the longest row) where the meta does not know its lengths."""
+        """0 where the meta does not know its lengths."""
         if self.layout != "padded" or not meta.sequence_lengths:
             return 0
         return round_up(max(meta.sequence_lengths), self.pad_to_multiple)

@@ -128,6 +128,14 @@ class ClaimChecks(RuleBasedStateMachine):
                 assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
 
     @invariant()
+    def tasks_list_the_claims_that_their_sessions_may_never_have_heard_of(self) -> None:
+        state = self.ledger._state
+        claims = [claim for session in state.sessions.values() for claim in session.unconfirmed.values()]
+        for partition in state.partitions.values():
+            for task in partition.tasks.values():
+                assert task.unconfirmed == {claim.stamp for claim in claims if claim.task is task}
+
+    @invariant()
     def each_sample_is_available_held_leased_or_consumed(self) -> None:
         for name, partition in self.model.partitions.items():
             kept = self.ledger._state.partitions[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ from dataplane import (
     failpoints,
     serve,
 )
-from dataplane.checkpoint import files, manifest
+from dataplane.checkpoint import files, manifest, place
 from tests.lives import wait_until
 from tests.profiles import budget
 
@@ -374,6 +376,57 @@ def test_two_at_once_into_one_path(client: DataPlaneClient, saved: Path) -> None
     failpoints.arm("checkpoint.saved", another)
     client.checkpoint(saved)
     assert manifest.read(saved)
+
+
+def save_again(client: DataPlaneClient, path: Path) -> None:
+    failpoints.disarm()
+    client.checkpoint(path)
+
+
+def test_what_is_being_restored_stays_while_a_newer_one_is_saved(
+    client: DataPlaneClient, saved: Path, bare: DataPlaneClient
+) -> None:
+    failpoints.arm("restore.verified", functools.partial(save_again, client, saved))
+    assert bare.restore(saved).partitions == {"p": 3}
+    assert len(names(saved)) == 3
+    client.checkpoint(saved)
+    assert len(names(saved)) == 2, "what nobody reads any more goes"
+    bare.clear_samples(None, "p")
+
+
+def test_a_checkpoint_that_is_replaced_as_it_is_opened_is_read_as_the_newer_one(
+    client: DataPlaneClient, saved: Path, bare: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, read = data_file(saved), manifest.read
+
+    def replaced(path: Path) -> manifest.Manifest:
+        content = read(path)
+        monkeypatch.undo()
+        client.checkpoint(saved)
+        return content
+
+    monkeypatch.setattr(manifest, "read", replaced)
+    assert bare.restore(saved).partitions == {"p": 3}
+    assert not older.exists()
+    bare.clear_samples(None, "p")
+
+
+def test_without_locks_nothing_is_removed_that_could_be_read(
+    client: DataPlaneClient, tmp_path: Path, bare: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLocks:
+        LOCK_EX, LOCK_SH, LOCK_NB, LOCK_UN = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB, fcntl.LOCK_UN
+
+        @staticmethod
+        def flock(descriptor: int, how: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(place, "fcntl", NoLocks)
+    client.checkpoint(tmp_path / "c")
+    failpoints.arm("restore.verified", functools.partial(save_again, client, tmp_path / "c"))
+    assert bare.restore(tmp_path / "c").partitions == {"p": 3}
+    assert len(names(tmp_path / "c")) == 3
+    bare.clear_samples(None, "p")
 
 
 def test_two_at_once_where_nothing_was(client: DataPlaneClient, tmp_path: Path) -> None:

@@ -45,6 +45,15 @@ def test_a_unit_that_fills_up_is_told_of_once_until_it_is_down_again() -> None:
     assert (report.low_watermark, report.high_watermark) == (0.2, 0.5)
 
 
+def test_updates_that_take_of_the_reserve_make_it_no_more_than_full() -> None:
+    driver, client = half(reserve_fraction=0.2, high_watermark=1.0)
+    client.put(["a"], {"x": [70 * KIB]})
+    assert not told(driver)
+    client.put(["a"], {"y": [20 * KIB]}, update=True)
+    text = "storage unit 1 (unit0) is 100% full: all 81,920 bytes for new rows are used, and 10,240 more"
+    assert told(driver) == [(True, text)]
+
+
 def test_budgets_have_watermarks_of_their_own() -> None:
     driver, client = half(reserve_fraction=0.2)
     client.register("q", budget_bytes=10 * KIB)

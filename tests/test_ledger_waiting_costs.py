@@ -95,6 +95,38 @@ def test_a_put_that_waits_for_eviction_costs_its_partition_what_changes(
     assert isinstance(client.result(waiting), c.Allocated)
 
 
+class Untouched(dict[int, Any]):
+    """What is looked up by number only."""
+
+    def values(self) -> Any:
+        raise AssertionError("every claim of every session was looked at")
+
+    __iter__ = items = values
+
+
+def test_what_is_claimed_for_good_is_known_without_a_look_at_every_session(crowd: tuple[Driver, Client]) -> None:
+    driver, client = crowd
+    client.register(budget_bytes=4 * 64, when_full=c.WhenFull.EVICT)
+    client.register("q")
+    for name in "abcd":
+        client.put([name], {"x": [64]})
+    client.put([f"q{i}" for i in range(20)], {"x": [64] * 20}, partition="q")
+    for i in range(20):
+        other = driver.client(f"other {i}")
+        assert other.claimed(1, partition="q") == (f"q{i}",)
+        session = driver.ledger._state.sessions[other.session]
+        session.unconfirmed = Untouched(session.unconfirmed)
+    assert client.claimed(1) == ("a",)
+    client.watermark = None
+    assert client.claimed(1) == ("b",)
+    saved = client.call(c.Saved, c.Save(partitions=("p", "q")))
+    client.do(c.Release(located=client.number))
+    bits = {part.partition: dict((task.name, task.claimed) for task in part.tasks)["train"] for part in saved.partitions}
+    assert bits == {"p": b"\xc0", "q": b"\0\0\0"}, "b is for good by the call that saves, what others have is not"
+    client.put(["e"], {"x": [64]})
+    assert client.call(c.Listed, c.List(partition="p")).ids == ("b", "c", "d", "e")
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "where": {"where": (c.Predicate(tag="score", op=">", value=1),)},
     "max_lag": {"max_lag": 1},

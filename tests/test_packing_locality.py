@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataplane.meta import KVBatchMeta
 from dataplane.packing import PackingAlgorithm, Shard, plan_shards, shard_meta_for_dp
-from dataplane.packing.locality import Locality
+from dataplane.packing.locality import Exchange, Locality
 from tests.profiles import budget
 
 BUDGET = 64
@@ -195,6 +195,30 @@ def test_most_of_a_packed_batch_comes_home() -> None:
 
     assert near() < 0.4
     assert near(row_hosts=hosts, rank_hosts=ranks) > 0.75
+
+
+def test_bins_without_room_are_tried_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that fill nearly every bin: what helps is found, not looked for."""
+    rng, size = np.random.default_rng(0), 4096
+    lengths = rng.integers(1, 1024, size).tolist()
+    near = Locality(
+        rows=[f"host {number}" for number in rng.integers(0, 8, size).tolist()],
+        shards=[f"host {number % 8}" for number in range(32)],
+        lengths=lengths,
+    )
+    tries, real = 0, Exchange._exchanged
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(Exchange, "_exchanged", counted)
+    arguments = {"max_tokens_per_microbatch": 4096, "algorithm": "modified_first_fit_decreasing"}
+    plan = plan_shards(size, lambda _: lengths, shards=32, sequence_packing_args=arguments, locality=near)
+    home = [near.rows[row] == host for shard, host in zip(plan, near.shards, strict=True) for row in shard.rows.tolist()]
+    assert sum(home) > 0.6 * size
+    assert tries < 4 * size
 
 
 def test_hosts_that_do_not_fit_the_rows_are_an_error() -> None:

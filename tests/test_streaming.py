@@ -86,6 +86,24 @@ def test_a_stream_ends_when_the_partition_is_sealed_and_drained(
     assert not client.check_consumption_status(partition, ["other"])
 
 
+def test_widths_are_rounded_up_without_the_tag_of_lengths(client: DataPlaneClient, partition: str) -> None:
+    fields = {
+        "input_ids": [torch.ones(n, dtype=torch.int64) for n in (3, 5)],
+        "loss_mask": [torch.ones(n) for n in (3, 2)],
+        "patches": [torch.ones(n, 2) for n in (7, 2)],
+        "reward": torch.zeros(2),
+    }
+    client.put_samples(["a", "b"], partition, fields)
+    with StreamingDataLoader(
+        client, partition, "train", list(fields), batch_size=2, prefetch=0, pad_to_multiple=4
+    ) as stream:
+        data, meta = next(iter(stream))
+    assert meta.sequence_lengths is None
+    shapes = {name: list(data[name].shape) for name in fields}
+    assert shapes == {"input_ids": [2, 8], "loss_mask": [2, 4], "patches": [2, 7, 2], "reward": [2]}
+    assert data["loss_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+
 @prefetches
 def test_micro_batches_come_as_they_get_ready(client: DataPlaneClient, partition: str, prefetch: int) -> None:
     with loader(client, partition, prefetch=prefetch) as stream:

@@ -23,6 +23,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
+from dataplane.durations import seconds_if_any
 from workers.actors import cause_of
 from workers.errors import CallWaitTimeoutError, WorkerLostError
 
@@ -209,7 +210,7 @@ class _Patience:
 
     def __init__(self, what: str, timeout: float | None, longest_step_s: float) -> None:
         self._what = what
-        self._timeout = timeout
+        self._timeout = seconds_if_any("timeout", timeout)
         self._longest_step_s = longest_step_s
         self._begun = time.monotonic()
         self._logged = self._begun

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataplane.chance import jittered
+from dataplane.durations import seconds
 from workers.actors import kill, wait
 from workers.placement import bundles_by_node
 from workers.ports import PortKeeper
@@ -143,7 +144,7 @@ class RayVirtualCluster:
 
         In between all are given back: two clusters that each hold a part of what both need would wait for each other.
         """
-        end = time.monotonic() + self.ready_timeout_s
+        end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
         while not self._ready(strategy, min(jittered(wait_s, 0.75, 1.25), end - time.monotonic())):
             asked, left_s = self._asked(), end - time.monotonic()

@@ -16,6 +16,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
+from dataplane.durations import seconds
 from workers.actors import await_constructed, kill, results_of
 from workers.cluster import Bundle, Endpoint, RayVirtualCluster
 from workers.environment import Layer, driver_environment, layered
@@ -169,6 +170,7 @@ def start_workers(
     or as many workers as it allows are on a bundle already. After any error no worker, initializer
     or port is left, nor a placement group that was not there before.
     """
+    timeout_s = seconds("timeout_s", timeout_s)
     crew = Crew(cluster)
     crew.start(maker, groups, name_prefix, env_vars or {}, timeout_s)
     return crew

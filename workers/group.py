@@ -10,6 +10,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from dataplane.durations import seconds_if_any
 from workers import dispatch
 from workers.actors import clean_up
 from workers.builder import RayWorkerBuilder
@@ -121,6 +122,7 @@ class RayWorkerGroup:
         cleanup_method: called on every worker first, unless `force`; waited for up to `timeout` seconds (None: as long
         as it takes). Workers are killed after that, whatever one of them did.
         """
+        timeout = seconds_if_any("timeout", timeout)
         names = [entry["name"] for entry in self._metadata]
         workers = dict(zip(names, self._workers, strict=True))
         self._workers, self._metadata, self.worker_to_tied_group_index = [], [], {}

@@ -23,6 +23,7 @@ from dataplane import (
     shard_meta_for_dp,
     write_columns,
 )
+from dataplane.durations import seconds
 from dataplane.host import boot_id
 from dataplane.schema import (
     ELEM_COUNTS_PER_GB,
@@ -254,6 +255,7 @@ class TQWorkerMixin:
         Pad values are `_pad_value_dict` unless given; with `dp_world` this rank's share is that of its place on
         "data_parallel". Siblings stream with the same arguments, and ask and close in step.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
         if options.get("dp_world") is not None:
             options.setdefault("dp_rank", self._local_coords().get(DATA_PARALLEL_AXIS, 0))
         options.setdefault("pad_value_dict", self._pad_value_dict())
@@ -261,7 +263,7 @@ class TQWorkerMixin:
         if self._replica_channel() is not None:
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
-                ReplicaGroup(self._get_replica_group(), timeout_s=timeout_s + self.fetch_timeout_s),
+                ReplicaGroup(self._get_replica_group(), timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s)),
                 leads=self._is_replica_leader(),
                 digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
             )

@@ -20,6 +20,7 @@ from dataplane import (
     shard_meta_for_dp,
     write_columns,
 )
+from dataplane.durations import seconds_if_any
 from dataplane.schema import (
     ADVANTAGES,
     ELEM_COUNTS_PER_GB,
@@ -120,6 +121,7 @@ class TQPolicy:
         Every worker gets `cleanup_method` first, by default to leave the data plane while it is there, and up to
         `timeout` seconds for it and what it is busy with; then it is killed. A step that is open is lost.
         """
+        timeout = seconds_if_any("timeout", timeout)
         self._step_open, self._step_failed = False, None
         try:
             return self.worker_group.shutdown(cleanup_method, timeout)

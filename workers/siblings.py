@@ -18,9 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import BroadcastOptions
 
 from dataplane import errors
-from workers.directory.wire import seconds
-
-_LONGEST_S = 1e9
+from dataplane.durations import seconds
 
 
 class ReplicaGroupError(RuntimeError):
@@ -37,7 +35,7 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         """ValueError for a wait without an end."""
         self.timeout_s = seconds("timeout_s", timeout_s)
-        self._end = time.monotonic() + timeout_s
+        self._end = time.monotonic() + self.timeout_s
 
     @property
     def left_s(self) -> float:
@@ -45,8 +43,8 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """What is left, never less than a millisecond (zero would mean no limit), nor more than a collective takes."""
-        return timedelta(seconds=min(max(self.left_s, 0.001), _LONGEST_S))
+        """What is left, never less than a millisecond (zero would mean no limit)."""
+        return timedelta(seconds=max(self.left_s, 0.001))
 
 
 class Siblings:

@@ -9,8 +9,11 @@ needs no more of the file system than a rename, where swapping two directories w
     PATH/data-XXXX/00000.safetensors ...    its files
 
 A crash before the rename leaves PATH as it was, and PATH.partial-XXXX or PATH/data-XXXX beside it; one after it leaves
-the new checkpoint, and perhaps the files of the older one. The next checkpoint to PATH removes what is left over: a
-lock on the directory, which goes with the process, tells what is being written.
+the new checkpoint, and perhaps the files of the older one. The next checkpoint to PATH removes what is left over. Locks
+on directories, which go with the process, tell what is in use: an exclusive one on PATH (or PATH.partial-XXXX) what is
+being written, a shared one on PATH/data-XXXX what is being read. A file system without locks (some NFS) keeps left-over
+files until somebody removes them, so that reading needs no lock there; locks that hold on one host only protect what is
+read on that host only.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import re
 import secrets
 import shutil
 from pathlib import Path
+from typing import Self
 
 from dataplane import failpoints
 from dataplane.checkpoint import files, manifest
@@ -77,21 +81,15 @@ class Place:
 
     def _take_lock(self) -> None:
         """On file systems without locks two processes must not write to one path at once, and nothing is swept."""
-        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _locked(self.directory, fcntl.LOCK_EX)
         except BlockingIOError:
-            os.close(descriptor)
             raise CheckpointError(
                 file=str(self.path), why="another process is writing a checkpoint to this path"
             ) from None
-        except OSError:
-            os.close(descriptor)
-            return
-        self._lock = descriptor
 
     def _sweep(self) -> None:
-        """Remove what nobody writes any more."""
+        """Remove what nobody writes or reads."""
         if self._lock is None:
             return
         if self._inside:
@@ -99,7 +97,7 @@ class Place:
         partial = re.compile(re.escape(self.path.name) + r"\.partial-[0-9a-f]{16}")
         for name in os.listdir(self.path.parent):
             left = self.path.parent / name
-            if partial.fullmatch(name) and left != self.directory and _abandoned(left):
+            if partial.fullmatch(name) and left != self.directory and _unused(left):
                 shutil.rmtree(left, ignore_errors=True)
 
     def _current(self) -> set[str]:
@@ -113,7 +111,7 @@ class Place:
 
     def _sweep_inside(self, kept: set[str]) -> None:
         for name in os.listdir(self.path):
-            if name.startswith("data-") and name not in kept:
+            if name.startswith("data-") and name not in kept and _unused(self.path / name):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             elif name.startswith(f"{manifest.NAME}.partial-"):
                 (self.path / name).unlink(missing_ok=True)
@@ -157,22 +155,79 @@ class Place:
 
     def _let_go(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            _unlock(self._lock)
             self._lock = None
 
 
-def _abandoned(directory: Path) -> bool:
-    """Whether no living process writes there."""
+class Reading:
+    """A checkpoint that is being read: until `close` its files stay, whatever is saved to its path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.directory = Path(path).absolute()
+        self._locks: list[int] = []
+
+    def open(self) -> manifest.Manifest:
+        """The manifest of the checkpoint that counts now. Blocks on the file system. `CheckpointError` where there is
+        none."""
+        while True:
+            content = manifest.read(self.directory)
+            self._lock({entry.name.partition("/")[0] for entry in content.files})
+            # A manifest that still counts now is switched, and its files are removed, after they were locked.
+            if manifest.read(self.directory) == content:
+                return content
+            self.close()
+
+    def _lock(self, names: set[str]) -> None:
+        """What cannot be opened is missing, or is being removed."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                descriptor = _locked(self.directory / name, fcntl.LOCK_SH)
+                if descriptor is not None:
+                    self._locks.append(descriptor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._locks:
+            _unlock(self._locks.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _locked(directory: Path, how: int) -> int | None:
+    """A descriptor that locks the directory; None where the file system has no locks. `BlockingIOError` if another
+    lock is in the way."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    """Also for a child that was forked meanwhile and has the descriptor, too."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _unused(directory: Path) -> bool:
+    """Whether no living process writes or reads there."""
+    try:
+        descriptor = _locked(directory, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    if descriptor is None:
+        return False
+    _unlock(descriptor)
     return True
 
 

@@ -19,6 +19,7 @@ from dataplane import failpoints
 from dataplane.checkpoint import files, manifest
 from dataplane.checkpoint.files import Opened, lengths_of
 from dataplane.checkpoint.manifest import CellsEntry, CheckpointInfo, Manifest, PartitionEntry, RowsEntry
+from dataplane.checkpoint.place import Reading
 from dataplane.checkpoint.saving import chosen_names
 from dataplane.columns import EncodedColumn
 from dataplane.columns.values import FlatValues
@@ -43,16 +44,22 @@ def restore(
     desk: Desk, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
 ) -> Operation[CheckpointInfo]:
     """See `DataPlaneClient.restore`."""
-    directory = Path(path).absolute()
-    content: Manifest = yield Work(lambda: manifest.read(directory))
+    with Reading(path) as reading:
+        return (yield from _restored(desk, reading, partitions, replace=replace))
+
+
+def _restored(
+    desk: Desk, reading: Reading, partitions: Sequence[str] | None, *, replace: bool
+) -> Operation[CheckpointInfo]:
+    content: Manifest = yield Work(reading.open)
     entries = _named(content, partitions)
     for file in content.files:
-        yield Work(partial(files.verify, directory, file))
+        yield Work(partial(files.verify, reading.directory, file))
     yield from _check_room(desk, entries, replace)
     failpoints.hit("restore.verified")
     tag = secrets.token_hex(8)
     staged = [f"restoring-{tag}-{number}" for number in range(len(entries))]
-    shelf = _Shelf(directory, content)
+    shelf = _Shelf(reading.directory, content)
     try:
         published = []
         for name, entry in zip(staged, entries, strict=True):
@@ -66,7 +73,7 @@ def restore(
         raise
     for entry in entries:
         desk.schemas.forget(entry.partition)
-    return manifest.info(directory, content, entries)
+    return manifest.info(reading.directory, content, entries)
 
 
 def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[PartitionEntry, ...]:

@@ -11,7 +11,7 @@ from dataplane.cli.asking import ask, session, unit_stats
 from dataplane.cli.completing import units
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json
-from dataplane.cli.text import counted, readable, shown
+from dataplane.cli.text import counted, duration, readable, shown
 
 if TYPE_CHECKING:
     from dataplane.config import DataPlaneConfig
@@ -25,7 +25,8 @@ def drain(
         str, typer.Argument(metavar="UNIT", help="Its number or its name (`tq status`).", autocompletion=units)
     ],
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="How long it may take (seconds).")
+        float,
+        typer.Option("--timeout", parser=duration, metavar="SECONDS", help="How long it may take (seconds)."),
     ] = 600.0,
     drop: Annotated[bool, typer.Option("--drop", help="Then let the service forget it, as `tq drop` does.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Let new rows onto it again, and move nothing.")] = False,

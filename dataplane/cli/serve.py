@@ -9,6 +9,7 @@ import typer
 
 from dataplane.cli.flags import Http, Json, Memory, Security
 from dataplane.cli.output import print_json
+from dataplane.cli.text import duration
 from dataplane.config import DataPlaneConfig
 from dataplane.stopping import Stop
 from dataplane.types import Checksums
@@ -23,7 +24,9 @@ def serve(
     session_timeout: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Silence after which a client that cannot be looked at is given up (seconds)."
+            parser=duration,
+            metavar="SECONDS",
+            help="Silence after which a client that cannot be looked at is given up (seconds).",
         ),
     ] = DataPlaneConfig.session_timeout_s,
     checksums: Annotated[

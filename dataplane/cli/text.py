@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from dataplane.config import GIB, MIB
+from dataplane.durations import seconds
 
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
@@ -22,6 +23,14 @@ def size(text: str) -> int:
         return int(float(plain.removesuffix(suffix)) * _SUFFIXES[suffix])
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a size; write 512m, 4g or a number of bytes") from None
+
+
+def duration(text: str) -> float:
+    """Seconds from "30" or "0.5": a wait, which has an end."""
+    try:
+        return seconds("it", float(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time; write a number of seconds, 0 or more") from None
 
 
 def readable(count: float) -> str:

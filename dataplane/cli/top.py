@@ -12,7 +12,7 @@ from dataplane.cli.asking import not_shown, session
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.flowing import FlowRates, flow, where
 from dataplane.cli.output import console, print_json, table
-from dataplane.cli.text import ago, counted, readable, shown
+from dataplane.cli.text import ago, counted, duration, readable, shown
 from dataplane.cli.watching import Look, Rates, as_json, look, rates
 from dataplane.config import DataPlaneConfig
 
@@ -37,14 +37,22 @@ _PARTITION_COLUMNS = (
     "",
 )
 _TASK_COLUMNS = ("task", "of partition", ">ready", ">leased", ">held", ">claimed", ">lag", ">waiting", "wants")
+_SHORTEST_S, _LONGEST_S = 0.1, 86400
 _WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", ">gives up in")
+
+
+def _interval(text: str) -> float:
+    found = duration(text)
+    if not _SHORTEST_S <= found <= _LONGEST_S:
+        raise typer.BadParameter(f"{text} is not in the range {_SHORTEST_S} to {_LONGEST_S} seconds")
+    return found
 
 
 def top(
     *,
     address: Address = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, max=86400, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option("--interval", "-i", parser=_interval, metavar="SECONDS", help="Time between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
     http: Annotated[

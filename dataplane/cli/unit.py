@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dataplane.cli.flags import Json, Memory, Security
+from dataplane.cli.text import duration
 from dataplane.config import DataPlaneConfig
 from dataplane.stopping import Stop
 
@@ -27,7 +28,10 @@ def unit(
         ),
     ] = None,
     reconnect: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for a controller that is gone (seconds).")
+        float,
+        typer.Option(
+            parser=duration, metavar="SECONDS", help="How long to wait for a controller that is gone (seconds)."
+        ),
     ] = DataPlaneConfig.reconnect_s,
     memory: Memory,
     security: Security,

@@ -104,7 +104,7 @@ class Evictions:
     def _hope(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
         """Count the extents of those of the rows that may go but for who reads them."""
         extents = self.state.extents
-        may, consumed = self._standing(partition, rows, self.state.unconfirmed())
+        may, consumed = self._standing(partition, rows)
         cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
         if cells:
             numbers = np.unique(np.concatenate(cells))
@@ -121,9 +121,8 @@ class Evictions:
         self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
     ) -> tuple[Int64s, int | None]:
         """`rows`, and then those that may go, oldest first, until so many of them all suffice (None: they do not)."""
-        unconfirmed = self.state.unconfirmed()
         for part in _by_age(partition):
-            found = self._may_go(partition, part, unconfirmed, spare, consumed=consumed)
+            found = self._may_go(partition, part, spare, consumed=consumed)
             if len(found):
                 rows = np.concatenate([rows, found])
                 count = self._enough(partition, goal, rows)
@@ -141,22 +140,20 @@ class Evictions:
 
     # --- which
 
-    def _may_go(
-        self, partition: Partition, rows: Int64s, unconfirmed: Int64s, spare: Int64s, *, consumed: bool
-    ) -> Int64s:
+    def _may_go(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
         """Those of the rows that may go, all consumed or none."""
-        may, claimed = self._standing(partition, rows, unconfirmed)
+        may, claimed = self._standing(partition, rows)
         may &= ~np.isin(rows, spare)
         may &= claimed if consumed else ~claimed
         for cells in self._cells(partition, rows):
             may &= (cells == 0) | (self.state.extents.pins[cells] == 0)
         return rows[may]
 
-    def _standing(self, partition: Partition, rows: Int64s, unconfirmed: Int64s) -> tuple[Bools, Bools]:
+    def _standing(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
         """Of which of the rows no claim may come back, and which are consumed."""
         may, claimed = np.ones(len(rows), np.bool_), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
-            for_good = task.for_good(rows, unconfirmed)
+            for_good = task.for_good(rows)
             may &= for_good | (task.stamps[rows] == 0)
             claimed &= for_good
         return may, claimed

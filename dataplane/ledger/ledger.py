@@ -251,12 +251,8 @@ class Ledger:
             self._refuse_expired(call, session)
             return
         session.hear(state.now)
-        unconfirmed = dict(session.unconfirmed) if state.room_wanted else {}
-        if call.watermark <= number:
-            for abandoned in session.confirm(call.watermark, call.confirmed, state.limits):
-                state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
-            for claimed in [held for number, held in unconfirmed.items() if number not in session.unconfirmed]:
-                state.loosen(claimed.partition, claimed.rows)
+        if call.watermark <= number and (call.watermark > session.watermark or call.confirmed):
+            self._confirm(session, call)
         if number in session.parked:
             return
         answered = session.answers.get(number)
@@ -267,6 +263,14 @@ class Ledger:
             state.out.append(c.Answer(session=session.number, number=number, result=error))
         else:
             self._execute(session, number, call.command)
+
+    def _confirm(self, session: Session, call: c.Call) -> None:
+        state = self._state
+        given_up, final = session.confirm(call.watermark, call.confirmed, state.limits)
+        for abandoned in given_up:
+            state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
+        for claimed in final:
+            state.loosen(claimed.partition, claimed.rows)
 
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         result: c.Result | DataPlaneError | None

@@ -44,6 +44,7 @@ def _text(who: Unit | Partition, used: int, limit: int) -> str:
         name, what = f"partition {who.name!r}", "of its budget "
     else:
         name, what = f"storage unit {who.number} ({who.offer.name})", ""
-    return (
-        f"{name} is {100 * used / max(limit, 1):.0f}% full: {used:,} of the {limit:,} bytes {what}for new rows are used"
-    )
+    share, beyond = min(used / max(limit, 1), 1.0), max(used - limit, 0)
+    taken = f"all {limit:,}" if beyond else f"{used:,} of the {limit:,}"
+    more = f", and {beyond:,} more" if beyond else ""
+    return f"{name} is {100 * share:.0f}% full: {taken} bytes {what}for new rows are used{more}"

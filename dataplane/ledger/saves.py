@@ -66,9 +66,8 @@ class Saves:
         if len(set(names)) != len(names):
             raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
         found = [self.state.partition(name) for name in names]
-        unconfirmed = self.state.unconfirmed()
         taken = {partition.name: self._snapshot(partition) for partition in found}
-        described = [self._described(partition, unconfirmed) for partition in found]
+        described = [self._described(partition) for partition in found]
         held = np.zeros(self.state.extents.high, np.bool_)
         for field in [field for partition in found for field in partition.fields.values()]:
             held[field.extents] = True
@@ -93,10 +92,10 @@ class Saves:
             )
         return Snapshot(partition.rows.names_of(rows), tags, fields)
 
-    def _described(self, partition: Partition, unconfirmed: c.Int64s) -> c.SavedPartition:
+    def _described(self, partition: Partition) -> c.SavedPartition:
         rows = partition.rows.in_order()
         tasks = [
-            c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows, unconfirmed)).tobytes())
+            c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows)).tobytes())
             for name, task in partition.tasks.items()
         ]
         return c.SavedPartition(

@@ -124,13 +124,19 @@ class ParkedFind(Parked):
 
 
 class Claimed:
-    """A claim that goes back if its session dies: the rows that still carry the stamp."""
+    """A claim that goes back if its session dies: the rows that still carry the stamp. Its task lists it until
+    `settle`."""
 
     def __init__(self, partition: Partition, task: Task, rows: Int64s, stamp: int) -> None:
         self.partition = partition
         self.task = task
         self.rows = rows
         self.stamp = stamp
+        task.unconfirmed.add(stamp)
+
+    def settle(self) -> None:
+        """Its session has the answer, or the rows go back."""
+        self.task.unconfirmed.discard(self.stamp)
 
 
 class Session:
@@ -199,32 +205,44 @@ class Session:
             self.large[number] = size
             self.large_bytes += size
 
-    def confirm(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> list[Parked]:
+    def confirm(
+        self, watermark: int, confirmed: tuple[int, ...], limits: Limits
+    ) -> tuple[list[Parked], list[Claimed]]:
         """The client has the answers of all numbers below `watermark` and of those `confirmed`, or wants none. Gives
-        parked calls it has thereby given up. What was settled once stays so, in whatever order calls arrive."""
-        if watermark <= self.watermark and not confirmed:
-            return []
-        settled: list[int] = []
-        if watermark > self.watermark:
-            settled += self._known(self.watermark, watermark - 1)
-            self.watermark = watermark
-            if self.above.bounds:
-                self.above.drop_below(watermark)
-        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
-            first = max(first, self.watermark)
-            # Between ranges is a call without an answer: more than these are not noted, and stay unconfirmed.
-            if first <= last and self.above.ranges <= 2 * limits.in_flight:
-                settled += self._known(first, last)
-                self.above.add(first, last)
+        parked calls it has thereby given up, and the claims that are final now. What was settled once stays so, in
+        whatever order calls arrive."""
         given_up: list[Parked] = []
-        for number in settled:
+        final: list[Claimed] = []
+        for number in self._settled_by(watermark, confirmed, limits):
             self.answers.pop(number, None)
-            self.unconfirmed.pop(number, None)
+            if number in self.unconfirmed:
+                claimed = self.unconfirmed.pop(number)
+                claimed.settle()
+                final.append(claimed)
             if number in self.large:
                 self.large_bytes -= self.large.pop(number)
             if number in self.parked:
                 given_up.append(self.parked[number])
-        return given_up
+        return given_up, final
+
+    def _settled_by(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
+        """Note them as settled; those of which there may be anything."""
+        settled: Iterable[int] = ()
+        if watermark > self.watermark:
+            settled = self._known(self.watermark, watermark - 1)
+            self.watermark = watermark
+            if self.above.bounds:
+                self.above.drop_below(watermark)
+        if not confirmed:
+            return settled
+        found = list(settled)
+        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
+            first = max(first, self.watermark)
+            # Between ranges is a call without an answer: more than these are not noted, and stay unconfirmed.
+            if first <= last and self.above.ranges <= 2 * limits.in_flight:
+                found += self._known(first, last)
+                self.above.add(first, last)
+        return found
 
     def _known(self, first: int, last: int) -> Iterable[int]:
         """The numbers from `first` to `last` of which there may be anything, ascending."""

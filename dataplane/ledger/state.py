@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 
-import numpy as np
-
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.extents import Extents
@@ -209,6 +207,7 @@ class State:
     def return_claim(self, session: Session, number: int) -> None:
         """The samples of an unconfirmed claim go back, unless they were given back or cleared since."""
         claimed = session.unconfirmed.pop(number)
+        claimed.settle()
         task = claimed.task
         self.return_rows(claimed.partition, task, claimed.rows[task.stamps[claimed.rows] == claimed.stamp])
 
@@ -219,11 +218,6 @@ class State:
         if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
             partition.reclaimed(task, back)
             self.touch(partition)
-
-    def unconfirmed(self) -> Int64s:
-        """Stamps of the claims whose sessions may never have had the answer."""
-        claims = [claim.stamp for session in self.sessions.values() for claim in session.unconfirmed.values()]
-        return np.array(claims, np.int64)
 
     # --- checks
 

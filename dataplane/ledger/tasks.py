@@ -28,7 +28,8 @@ class Task:
     """`stamps[row]` is the id of the claim that holds the row, negative once it was acknowledged, 0 where it is
     unclaimed; `claimed` counts the live rows claimed. A row on lease has an end, any other 0; that array exists once a
     lease was given. `leased` counts the rows on lease to a session, `held` those held for a rank, `unsettled` those of
-    both that count as consumed only when they are acknowledged; `leases` has the claims they are of.
+    both that count as consumed only when they are acknowledged; `leases` has the claims they are of. `unconfirmed` are
+    the ids of the claims whose sessions may never have had the answer.
     `selections` are by step; those up to `forgotten` that are not there were forgotten.
     `dropped` are ids of samples cleared since the last answer."""
 
@@ -44,6 +45,7 @@ class Task:
         self.selections: dict[int, Selection] = {}
         self.forgotten = -1
         self.dropped: list[str] = []
+        self.unconfirmed: set[int] = set()
 
     def grow(self, capacity: int) -> None:
         self.stamps = grown(self.stamps, capacity)
@@ -123,11 +125,15 @@ class Task:
         owners[places] = np.array([self.leases.open[claim].owner for claim in claims.tolist()], np.int64)[which]
         return owners
 
-    def for_good(self, rows: Int64s, unconfirmed: Int64s) -> Bools:
+    def for_good(self, rows: Int64s) -> Bools:
         """Which of the rows the task has claimed and cannot get back by itself: not leased, not held for a rank, and in
-        no claim of which the session may never have had the answer (`State.unconfirmed`)."""
+        no claim that is unconfirmed."""
         stamps = self.stamps[rows]
-        claimed: Bools = (stamps != 0) & ~self.on_lease(rows) & ~np.isin(stamps, unconfirmed)
+        claimed: Bools = (stamps != 0) & ~self.on_lease(rows)
+        if len(rows) < len(self.unconfirmed):
+            claimed &= np.array([stamp not in self.unconfirmed for stamp in stamps.tolist()], np.bool_)
+        elif self.unconfirmed:
+            claimed &= ~np.isin(stamps, np.fromiter(self.unconfirmed, np.int64))
         return claimed
 
 

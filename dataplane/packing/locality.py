@@ -3,9 +3,9 @@ tokens between hosts. No torch."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from dataplane.packing.bins import Bins, Int64s
 
 NOWHERE = -1
 """The home of a row that no shard is near to, or that is not known."""
-ROUNDS = 8
-TRIED = 8
-"""A row is exchanged for one of about its length: so many of the nearest lengths are looked at."""
+ROUNDS = 24
+MANY = 1 << 10
+"""Another round follows one that exchanged a row of so many."""
+PART = 4
+"""A bin gives up a quarter of its room at a time."""
 MOST_BINS = 512
 """Whole bins are exchanged up to so many: every pair of them is looked at."""
 
@@ -48,6 +50,14 @@ class Locality:
         return np.ones(size, np.int64) if self.lengths is None else np.asarray(self.lengths, np.int64)
 
 
+def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
+    """The shard that each bin was dealt to."""
+    found = np.empty(bins, np.int64)
+    for shard, numbers in enumerate(dealt):
+        found[numbers] = shard
+    return found
+
+
 def exchange_bins(
     bins: Bins, loads: Int64s, dealt: list[list[int]], sizes: Int64s, homes: Int64s, hosts: Int64s
 ) -> None:
@@ -57,9 +67,7 @@ def exchange_bins(
         return
     totals = np.array([int(loads[numbers].sum()) for numbers in dealt])
     most = int(totals.max(initial=0))
-    shard_of = np.empty(len(bins), np.int64)
-    for shard, numbers in enumerate(dealt):
-        shard_of[numbers] = shard
+    shard_of = shards_of(dealt, len(bins))
     at_home = np.zeros((len(bins), int(hosts.max()) + 1), np.int64)  # tokens of each bin that are at home on a host
     for number, rows in enumerate(bins):
         known = np.array(rows)[homes[rows] >= 0]
@@ -78,13 +86,16 @@ def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int
     own = np.diagonal(near)
     gains = np.triu(near + near.T - own[:, None] - own[None, :], 1)
     ones, others = np.nonzero(gains > 0)
+    changes = loads[ones] - loads[others]
+    fit = (totals[shard_of[others]] + changes <= most) & (totals[shard_of[ones]] - changes <= most)
+    ones, others = ones[fit], others[fit]
     order = np.argsort(-gains[ones, others], kind="stable")
     moved: set[int] = set()
     for one, other in zip(ones[order].tolist(), others[order].tolist(), strict=True):
         if one in moved or other in moved:
             continue
-        here, there = shard_of[one], shard_of[other]
-        change = loads[one] - loads[other]
+        here, there = int(shard_of[one]), int(shard_of[other])
+        change = int(loads[one] - loads[other])
         if here == there or totals[there] + change > most or totals[here] - change > most:
             continue
         totals[there] += change
@@ -96,7 +107,7 @@ def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int
 
 @dataclass(kw_only=True)
 class Exchange:
-    """Single rows that change places, so that more of them are at home.
+    """Single rows that change places, so that more of them are at home. O(N log N).
 
     bins: the rows of each, changed in place. shards: of each bin the shard that has it; kinds: of each bin a number:
     rows are exchanged within one kind only. sizes: tokens of each row; homes: of each row; hosts: of each shard.
@@ -104,81 +115,107 @@ class Exchange:
     """
 
     bins: Bins
-    shards: Sequence[int]
-    kinds: Sequence[int]
-    sizes: Sequence[int]
-    homes: Sequence[int]
-    hosts: Sequence[int]
+    shards: Int64s
+    kinds: Int64s
+    sizes: Int64s
+    homes: Int64s
+    hosts: Int64s
     capacity: int | None = None
 
     def run(self) -> bool:
         """Exchange while it helps; whether anything was."""
-        if len(set(self.hosts)) < 2:
+        if len(set(self.hosts.tolist())) < 2:
             return False
-        self._loads = [sum(self.sizes[row] for row in rows) for rows in self.bins]
-        self._totals = [0] * len(self.hosts)
-        for shard, load in zip(self.shards, self._loads, strict=True):
-            self._totals[shard] += load
-        self._most = max(self._totals)
+        counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
+        self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
+        self._bin_of = np.repeat(np.arange(len(counts)), counts)
+        self._host_of = self.hosts[self.shards[self._bin_of]]
+        self._loads = np.bincount(self._bin_of, self.sizes[self._rows], len(counts)).astype(np.int64)
+        self._totals = np.bincount(self.shards, self._loads, len(self.hosts)).astype(np.int64)
+        self._most = int(self._totals.max())
         exchanged = False
         for _ in range(ROUNDS):
-            if not self._round():
+            away, found = self._round()
+            exchanged |= found > 0
+            if found <= away // MANY:
                 break
-            exchanged = True
+        ends = np.cumsum(counts).tolist()
+        for rows, (start, end) in zip(self.bins, pairwise([0, *ends]), strict=True):
+            rows[:] = self._rows[start:end].tolist()
         return exchanged
-
-    def _round(self) -> bool:
-        """Rows away from home, by (kind, where they are, their home): (tokens, bin, place), the shortest first."""
-        away: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-        for number, rows in enumerate(self.bins):
-            here = self.hosts[self.shards[number]]
-            for place, row in enumerate(rows):
-                if self.homes[row] != here:
-                    key = (self.kinds[number], here, self.homes[row])
-                    away.setdefault(key, []).append((self.sizes[row], number, place))
-        for rows_away in away.values():
-            rows_away.sort()
-        keys = sorted(key for key in away if key[2] >= 0)
-        mutual = [(key, (key[0], key[2], key[1])) for key in keys if 0 <= key[1] < key[2]]
-        found = [self._pair(away.get(one, []), away.get(other, [])) for one, other in mutual]
-        for key in keys:
-            kind, here, home = key
-            strangers = [each for each in away if each[0] == kind and each[1] == home and each[2] != here]
-            found += [self._pair(away[key], away[each]) for each in sorted(strangers)]
-        return any(found)
-
-    def _pair(self, ones: list[tuple[int, int, int]], others: list[tuple[int, int, int]]) -> bool:
-        """Exchange rows of the first for rows of the second, about as long; those that were are taken from both."""
-        exchanged = False
-        for index in range(len(ones) - 1, -1, -1):
-            middle = bisect_left(others, ones[index])
-            near = range(max(middle - TRIED // 2, 0), min(middle + TRIED // 2, len(others)))
-            for other in sorted(near, key=lambda place: abs(others[place][0] - ones[index][0])):
-                if self._exchanged(ones[index], others[other]):
-                    del ones[index], others[other]
-                    exchanged = True
-                    break
-        return exchanged
-
-    def _exchanged(self, one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-        """Do it, unless a bin or a shard would get too much."""
-        change = one[0] - other[0]
-        here, there = self.shards[one[1]], self.shards[other[1]]
-        if self._totals[there] + change > self._most or self._totals[here] - change > self._most:
-            return False
-        if (
-            self.capacity is not None
-            and max(self._loads[other[1]] + change, self._loads[one[1]] - change) > self.capacity
-        ):
-            return False
-        mine, theirs = self.bins[one[1]], self.bins[other[1]]
-        mine[one[2]], theirs[other[2]] = theirs[other[2]], mine[one[2]]
-        self._loads[other[1]] += change
-        self._loads[one[1]] -= change
-        self._totals[there] += change
-        self._totals[here] -= change
-        return True
 
     def loads(self) -> Int64s:
         """The tokens of each bin, after `run`."""
-        return np.array([sum(self.sizes[row] for row in rows) for rows in self.bins], np.int64)
+        return self._loads
+
+    def _round(self) -> tuple[int, int]:
+        """(places whose rows were away from home; pairs that were exchanged): first those that are both at home then,
+        then rows that are at home then for others that are away in any case."""
+        homes, every = self.homes[self._rows], int(self.hosts.max()) + 1
+        away = np.flatnonzero(homes != self._host_of)
+        homes, here, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
+        known, there = homes >= 0, here >= 0
+        low, high = np.minimum(here, homes), np.maximum(here, homes)
+        both = (kinds * every + low) * every + high
+        up, down = known & there & (here < homes), known & there & (here > homes)
+        moved = bytearray(len(self._rows))
+        found = self._pair(away[up], both[up], away[down], both[down], moved)
+        known &= ~np.frombuffer(moved, np.bool_)[away]
+        there &= ~np.frombuffer(moved, np.bool_)[away]
+        wanted, held = kinds * every + homes, kinds * every + here
+        found += self._pair(away[known], wanted[known], away[there], held[there], moved)
+        return len(away), found
+
+    def _pair(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s, moved: bytearray) -> int:
+        """Exchange the rows of the places `ones` for those of `others` of the same group, about as long; how many were.
+        Those `moved` are left."""
+        nearest = [self._longer(ones, groups, others, their_groups), self._longer(others, their_groups, ones, groups)]
+        pairs = np.concatenate(nearest)
+        sizes = self.sizes[self._rows[pairs]]
+        pairs = pairs[np.argsort(sizes[:, 1] - sizes[:, 0], kind="stable")]
+        found = 0
+        for one, other in pairs.tolist():
+            if not (moved[one] or moved[other]) and self._exchanged(one, other):
+                moved[one] = moved[other] = 1
+                found += 1
+        return found
+
+    def _longer(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s) -> Int64s:
+        """Pairs `[P, 2]` of one of `ones` and one of `others` of its group that is no shorter, and for which there is
+        room in its stead: the shortest or, where bins have bounds, the longest that takes a `PART` of that room. It
+        leaves as much elsewhere, and many bins with some room are worth more than few with much."""
+        if not len(ones) or not len(others):
+            return np.zeros((0, 2), np.int64)
+        sizes, theirs = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
+        width = int(max(sizes.max(), theirs.max())) + 1
+        keys = their_groups * width + theirs
+        order = np.argsort(keys, kind="stable")
+        bins = self._bin_of[ones]
+        room = self._most - self._totals[self.shards[bins]]
+        longest = sizes
+        if self.capacity is not None:
+            room = np.minimum(room, self.capacity - self._loads[bins])
+            longest = np.minimum(sizes + room // PART, width - 1)
+        places = np.searchsorted(keys[order], groups * width + sizes)
+        places = np.maximum(places, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
+        near = order[np.minimum(places, len(order) - 1)]
+        fit = (places < len(order)) & (their_groups[near] == groups) & (theirs[near] - sizes <= room)
+        return np.stack([ones[fit], others[near[fit]]], axis=1)
+
+    def _exchanged(self, one: int, other: int) -> bool:
+        """Exchange the rows of two places, of which the other's is no shorter, unless a bin or a shard gets too much."""
+        rows, loads, totals = self._rows, self._loads, self._totals
+        change = self.sizes[rows[other]] - self.sizes[rows[one]]
+        if change:
+            mine, theirs = self._bin_of[one], self._bin_of[other]
+            here, there = self.shards[mine], self.shards[theirs]
+            if totals[here] + change > self._most and here != there:
+                return False
+            if self.capacity is not None and loads[mine] + change > self.capacity:
+                return False
+            loads[mine] += change
+            loads[theirs] -= change
+            totals[here] += change
+            totals[there] -= change
+        rows[one], rows[other] = rows[other], rows[one]
+        return True

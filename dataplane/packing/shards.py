@@ -13,7 +13,7 @@ from dataplane.errors import InvalidRequestError
 from dataplane.meta import KVBatchMeta
 from dataplane.packing.balance import balanced
 from dataplane.packing.bins import Bins, Int64s
-from dataplane.packing.locality import Exchange, Locality, exchange_bins
+from dataplane.packing.locality import Exchange, Locality, exchange_bins, shards_of
 from dataplane.packing.packers import SequencePacker, get_packer
 from dataplane.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 
@@ -153,10 +153,14 @@ def inverse_permutation(order: Int64s) -> list[int] | None:
     """`inverse` with `order[inverse[i]] == i`; None if `order` is 0, 1, 2, ... already."""
     if np.array_equal(order, np.arange(len(order))):
         return None
+    places: list[int] = _inverse(order).tolist()
+    return places
+
+
+def _inverse(order: Int64s) -> Int64s:
     inverse = np.empty(len(order), dtype=np.int64)
     inverse[order] = np.arange(len(order))
-    places: list[int] = inverse.tolist()
-    return places
+    return inverse
 
 
 # --- the numbers --------------------------------------------------------------------------------------------------
@@ -245,21 +249,23 @@ def _plain(size: int, shards: int, per_batch: int) -> list[Shard]:
 def _plain_nearer(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
     """The same with rows exchanged for others of their global batch."""
     homes, hosts = locality.numbered(size, len(plan))
-    sizes = locality.sizes(size).tolist()
-    parts: list[Bins] = [[] for _ in plan]
+    sizes = locality.sizes(size)
+    parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
     for first in range(0, size, per_batch or 1):
-        bins = [shard.rows[(first <= shard.rows) & (shard.rows < first + per_batch)].tolist() for shard in plan]
+        bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
+        bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
+        here = slice(first, first + per_batch)
         Exchange(
             bins=bins,
-            shards=range(len(plan)),
-            kinds=[0] * len(plan),
-            sizes=sizes,
-            homes=homes.tolist(),
-            hosts=hosts.tolist(),
+            shards=np.arange(len(plan)),
+            kinds=np.zeros(len(plan), np.int64),
+            sizes=sizes[here],
+            homes=homes[here],
+            hosts=hosts,
         ).run()
         for part, rows in zip(parts, bins, strict=True):
-            part.append(sorted(rows))
-    return [Shard(np.array(list(chain.from_iterable(part)), dtype=np.int64)) for part in parts]
+            part.append(np.sort(np.array(rows, dtype=np.int64)) + first)
+    return [Shard(np.concatenate(part)) for part in parts]
 
 
 def _packed_nearer(
@@ -275,14 +281,13 @@ def _packed_nearer(
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:
         return loads
-    shard_of = {number: shard for shard, numbers in enumerate(dealt) for number in numbers}
     exchange = Exchange(
         bins=bins,
-        shards=[shard_of[number] for number in range(len(bins))],
-        kinds=[0] * len(bins),
-        sizes=tokens.tolist(),
-        homes=homes.tolist(),
-        hosts=hosts.tolist(),
+        shards=shards_of(dealt, len(bins)),
+        kinds=np.zeros(len(bins), np.int64),
+        sizes=tokens,
+        homes=homes,
+        hosts=hosts,
         capacity=packer.bin_capacity,
     )
     return exchange.loads() if exchange.run() else loads
@@ -327,24 +332,25 @@ def _dynamic(
         grid = rising.reshape(-1, shards)  # [rows of a shard, shards]
         ends, widths = _growing(tokens[grid[:, -1]].tolist(), budget)
         if near is not None:
-            grid = _dynamic_nearer(grid, ends, lengths, near)
+            here = slice(first, first + per_batch)
+            grid = first + _dynamic_nearer(grid - first, ends, lengths[here], near[0][here], near[1])
         batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
-def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, near: tuple[Int64s, Int64s]) -> Int64s:
+def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
     """The same with rows exchanged for others of their micro-batch."""
     shards = grid.shape[1]
-    rising = {row: place for place, row in enumerate(grid.reshape(-1).tolist())}
+    rising = _inverse(grid.reshape(-1)).tolist()
     parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
     bins = [rows for part in parts for rows in part]
     Exchange(
         bins=bins,
-        shards=[shard for _ in parts for shard in range(shards)],
-        kinds=[number for number in range(len(parts)) for _ in range(shards)],
-        sizes=lengths.tolist(),
-        homes=near[0].tolist(),
-        hosts=near[1].tolist(),
+        shards=np.tile(np.arange(shards), len(parts)),
+        kinds=np.repeat(np.arange(len(parts)), shards),
+        sizes=lengths,
+        homes=homes,
+        hosts=hosts,
     ).run()
     columns = [sorted(rows, key=rising.__getitem__) for rows in bins]
     of_shards = [list(chain.from_iterable(columns[shard::shards])) for shard in range(shards)]

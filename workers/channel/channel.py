@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from dataplane.durations import seconds
 from workers.channel import wire
 from workers.channel.errors import (
     ChannelClosedError,
@@ -38,7 +39,6 @@ from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings
 from workers.directory import DirectoryClient, Kind
-from workers.directory.wire import seconds
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.work import AsyncWork
 
@@ -496,4 +496,4 @@ def _node_rank(given: int | None) -> int:
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max

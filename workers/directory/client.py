@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
+from dataplane.durations import seconds
 from dataplane.host import bracketed, split_address
 from workers import errors
 from workers.address import WorkerAddress
@@ -145,7 +146,7 @@ class DirectoryClient:
 
     def ask(self, kind: Kind, name: str, wait_s: float) -> Answer:
         """The same without blocking: a future of one entry, done within `wait_s` unless the directory is lost."""
-        wait_s = wire.seconds("wait_s", wait_s)
+        wait_s = seconds("wait_s", wait_s)
         return self._ask(wire.Lookup(number=next(self._numbers), kind=kind, name=name, wait_s=wait_s))
 
     def listing(self, kind: Kind) -> list[Entry]:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import enum
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from dataplane.durations import seconds
 from dataplane.errors import DataPlaneError
 from workers import decoding, errors
 from workers.decoding import reader
-
-
-def seconds(name: str, value: float) -> float:
-    """`value`, of an argument of that name, as a wait: TypeError if it is no number, ValueError if it has no end, is
-    negative, or not a number at all."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected seconds as a number, got {type(value).__name__}")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    if not 0 <= found < math.inf:
-        raise ValueError(f"{name}={found}: expected seconds, 0 or more and finite; a wait has an end")
-    return found
 
 
 Facts = dict[str, str | int | float | bool | list[str | int] | None]

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from dataplane.descriptors import allow_more
+from dataplane.durations import seconds
 from workers import values
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.process import this_host
-from workers.directory.wire import seconds
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError
 from workers.messages import groups
 from workers.messages.engine import Engine

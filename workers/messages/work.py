@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
+from dataplane.durations import seconds_if_any
 from workers.errors import MessageTimeoutError
 
 LOG_EVERY_S = 30.0
@@ -51,6 +52,7 @@ class AsyncWork(Generic[T]):
         which leaves the operation under way."""
         if getattr(_here, "serves", False) and not self._future.done():
             raise RuntimeError(f"{self._what}: a function given to `then` must not wait for other work")
+        timeout = seconds_if_any("timeout", timeout)
         begun = time.monotonic()
         while True:
             waited_s = time.monotonic() - begun
@@ -67,6 +69,7 @@ class AsyncWork(Generic[T]):
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same without blocking the event loop: it is woken by the operation's end. Cancelling it cancels the wait,
         not the operation."""
+        timeout = seconds_if_any("timeout", timeout)
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
 

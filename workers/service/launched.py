@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 import dataplane
 from dataplane.config import DataPlaneConfig
+from dataplane.durations import seconds
 from dataplane.errors import ServiceUnavailableError
 from workers.resolver import actor_address
 from workers.service.asking import unit_actors
@@ -91,6 +92,7 @@ class LaunchedService:
     def add_node(self, node: str, *, timeout_s: float = 60.0) -> list[str]:
         """Give the node with this id its storage units, whatever `storage` and `nodes` say; the units' names, once they
         serve. ValueError for a node that is not there, `ServiceStartError` where a unit does not start in time."""
+        timeout_s = seconds("timeout_s", timeout_s)
         names: list[str] = self._ask("add_node", node, timeout_s, within_s=timeout_s)
         return names
 
@@ -101,6 +103,7 @@ class LaunchedService:
         Blocks up to about `timeout_s`. Where rows cannot be moved in time, because others have no room or somebody
         holds on to them, all is as before and the error says why. ValueError for a node without storage units.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
         self._ask("drain_node", node, timeout_s, within_s=timeout_s)
 
     def drop_unit(self, unit: str) -> None:

@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import MIB, DataPlaneConfig
+from dataplane.durations import seconds
 from workers.resolver import actor_address
 from workers.service.launched import LaunchedService, ServiceConfig, end_service
 from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, taker
@@ -64,6 +65,7 @@ def launch_service(
     it could not; ValueError if a controller of that name runs already, or an address is set; TypeError for settings
     that there are not.
     """
+    timeout_s = seconds("timeout_s", timeout_s)
     told = _settings(config, settings)
     check_storage(storage, told.units)
     capacity = capacity_of_each(storage, capacity_per_node, told.capacity_bytes, told.units)

@@ -18,6 +18,7 @@ from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
 from dataplane.desk import Desk
+from dataplane.durations import seconds
 from dataplane.ledger import commands as c
 from dataplane.samples import tags_of
 from dataplane.schema import INPUT_LENGTHS
@@ -80,7 +81,7 @@ class DataPlaneClient:
             batch_size=int(batch_size),
             config={},
         )
-        ids, tags = self._performer.do(_claim, asked, blocking, max(timeout_s, 0.0))
+        ids, tags = self._performer.do(_claim, asked, blocking, seconds("timeout_s", timeout_s))
         known = any(INPUT_LENGTHS in tag for tag in tags)
         return self.meta_type(
             partition_id=partition_id,

@@ -39,9 +39,16 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
     if cfg.get("controller_address"):
         told["address"] = cfg["controller_address"]
     if cfg.get("ack_timeout_ms"):
-        told["call_timeout_s"] = cfg["ack_timeout_ms"] / 1000
+        told["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
     settings = Settings.of({"controller": {"polling_mode": True}, "dataplane": told})
     return DataPlaneClient(open_session(settings, given=bootstrap, start=bootstrap))
+
+
+def _milliseconds(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"ack_timeout_ms={str(value)[:40]}: expected a number of milliseconds") from None
 
 
 def _check(cfg: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:

@@ -45,10 +45,10 @@ export function many(value, noun) {
   return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
 
-/** A share as "42%": never "100%" of less than all, nor "0%" of something. */
+/** A share as "42%": never "100%" of less than all, nor "0%" of something, nor more than all. */
 export function percent(part, whole) {
   if (!whole) return "0%";
-  const value = Math.round((100 * part) / whole);
+  const value = Math.min(Math.round((100 * part) / whole), 100);
   if (value === 100 && part < whole) return "99%";
   if (value === 0 && part > 0) return "<1%";
   return `${value}%`;

@@ -1,0 +1,149 @@
+"""An async client belongs to one event loop, says so in others, and can be closed from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from dataplane import (
+    AsyncDataPlaneClient,
+    ClientClosedError,
+    DataPlaneClient,
+    KVBatchMeta,
+    Server,
+    ServiceUnavailableError,
+    connect,
+    connect_async,
+    serve,
+)
+from tests.lives import wait_until
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.integration
+
+META = KVBatchMeta("p", "train", ["a"], fields=["x"])
+ARGUMENTS: dict[str, Any] = {
+    "path": "nowhere",
+    "meta": META,
+    "sample_ids": ["a"],
+    "sample_id": "a",
+    "partition_id": "p",
+    "fields": ["x"],
+    "select_fields": ["x"],
+    "required_fields": ["x"],
+    "num_samples": 1,
+    "consumer_tasks": ["train"],
+    "task_name": "train",
+    "task_names": ["train"],
+    "batch_size": 1,
+    "lease_s": 1.0,
+    "tags": [{}],
+    "unit": 1,
+    "version": 1,
+}
+METHODS = [
+    name
+    for name, method in vars(AsyncDataPlaneClient).items()
+    if inspect.iscoroutinefunction(method) and not name.startswith("_") and name != "close"
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve({"capacity_bytes": 8 << 20, "heartbeat_s": 0.2}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def looking(server: Server) -> Iterator[DataPlaneClient]:
+    with connect(server.address) as opened:
+        yield opened
+
+
+def sessions(client: DataPlaneClient) -> int:
+    return len(client.stats().sessions)
+
+
+def calling(client: AsyncDataPlaneClient, name: str) -> Callable[[], Coroutine[Any, Any, Any]]:
+    method = getattr(client, name)
+    wanted = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+    return lambda: method(**{parameter.name: ARGUMENTS[parameter.name] for parameter in wanted})
+
+
+async def refused(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    with pytest.raises(ClientClosedError, match="another event loop"):
+        await asyncio.wait_for(call(), 60)
+
+
+def test_every_call_in_a_second_loop_is_refused(server: Server, looking: DataPlaneClient) -> None:
+    before = sessions(looking)
+    client = connect_async(server.address, heartbeat_s=0.2)
+    asyncio.run(connected(client))
+    for name in METHODS:
+        asyncio.run(refused(calling(client, name)))
+    asyncio.run(client.close())
+    with pytest.raises(ClientClosedError, match=r"close\(\) was called"):
+        asyncio.run(connected(client))
+    wait_until(lambda: sessions(looking) == before, "no session of a client whose loop is gone")
+
+
+async def connected(client: AsyncDataPlaneClient) -> None:
+    await client.connect()
+
+
+def test_beside_a_loop_that_runs_only_that_one_works(server: Server, looking: DataPlaneClient) -> None:
+    before = sessions(looking)
+    client = connect_async(server.address, heartbeat_s=0.2)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def there(call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop).result(60)
+
+    try:
+        there(client.connect())
+        asyncio.run(refused(client.stats))
+        assert there(client.stats()).sessions
+        asyncio.run(client.close())
+        wait_until(lambda: sessions(looking) == before, "the session ended in its own loop")
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_closing_after_a_failed_connection_raises_nothing() -> None:
+    async def fail(*, wait: bool) -> None:
+        client = connect_async(f"127.0.0.1:{free_ports()}", connect_timeout_s=0.5)
+        if wait:
+            with pytest.raises(ServiceUnavailableError):
+                await client.connect()
+        else:
+            opening = asyncio.create_task(client.connect())
+            await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        await client.close()
+        await client.close()
+
+    asyncio.run(fail(wait=True))
+    asyncio.run(fail(wait=False))
+
+
+def test_a_connection_that_failed_in_one_loop_is_tried_again_in_another(server: Server) -> None:
+    client = connect_async(f"127.0.0.1:{free_ports()}", connect_timeout_s=0.5)
+
+    async def fails() -> None:
+        with pytest.raises(ServiceUnavailableError):
+            await client.connect()
+
+    asyncio.run(fails())
+    asyncio.run(fails())
+    asyncio.run(client.close())

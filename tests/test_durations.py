@@ -1,0 +1,101 @@
+"""Waits, leases and intervals: what is none is refused by name where it enters, on every call that takes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader, claiming, draining, operations
+from dataplane.cli.text import duration
+from dataplane.cli.top import _interval
+from dataplane.compat.nemo_rl.client import seconds as of_nemo_rl
+from dataplane.durations import LONGEST_S, seconds, seconds_if_any
+from dataplane.errors import InvalidRequestError
+from dataplane.replay import ReplayBuffer
+from dataplane.staleness import Windowed
+from workers.messages.work import AsyncWork
+from workers.siblings import Deadline
+
+NO_TIMES = [math.inf, -math.inf, math.nan, -1.0, 10**400, -(10**400)]
+NO_NUMBERS = [True, "5", [5], 1j, np.bool_(True)]
+DESK: Any = None
+CLIENT = DataPlaneClient(DataPlaneConfig(address="127.0.0.1:1"))
+BUFFER = ReplayBuffer(CLIENT, "p", Windowed(batch_size=4, window=1))
+CLAIMED = KVBatchMeta("p", "train", ["a"])
+
+
+def stream(**options: Any) -> StreamingDataLoader:
+    return StreamingDataLoader(CLIENT, "p", "train", ["x"], batch_size=2, **options)
+
+
+WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "claim": ("timeout_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, timeout_s=value)),
+    "claim, partial": ("partial_after_s", lambda value: CLIENT.claim_meta("p", "t", [], 1, partial_after_s=value)),
+    "claim, lease": ("lease_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, lease_s=value)),
+    "extend": ("lease_s", lambda value: next(claiming.extend(DESK, CLAIMED, value))),
+    "shrink": ("timeout_s", lambda value: next(operations.shrink(DESK, value))),
+    "drain": ("timeout_s", lambda value: next(draining.drain(DESK, 1, value))),
+    "stream": ("timeout_s", lambda value: stream(timeout_s=value)),
+    "stream, lease": ("lease_s", lambda value: stream(lease_s=value)),
+    "stream, partial": ("partial_after_s", lambda value: stream(partial_after_s=value)),
+    "reserve": ("timeout_s", lambda value: BUFFER.reserve(4, value)),
+    "take": ("timeout_s", lambda value: BUFFER.take(value)),
+    "work": ("timeout", lambda value: AsyncWork(Future(), "a message").wait(value)),
+    "fetch": ("timeout_s", Deadline),
+}
+
+
+@pytest.mark.parametrize("call", WAITS)
+@pytest.mark.parametrize("value", NO_TIMES, ids=lambda value: repr(value)[:6])
+def test_a_wait_without_an_end_is_refused_by_name(call: str, value: float) -> None:
+    name, wait = WAITS[call]
+    with pytest.raises(InvalidRequestError, match=f"^{name}=.*: expected seconds, .* and finite; a wait has an end$"):
+        wait(value)
+
+
+@pytest.mark.parametrize("call", WAITS)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_number_is_refused_by_name(call: str, value: object) -> None:
+    name, wait = WAITS[call]
+    with pytest.raises(TypeError, match=f"^{name}=.*: expected seconds as a number, got "):
+        wait(value)
+
+
+@pytest.mark.parametrize("call", ["claim, lease", "extend", "stream, lease"])
+def test_a_lease_takes_some_time(call: str) -> None:
+    with pytest.raises(InvalidRequestError, match="lease_s=0.0: expected seconds, more than 0 and finite"):
+        WAITS[call][1](0)
+
+
+def test_numbers_are_seconds_and_what_is_too_long_is_very_long() -> None:
+    assert [seconds("t", value) for value in (0, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 4))] == [
+        *(0.0, 2.0, 0.5, 0.5, 3.0, 0.25)
+    ]
+    assert seconds("t", 1e18) == seconds("t", 1e308) == LONGEST_S
+    assert seconds_if_any("t", None) is None
+    assert seconds_if_any("t", 1) == 1.0
+    assert of_nemo_rl is seconds
+
+
+@pytest.mark.parametrize("value", NO_TIMES, ids=lambda value: repr(value)[:6])
+@pytest.mark.parametrize("name", ["reconnect_s", "heartbeat_s", "call_timeout_s", "put_timeout_s", "connect_timeout_s"])
+def test_settings_are_times(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}="):
+        DataPlaneConfig(**{name: value})
+    with pytest.raises(TypeError, match=f"^{name}=True: expected"):
+        DataPlaneConfig(**{name: True})
+
+
+@pytest.mark.parametrize("parser", [duration, _interval])
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400", "-1", "soon", ""])
+def test_flags_are_times(parser: Callable[[str], float], text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is no time; write a number of seconds"):
+        parser(text)
+    assert parser("0.5") == 0.5
