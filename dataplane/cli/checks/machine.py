@@ -13,8 +13,9 @@ from dataplane.cli.checks.finding import Finding, careful
 from dataplane.cli.text import readable
 from dataplane.config import MIB
 from dataplane.folder import leave, own_directory
-from dataplane.host import boot_id, reachable_host, require_free_port
+from dataplane.host import boot_id, reachable_host
 from dataplane.memory import MEMORY_FILE_SYSTEMS, cgroup_rooms
+from dataplane.ports import require_free_port
 
 ENOUGH_BYTES = 256 * MIB
 """Less shared memory or less free memory than this is of little use."""
