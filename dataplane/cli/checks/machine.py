@@ -105,7 +105,7 @@ def _ports(port: int) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             what="ports",
-            found=error.strerror or str(error),
+            found=str(error),
             mend=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose other ports",
         )
         return
