@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dataplane.errors import PartitionExistsError as PartitionExistsError
     from dataplane.errors import PartitionNotFoundError as PartitionNotFoundError
     from dataplane.errors import PartitionSealedError as PartitionSealedError
+    from dataplane.errors import PortTakenError as PortTakenError
     from dataplane.errors import ProtocolVersionError as ProtocolVersionError
     from dataplane.errors import RefusedError as RefusedError
     from dataplane.errors import RequestTooLargeError as RequestTooLargeError
@@ -154,6 +155,7 @@ _HOME = {
     "PartitionExistsError": "dataplane.errors",
     "PartitionNotFoundError": "dataplane.errors",
     "PartitionSealedError": "dataplane.errors",
+    "PortTakenError": "dataplane.errors",
     "ProtocolVersionError": "dataplane.errors",
     "REFERENCE_POLICY_LOGPROBS": "dataplane.schema",
     "ReadyFirst": "dataplane.staleness",

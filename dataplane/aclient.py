@@ -115,7 +115,8 @@ class AsyncDataPlaneClient:
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
-        return await self._run(reading.get, meta, meta.partition_id, reading.chosen_fields(meta, select_fields), True)
+        fields = reading.chosen_fields(meta, select_fields)
+        return await self._run(reading.get, meta, meta.partition_id, fields, True)
 
     async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """See `DataPlaneClient.locate`."""

@@ -186,7 +186,8 @@ class DataPlaneClient:
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """`get_samples` of the meta's samples; `select_fields` defaults to `meta.fields` (ValueError if both are
         empty)."""
-        return self._run(reading.get, meta, meta.partition_id, reading.chosen_fields(meta, select_fields), True)
+        fields = reading.chosen_fields(meta, select_fields)
+        return self._run(reading.get, meta, meta.partition_id, fields, True)
 
     def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """The meta, carrying where its samples' fields (default: `meta.fields`) are now, also through pickle, `subset`,

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator
 
 from dataplane.errors import ServiceUnavailableError
 
 ENOUGH = 1 << 20
+OF_A_CONTEXT = 12
+"""More than a context of ZMQ takes when its first socket is made."""
 
 
 def allow_more() -> int:
@@ -24,18 +27,35 @@ def allow_more() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def require_enough() -> None:
+    """OSError unless there are enough for a context of ZMQ, which ends the whole process where its threads find none.
+    Call it before the first socket of each is made."""
+    held: list[int] = []
+    try:
+        for _ in range(OF_A_CONTEXT):
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise OSError(error.errno, f"{_too_few()}; allow it more") from error
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _too_few() -> str:
+    return f"this process may have no more open files (ulimit -n {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+
+
 @contextlib.contextmanager
 def enough_for(address: str) -> Iterator[None]:
     """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`."""
     try:
         yield
     except Exception as error:
-        # zmq.ZMQError has an errno, but is no OSError.
-        if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+        # zmq.ZMQError has an errno, but is no OSError. What could not be connected to has it as its cause.
+        if not {getattr(each, "errno", None) for each in (error, error.__cause__)} & {errno.EMFILE, errno.ENFILE}:
             raise
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         why = (
-            f"this process may have no more open files (ulimit -n {limit}), of which a session takes about fifteen "
-            "and each of its calls at a time two; allow it more, or share a client between threads"
+            f"{_too_few()}, of which a session takes about fifteen and each of its calls at a time two; allow it more, "
+            "or share a client between threads"
         )
         raise ServiceUnavailableError(address=address, why=why) from error

@@ -89,14 +89,16 @@ def _gone(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
 
 
 class SampleNotFoundError(_SamplesError):
-    """`evicted` counts those that are known to have been evicted, to make room in a full partition, `lost` those whose
-    storage unit is gone, or was damaged; `causes` says which, for the first few."""
+    """`partition` is "" where all were searched. `evicted` counts those that are known to have been evicted, to make
+    room in a full partition, `lost` those whose storage unit is gone, or was damaged; `causes` says which, for the
+    first few."""
 
     def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:
         super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        return f"no live sample {names} in partition {partition!r}: never put, or cleared since{_gone(**more)}"
+        where = f"partition {partition!r}" if partition else "any partition"
+        return f"no live sample {names} in {where}: never put, or cleared since{_gone(**more)}"
 
 
 class FieldNotProducedError(_SamplesError):

@@ -39,6 +39,7 @@
     │   ├── StorageUnitError            a storage unit refused or is gone
     │   └── CallCancelledError          the call was withdrawn before it took effect
     ├── ChecksumError (OSError)         what was read is not what was written; names sample, field and unit
+    ├── PortTakenError (OSError)        a port to listen on is in use; says by whom, if it can
     ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
     ├── DrainError (RuntimeError)       a storage unit could not be emptied; says what is left, and why
     ├── StateDirError (OSError)         the service's state directory cannot be used, read or written
@@ -51,6 +52,7 @@ processes without pickle; pickling works too (Ray moves exceptions that way).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -401,6 +403,18 @@ class CallCancelledError(ServiceError):
         super().__init__(
             f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
         )
+
+
+class PortTakenError(DataPlaneError, OSError):
+    """Nothing can listen on `address`. `holder`: who does, or has another socket there; "" if that is not known."""
+
+    def __init__(self, *, address: str, holder: str = "", hint: str = "") -> None:
+        by = f" by {holder}" if holder else ""
+        way = hint or "End that, or choose another port."
+        super().__init__(
+            f"cannot listen on {address}: the port is in use{by}. {way}", address=address, holder=holder, hint=hint
+        )
+        self.errno = errno.EADDRINUSE
 
 
 class InternalError(DataPlaneError, RuntimeError):

@@ -7,8 +7,10 @@ import fcntl
 import ipaddress
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dataplane.chance import pick
 
@@ -41,21 +43,41 @@ def join_address(host: str, port: int) -> str:
     return f"{bracketed(host)}:{port}"
 
 
+def dial(address: str, timeout_s: float) -> socket.socket:
+    """A connection to "host:port": to the first address of the host that answers. Each gets its part of the time, so
+    that a silent one leaves some for the next. OSError of the last one; its `TimeoutError` where that was silent."""
+    host, port = split_address(address)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout_s
+    for place, (family, kind, protocol, _, where) in enumerate(found):
+        try:
+            return _dial_one(family, kind, protocol, where, (deadline - time.monotonic()) / (len(found) - place))
+        except OSError:
+            if place == len(found) - 1:
+                raise
+    raise OSError(f"{host} has no address")
+
+
+def _dial_one(family: int, kind: int, protocol: int, where: Any, timeout_s: float) -> socket.socket:
+    peer = socket.socket(family, kind, protocol)
+    try:
+        peer.settimeout(max(timeout_s, 0.001))
+        peer.connect(where)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def dialed(peer: socket.socket) -> str:
+    """The "address:port" at the other end, in numbers."""
+    host, port, *_ = peer.getpeername()
+    return join_address(host, port)
+
+
 def resolve_host(host: str) -> str:
     """The IP address to bind for `host`. OSError if it has none."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
-def require_free_port(host: str, port: int) -> None:
-    """OSError, naming both, if something listens on that port of `host` already."""
-    address = resolve_host(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
 
 
 def lasting_port() -> int:

@@ -18,7 +18,7 @@ from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
 from dataplane.columns import RowSource, assemble, checked, decode_batch
 from dataplane.desk import Desk
-from dataplane.errors import InvalidRequestError, StorageUnitError
+from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
 from dataplane.jagged import not_per_token
 from dataplane.ledger import commands as c
 from dataplane.meta import CellPlaces, KVBatchMeta
@@ -78,7 +78,10 @@ def get_batch(
 
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
-    """`select_fields`, else the meta's own. ValueError if neither names any."""
+    """`select_fields`, else the meta's own. ValueError if neither names any, `UnsupportedValueError` for what is no
+    meta."""
+    if not isinstance(meta, KVBatchMeta):
+        raise UnsupportedValueError(field="meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta.")
     chosen = meta.fields if select_fields is None else select_fields
     if not chosen:
         raise InvalidRequestError("name the fields to read: select_fields is empty and so is meta.fields")

@@ -22,6 +22,7 @@ from dataplane.bulk.client import Received, UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
+from dataplane.descriptors import enough_for, require_enough
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.rowcopy import CopyRuns, Run, copy_runs
@@ -149,16 +150,18 @@ class Roads:
         info = self._infos.get(unit)
         if info is None:
             raise _unlisted(unit)
-        made = UnitConnection(
-            info,
-            session=self._session,
-            lock=self._lock,
-            token=self._config.secret(),
-            force_remote=self._config.force_remote,
-            timeout_s=self._config.connect_timeout_s,
-            memory=self._memory,
-            transport=self._transport,
-        )
+        with enough_for(info.name):
+            require_enough()
+            made = UnitConnection(
+                info,
+                session=self._session,
+                lock=self._lock,
+                token=self._config.secret(),
+                force_remote=self._config.force_remote,
+                timeout_s=self._config.connect_timeout_s,
+                memory=self._memory,
+                transport=self._transport,
+            )
         with self._guard:
             wanted = not self._closed and self._lives(unit, info.epoch)
             if wanted:

@@ -214,10 +214,15 @@ class LedgerWriter(LedgerDriver):
             )
             for name, counts in seen.produced.items():
                 assert counts.sum() == sum(name in s.cells for s in samples)
-        answer = self.call(client, Waits())
+        parked = [command for n in self.parked if isinstance(command := self.model.commands[n], Claim | Allocate)]
+        answer = self.call(client, Waits(limit=2))
         if answer is not None and isinstance(answer.result, WaitList):
-            waits = answer.result.waits
-            assert len(waits) == sum(isinstance(self.model.commands[n], Claim | Allocate) for n in self.parked)
+            assert (len(answer.result.waits), answer.result.total) == (min(len(parked), 2), len(parked))
+        answer = self.call(client, Waits(partition="p", task=TASKS[0]))
+        if answer is not None and isinstance(answer.result, WaitList):
+            claims = [command for command in parked if isinstance(command, Claim)]
+            named = [command for command in claims if (command.partition, command.task) == ("p", TASKS[0])]
+            assert len(answer.result.waits) == answer.result.total == len(named)
 
     @precondition(lambda self: self.living())
     @rule(

@@ -15,7 +15,8 @@ from typing import Any
 
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.controller import Controller
-from dataplane.host import lasting_port, require_free_port
+from dataplane.host import lasting_port
+from dataplane.ports import require_free_port
 from dataplane.unit import StorageUnit
 
 CONFIG = DataPlaneConfig(

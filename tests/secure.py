@@ -8,8 +8,8 @@ HERE = Path(__file__).parent / "certificates"
 
 
 def tls(certificate: str = "node", authority: str = "ca", **more: str) -> dict[str, str]:
-    """A certificate (for 127.0.0.1; `named`: for tq.test; `stranger`: of another authority), and the authority whose
-    certificates are taken."""
+    """A certificate (for 127.0.0.1; `named`: for tq.test; `stranger`: of another authority; `expired`), and the
+    authority whose certificates are taken."""
     return {
         "tls_cert_file": str(HERE / f"{certificate}.pem"),
         "tls_key_file": str(HERE / f"{certificate}.key"),

@@ -56,7 +56,7 @@ def test_names_are_resolved_and_another_may_be_told(context, router):
 def test_a_port_is_had_or_named(context, router):
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"):
             bind(router, "127.0.0.1", tcp_port=port, guarded=False)
     _, tcp = bind(router, "127.0.0.1", tcp_port=port, guarded=False)
     assert tcp == f"tcp://127.0.0.1:{port}"

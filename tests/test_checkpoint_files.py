@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import resource
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,24 @@ def test_a_directory_that_cannot_be_made(client: DataPlaneClient, tmp_path: Path
     with pytest.raises(CheckpointWriteError, match="Not a directory"):
         client.checkpoint(tmp_path / "file" / "c")
     client.checkpoint(tmp_path / "new" / "parents" / "c")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_it_is_for_this_user_only_whatever_the_umask(client: DataPlaneClient, tmp_path: Path, mask: int) -> None:
+    """The first save makes the directory; the second writes into it, and leaves the mode that its owner gave it."""
+    before = os.umask(mask)
+    try:
+        client.checkpoint(tmp_path / "new")
+        modes = {path.relative_to(tmp_path).name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+        (tmp_path / "new").chmod(0o750)
+        client.checkpoint(tmp_path / "new")
+        again = {path.relative_to(tmp_path).name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    assert all(mode == (0o600 if "." in name else 0o700) for name, mode in modes.items()), modes
+    assert len(modes) >= 4  # the directory, its manifest, a directory of files, a file
+    assert again.pop("new") == 0o750
+    assert all(mode == (0o600 if "." in name else 0o700) for name, mode in again.items()), again
 
 
 def test_a_file_of_the_users_in_an_older_checkpoint_stays(saved: Path, client: DataPlaneClient) -> None:

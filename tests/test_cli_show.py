@@ -40,7 +40,7 @@ def test_json(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["zz"], "no live sample 'zz' in partition 'train'"),
+        (["zz"], "no live sample 'zz' in any partition: never put"),
         (["zz", "-p", "train"], "no live sample 'zz'"),
         (["a", "-p", "nope"], "unknown partition 'nope'"),
     ],
@@ -50,15 +50,3 @@ def test_what_is_not_there_is_exit_1(
 ) -> None:
     assert main(["show", *arguments]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_partitions_that_do_not_have_it_are_counted(
-    filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled.register_partition("val", ["ids"], None, [])
-    assert main(["show", "zz"]) == 1
-    assert "no live sample 'zz' in any of 2 partitions: never put" in capsys.readouterr().err
-    for name in ("train", "val"):
-        filled.clear_samples(None, name)
-    assert main(["show", "zz"]) == 1
-    assert "in any of 0 partitions" in capsys.readouterr().err

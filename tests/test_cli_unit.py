@@ -51,4 +51,4 @@ def test_a_unit_listens_where_it_is_told() -> None:
             code, _, errors = unit.finish()
     assert (code, errors) == (0, "")
     assert second.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.stderr
+    assert f"tq: cannot listen on 127.0.0.1:{port}: the port is in use by process {unit.pid} (" in second.stderr

@@ -118,11 +118,11 @@ def test_a_server_that_is_busy_says_so(pair: tuple[socket.socket, socket.socket]
 def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 
-    def ask(address: str, files: object, nonce: bytes, rest: object) -> bytes:
+    def ask(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
         asked.append(nonce)
         if len(asked) % 3:
             raise http2.BusyError("it gave no answer but gRPC status 14")
-        return b""
+        return b"", ""
 
     monkeypatch.setattr(keys, "_ask", ask)
     monkeypatch.setattr(keys, "BUSY_S", 0.001)

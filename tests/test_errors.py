@@ -54,6 +54,7 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="unit 3"),
     e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"),
     e.CallCancelledError(session=1, number=2),
+    e.PortTakenError(address="127.0.0.1:7040", holder="process 7 (python3)"),
     e.ArenaSpaceError(directory="/dev/shm", found_bytes=1, wanted_bytes=2),
     e.ChecksumError(partition="p", sample="a", field="x", unit=2, expected=1, got=(1 << 32) - 1, total=3),
     e.DrainError(

@@ -59,6 +59,7 @@ EXPECTED = [
     "PartitionExistsError",
     "PartitionNotFoundError",
     "PartitionSealedError",
+    "PortTakenError",
     "ProtocolVersionError",
     "REFERENCE_POLICY_LOGPROBS",
     "ReadyFirst",

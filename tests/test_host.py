@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from dataplane import host as host_module
 from dataplane.host import (
     boot_id,
+    dial,
+    dialed,
     join_address,
     reachable_host,
-    require_free_port,
     require_guard_beyond_loopback,
     resolve_host,
     split_address,
@@ -70,12 +74,45 @@ def test_addresses_of_interfaces_are_those_that_others_can_use() -> None:
             assert not address.is_link_local
 
 
+# --- connecting
+
+
+def named(*addresses: str) -> Callable[..., list[Any]]:
+    """`socket.getaddrinfo` of a host with these addresses."""
+
+    def found(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    return found
+
+
 @pytest.mark.integration
-def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use"):
-            require_free_port("127.0.0.1", port)
-    require_free_port("127.0.0.1", port)
+@pytest.mark.parametrize("dead", [["127.0.0.9"], ["127.0.0.9", "127.0.0.8"]])
+def test_a_dead_address_of_a_host_is_passed_over(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(socket, "getaddrinfo", named(*dead, "127.0.0.1"))
+        with dial(f"two.test:{port}", 60.0) as peer:
+            assert dialed(peer) == f"127.0.0.1:{port}"
+
+
+@pytest.mark.integration
+def test_a_silent_address_of_a_host_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose backlog is full says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as ends:
+        port = server.getsockname()[1]
+        silent = ends.enter_context(socket.create_server(("127.0.0.9", port), backlog=0))
+        for _ in range(2):
+            full = ends.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(silent.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", named("127.0.0.9", "127.0.0.1"))
+        with dial(f"two.test:{port}", 1.0) as peer:
+            assert dialed(peer) == f"127.0.0.1:{port}"
+
+
+@pytest.mark.integration
+def test_a_host_whose_addresses_are_all_dead_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", named("127.0.0.9", "127.0.0.8"))
+    with pytest.raises(ConnectionRefusedError):
+        dial("two.test:1", 60.0)

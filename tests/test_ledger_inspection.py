@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,20 @@ def test_one_sample_at_a_time_and_one_that_lives(client: Client) -> None:
         client.raise_(c.Show(partition="p", samples=by_ids("z")))
 
 
+def test_a_sample_is_found_in_the_first_partition_that_has_it(client: Client) -> None:
+    for name in ("q", "r"):
+        client.register(name, fields=("x",))
+        client.put(["a"], {"x": [1]}, partition=name)
+    client.put(["b"], {"x": [1]})
+    for sample, partition in (("a", "q"), ("b", "p")):
+        assert client.call(c.Shown, c.Show(samples=by_ids(sample))).partition == partition
+    with pytest.raises(SampleNotFoundError, match="no live sample 'z' in any partition"):
+        client.raise_(c.Show(samples=by_ids("z")))
+    handle = c.Samples(rows=np.array([0]), births=np.array([1]))
+    with pytest.raises(InvalidRequestError, match="a handle is of one partition"):
+        client.raise_(c.Show(samples=handle))
+
+
 def test_the_map_shows_what_lies_where(driver: Driver, client: Client) -> None:
     client.put(["a"], {"x": [16 * KIB]})
     client.put(["b"], {"x": [16 * KIB]})
@@ -184,6 +199,33 @@ def test_who_waits_for_what(driver: Driver, client: Client) -> None:
     assert (claim.wanted, claim.ready, claim.since, claim.until) == (2, 1, 3.0, 13.0)
     assert (put.client, put.what, put.partition, put.fields) == ("rollout", c.WaitKind.PUT, "p", ("x",))
     assert (put.wanted, put.ready, put.since, put.until) == (30 * KIB, 24 * KIB, 4.0, 24.0)
+
+
+def test_those_that_wait_for_what_is_named(driver: Driver, client: Client) -> None:
+    client.register("q", fields=("x",))
+    client.put(["a"], {"x": [40 * KIB]})
+    for at, (partition, task) in enumerate([("p", "train"), ("p", "score"), ("q", "train"), ("p", "train")]):
+        driver.tick(float(at))
+        other = driver.client(f"{task} {at}", attach=[1])
+        other.waits(other.claim(4, ["x"], partition=partition, task=task))
+    driver.tick(5.0)
+    client.waits(client.allocate({"x": [30 * KIB]}, timeout_s=20.0))
+
+    def told(**asked: Any) -> tuple[list[str], int]:
+        seen = client.call(c.WaitList, c.Waits(**asked))
+        return [wait.client for wait in seen.waits], seen.total
+
+    everybody = ["train 0", "score 1", "train 2", "train 3", "trainer"]
+    assert told() == (everybody, 5)
+    assert told(limit=2) == (everybody[:2], 5)
+    assert told(partition="p") == (["train 0", "score 1", "train 3", "trainer"], 4)
+    assert told(partition="p", task="train") == (["train 0", "train 3"], 2)
+    assert told(partition="p", task="train", limit=1) == (["train 0"], 2)
+    assert told(task="train") == (["train 0", "train 2", "train 3"], 3)
+    with pytest.raises(PartitionNotFoundError, match="'nope'"):
+        client.raise_(c.Waits(partition="nope"))
+    with pytest.raises(InvalidRequestError, match="limit=-1"):
+        client.raise_(c.Waits(limit=-1))
 
 
 def test_figures_of_tasks(driver: Driver, client: Client) -> None:

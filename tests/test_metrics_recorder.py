@@ -200,7 +200,7 @@ def test_a_partition_that_goes_while_all_are_summed_up_is_in_the_sum_once(
 def test_a_partition_that_comes_while_prometheus_asks_is_not_taken_for_one_that_is_gone(told: Told) -> None:
     def ask(command: c.Command) -> c.Result:
         if isinstance(command, c.Waits):
-            return c.WaitList(now=0.0, waits=())
+            return c.WaitList(now=0.0, waits=(), total=0)
         told.put(2, born=2)  # too late for this answer
         return c.StatsReport(
             epoch=1,

@@ -33,6 +33,7 @@ from dataplane import (
 from dataplane.bulk import wire as bulk_wire
 from dataplane.config import MIB
 from dataplane.control import grpc_link, keys, opening, wire
+from dataplane.control import tls as tls_module
 from dataplane.control.controller import Controller
 from dataplane.control.keys import DoorKeys, keys_of
 from dataplane.control.opening import door_address
@@ -65,6 +66,7 @@ CLIENTS = {
     "wrong token": {"token": "open-sesame-7f3b"},
     "tls and wrong token": {"token": "x", **tls()},
     "stranger": {"token": TOKEN, **tls("stranger")},
+    "expired": {"token": TOKEN, **tls("expired")},
     "takes strangers": {"token": TOKEN, **tls(authority="other-ca")},
     "wants another": {"token": TOKEN, **tls(tls_server_name="tq.test")},
 }
@@ -79,7 +81,8 @@ REFUSED: list[tuple[str, str, type[Exception], str]] = [
     ("tls and token", "token", TlsError, "speaks TLS"),
     ("tls and token", "tls", AuthenticationError, "no token was given"),
     ("tls and token", "tls and wrong token", AuthenticationError, "the token is wrong"),
-    ("tls and token", "stranger", TlsError, "does not take this side's certificate.*tls_ca_file"),
+    ("tls and token", "stranger", TlsError, "does not take this side's certificate.*tls_ca_file.*valid"),
+    ("tls and token", "expired", TlsError, r"does not take this side's certificate \(certificate has expired\)"),
     ("tls and token", "takes strangers", TlsError, "this side does not take its certificate.*tls_ca_file"),
     ("tls and token", "wants another", TlsError, "this side does not take its certificate.*tls_server_name"),
 ]
@@ -198,6 +201,14 @@ def test_files_that_cannot_be_used_are_named_by_service_unit_and_client(
         StorageUnit(DataPlaneConfig(capacity_bytes=MIB, **settings), services["tls"].address).start()
     with pytest.raises(ValueError, match=why):
         connect(services["tls"].address, **settings)
+
+
+def test_what_one_cannot_see_of_ones_own_certificate_is_told_with_both_reasons() -> None:
+    """It is good by this side's own files and clock."""
+    why = tls_module._not_taken(DataPlaneConfig(**tls("stranger", "other-ca")).tls)
+    assert why.startswith("it does not take this side's certificate: ")
+    assert "signed by the authority" in why
+    assert "valid by the clock there" in why
 
 
 def test_nobody_at_the_address_is_told_at_once() -> None:

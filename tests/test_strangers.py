@@ -315,12 +315,12 @@ def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_anoth
         discard(tmp_path / "state", ["/dev/shm"])
 
 
-def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> bytes:
+def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
     """What an impostor answers to GetKeys."""
     token = TOKEN + "x" if how == "another token" else TOKEN
     port = split_address(address)[1] + (how == "another port")
     asked = secrets.token_bytes(NONCE_BYTES) if how == "another nonce" else nonce
-    return pb.Keys(instance="i", proof=proof_of(token, asked, "i", port)).SerializeToString()
+    return pb.Keys(instance="i", proof=proof_of(token, asked, "i", port)).SerializeToString(), address
 
 
 @pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
@@ -339,12 +339,12 @@ def test_an_impostor_ends_neither_sessions_nor_storage_units(
     unit = lives.unit(state_dir=str(tmp_path / "state"))
     asked: set[str] = set()
 
-    def answer(address: str, files: object, nonce: bytes, rest: object) -> bytes:
+    def answer(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
         asked.add(threading.current_thread().name)
         if how == "proof":
             return lie("another token", address, files, nonce, rest)
         name, facts = to_wire(SessionExpiredError(session=1, why="so an impostor says"))
-        return pb.Keys(error=pb.Error(name=name, facts=facts)).SerializeToString()
+        return pb.Keys(error=pb.Error(name=name, facts=facts)).SerializeToString(), address
 
     try:
         with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client:

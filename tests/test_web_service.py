@@ -18,12 +18,9 @@ import torch
 from dataplane import DataPlaneClient, DataPlaneConfig, Server, connect, serve
 from dataplane.config import MIB
 from dataplane.control.controller import Controller
-from dataplane.errors import StateDirError
 from dataplane.host import split_address
-from dataplane.ledger import commands as c
 from dataplane.web.auth import Guard
 from dataplane.web.messages import HttpError, Request
-from tests.control_service import ScriptedLedger, done
 from tests.lives import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, Answer, ask, context
@@ -214,30 +211,6 @@ def test_a_session_that_was_given_up_is_opened_anew() -> None:
 def test_health_is_for_everybody(guarded: Server) -> None:
     answer = ask(guarded.http_address, "/healthz")
     assert (answer.status, answer.text) == (200, "ok\n")
-
-
-def test_a_ledger_that_does_not_answer_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.web.api.HEALTHY_S", 0.2)
-    ledger = ScriptedLedger(lambda call: None)
-    with Controller(DataPlaneConfig(http_port=0), ledger=ledger) as controller:
-        answer = ask(controller.http_address, "/healthz")
-        assert (answer.status, "no answer" in answer.text) == (503, True)
-        ledger.answer = done
-        monkeypatch.setattr("dataplane.web.api.HEALTHY_S", WAIT_S)
-        assert ask(controller.http_address, "/healthz").status == 200
-
-
-def test_a_service_whose_disk_is_full_is_not_healthy() -> None:
-    class Full(ScriptedLedger):
-        def apply(self, item: c.Input) -> list[c.Output]:
-            if isinstance(item, c.OpenSession):
-                raise StateDirError(directory="/state", why="it is full")
-            return super().apply(item)
-
-    with Controller(DataPlaneConfig(http_port=0), ledger=Full()) as controller:
-        answer = ask(controller.http_address, "/healthz")
-        assert answer.status == 503
-        assert "/state" in answer.text
 
 
 # --- who is let in

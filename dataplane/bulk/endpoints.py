@@ -10,7 +10,8 @@ import socket
 import zmq
 
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import bracketed, join_address, require_guard_beyond_loopback, resolve_host
+from dataplane.host import bracketed, require_guard_beyond_loopback, resolve_host
+from dataplane.ports import cannot_listen
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def bind(
 ) -> tuple[str, ...]:
     """Bind to ipc, for this user only, and to `tcp_port` (0: any free one) of `tcp_host` if one is given; the endpoints
     to tell clients, ipc first. What is not `guarded` listens on loopback only (ValueError).
-    OSError where the port is taken."""
+    `PortTakenError` where the port is in use."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
@@ -62,7 +63,7 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | 
         router.bind(f"tcp://{bracketed(ip)}:{port or '*'}")
     except zmq.ZMQError as error:
         if port:
-            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
+            raise cannot_listen(host, port, error.errno) from error
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
     bound = router.last_endpoint
     assert isinstance(bound, bytes)

@@ -24,6 +24,7 @@ from dataplane.checkpoint.manifest import FileEntry
 from dataplane.checksums import damaged
 from dataplane.columns import RowSource
 from dataplane.errors import CheckpointError, CheckpointWriteError, DataPlaneError
+from dataplane.folder import private
 from dataplane.jagged import byte_view
 from dataplane.ledger import commands as c
 from dataplane.roads import chosen
@@ -112,7 +113,7 @@ def write(directory: Path, name: str, parts: Sequence[Part], bring: Gather) -> F
     # Larger elements first: every tensor then begins at a multiple of its element.
     ordered = sorted(parts, key=lambda part: -DTYPE_BYTES[part.dtype])
     digest, written, path = hashlib.sha256(), 0, directory / name
-    with translated(path), path.open("xb", buffering=0) as file:
+    with translated(path), open(path, "xb", buffering=0, opener=private) as file:
         for stretch in _stretches(ordered, bring):
             digest.update(stretch)
             write_all(file.fileno(), stretch)

@@ -8,6 +8,9 @@ needs no more of the file system than a rename, where swapping two directories w
     PATH/manifest.json                      names the files of the one checkpoint that counts
     PATH/data-XXXX/00000.safetensors ...    its files
 
+All of it is for this user only, whatever the umask: modes 0700 and 0600. A directory that is there already keeps its
+mode, and directories that are made above PATH get what the umask says.
+
 A crash before the rename leaves PATH as it was, and PATH.partial-XXXX or PATH/data-XXXX beside it; one after it leaves
 the new checkpoint, and perhaps the files of the older one. The next checkpoint to PATH removes what is left over. Locks
 on directories, which go with the process, tell what is in use: an exclusive one on PATH (or PATH.partial-XXXX) what is
@@ -31,6 +34,7 @@ from typing import Self
 from dataplane import failpoints
 from dataplane.checkpoint import files, manifest
 from dataplane.errors import CheckpointError, CheckpointWriteError
+from dataplane.folder import MODE, private
 
 _OURS = re.compile(r"data-[0-9a-f]{16}|manifest\.json(\.partial-[0-9a-f]{16})?")
 
@@ -55,10 +59,10 @@ class Place:
             if self._inside:
                 self._check_ours()
             else:
-                self.directory.mkdir(parents=True)
+                self.directory.mkdir(MODE, parents=True)
             self._take_lock()
             self._sweep()
-            (self.directory / self.data).mkdir()
+            (self.directory / self.data).mkdir(MODE)
 
     def _beside(self, tag: str) -> Path:
         return self.path.with_name(f"{self.path.name}.partial-{tag}")
@@ -120,7 +124,7 @@ class Place:
         """All files are written: this is the checkpoint from now on."""
         aside = self.directory / f"{manifest.NAME}.partial-{self._tag}"
         with files.translated(aside):
-            with aside.open("xb", buffering=0) as file:
+            with open(aside, "xb", buffering=0, opener=private) as file:
                 files.write_all(file.fileno(), memoryview(manifest.encode(content)))
                 os.fsync(file.fileno())
             _sync(self.directory / self.data)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="c.Result")
 PARTITIONS = 1000
 """How many partitions a command asks for, unless `--limit` says otherwise."""
+WAITS = 1000
+"""How many waiting calls a command asks for."""
 
 
 @contextlib.contextmanager
@@ -50,6 +52,19 @@ def not_shown(report: c.StatsReport) -> str:
     return f"and {left:,} more partitions" if left > 0 else ""
 
 
+def waits(channel: Channel, partition: str = "", task: str = "") -> c.WaitList:
+    """The `WAITS` calls that wait longest, for anything or for what is named."""
+    from dataplane.ledger import commands as c
+
+    return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS), c.WaitList)
+
+
+def waits_not_shown(found: c.WaitList) -> str:
+    """How many calls are not in the list, as a line; "" for none."""
+    left = found.total - len(found.waits)
+    return f"and {left:,} more calls" if left > 0 else ""
+
+
 def partition_stats(channel: Channel, name: str) -> c.PartitionStats:
     """What one partition holds. `PartitionNotFoundError` if it is not there."""
     from dataplane.ledger import commands as c
@@ -62,7 +77,7 @@ def unit_stats(channel: Channel, unit: str) -> c.UnitStats:
     several are called so."""
     from dataplane.errors import InvalidRequestError
 
-    units = stats(channel).units
+    units = stats(channel, 1).units
     found = [each for each in units if str(each.unit) == unit] or [each for each in units if each.name == unit]
     if len(found) == 1:
         return found[0]

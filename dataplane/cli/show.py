@@ -10,10 +10,9 @@ from dataplane.cli.asking import ask, session, stats
 from dataplane.cli.completing import partitions
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.text import ago, counted, pairs, readable, shown
+from dataplane.cli.text import ago, pairs, readable, shown
 
 if TYPE_CHECKING:
-    from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
 
 
@@ -34,32 +33,16 @@ def show(
     json: Json = False,
 ) -> int:
     """Show one sample: where each of its fields is and how long, its tags, and how each task stands to it."""
+    from dataplane.ledger import commands as c
+
     with session(target.config("show")) as channel:
-        found = _find(channel, sample, partition)
-        units = {unit.unit: unit.name for unit in stats(channel).units}
+        found = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))), c.Shown)
+        units = {unit.unit: unit.name for unit in stats(channel, 1).units}
     if json:
         print_json(found)
     else:
         _print(found, units)
     return 0
-
-
-def _find(channel: Channel, sample: str, partition: str | None) -> c.Shown:
-    """In the partition named, or in the first that has it. `NotThereError` if it is not there."""
-    from dataplane.errors import NotThereError
-    from dataplane.ledger import commands as c
-
-    samples = c.Samples(ids=(sample,))
-    if partition is not None:
-        return ask(channel, c.Show(partition=partition, samples=samples), c.Shown)
-    names = [part.partition for part in stats(channel, 0).partitions]
-    for name in names:
-        try:
-            return ask(channel, c.Show(partition=name, samples=samples), c.Shown)
-        except NotThereError:
-            continue
-    where = f"partition {names[0]!r}" if len(names) == 1 else f"any of {counted(len(names), 'partition')}"
-    raise NotThereError(f"no live sample {sample!r} in {where}: never put, or cleared since")
 
 
 def _print(found: c.Shown, units: dict[int, str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import not_shown, session
+from dataplane.cli.asking import not_shown, session, waits_not_shown
 from dataplane.cli.flags import Address, Json, Target
 from dataplane.cli.flowing import FlowRates, flow, where
 from dataplane.cli.output import console, print_json, table
@@ -138,6 +138,7 @@ def frame(address: str, before: Look, after: Look) -> Group:
     parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
     waits = [_wait(wait, after.waits.now) for wait in after.waits.waits]
     parts += ["", table(_WAIT_COLUMNS, waits)] if waits else []
+    parts += [waits_not_shown(after.waits)] if waits_not_shown(after.waits) else []
     return Group(*parts)
 
 
@@ -147,7 +148,7 @@ def _summary(address: str, after: Look, going: dict[str, Rates]) -> str:
     used, capacity = (sum(getattr(unit, name) for unit in report.units) for name in ("used_bytes", "capacity_bytes"))
     return (
         f"{address}   {readable(used)} of {readable(capacity)} used   {born:,.1f} new samples/s   "
-        f"{counted(len(report.sessions) - 1, 'client')}   {counted(len(after.waits.waits), 'call')} waiting"
+        f"{counted(len(report.sessions) - 1, 'client')}   {counted(after.waits.total, 'call')} waiting"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataplane.cli.asking import ask, stats
+from dataplane.cli.asking import stats, waits
 
 if TYPE_CHECKING:
     from dataplane.cli.flowing import FlowRates
@@ -38,12 +38,10 @@ class Rates:
 
 def look(channel: Channel, flow: Callable[[], FlowRates] | None = None) -> Look:
     """At the service now; flow: asks what goes through it."""
-    from dataplane.ledger import commands as c
-
     return Look(
         at_s=time.monotonic(),
         report=stats(channel),
-        waits=ask(channel, c.Waits(), c.WaitList),
+        waits=waits(channel),
         flow=None if flow is None else flow(),
     )
 

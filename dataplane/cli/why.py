@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from dataplane.cli.asking import ask, partition_stats, session
+from dataplane.cli.asking import ask, partition_stats, session, waits, waits_not_shown
 from dataplane.cli.completing import fields_of, partitions, tasks_of
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
@@ -70,16 +70,15 @@ def why(
             max_lag=max_lag,
         )
         found = ask(channel, command, c.Blocked)
-        waits = ask(channel, c.Waits(), c.WaitList)
-    mine = [wait for wait in waits.waits if (wait.partition, wait.task) == (partition, task)]
+        mine = waits(channel, partition, task)
     if json:
-        print_json({"fields": wanted, "blocked": found, "waits": mine, "now": waits.now})
+        print_json({"fields": wanted, "blocked": found, "waits": mine.waits, "total": mine.total, "now": mine.now})
     else:
         print(_headline(task, partition, wanted, found, mine))
         print()
         print_table(("", ">samples"), _counts(found))
         _print_writers(found)
-        _print_waits(mine, waits.now)
+        _print_waits(mine)
     return 0
 
 
@@ -103,16 +102,16 @@ def _latest(channel: Channel, partition: str, task: str) -> tuple[str, ...]:
     return named[0].fields if named else ()
 
 
-def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Blocked, waits: list[c.Wait]) -> str:
+def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Blocked, mine: c.WaitList) -> str:
     """The answer in a sentence: what waits or would come of a claim now, and what the service says of it."""
     fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
     ready = found.matching if found.groups is None else found.groups
     some = f"{counted(ready, 'sample' if found.groups is None else 'whole group')}{fields}"
     why = shown(found.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
-    if waits:
-        least = min(wait.wanted for wait in waits)
-        return f"{who} waits: {counted(len(waits), 'claim')} of at least {least}, and {some} ready: {why}"
+    if mine.waits:
+        least = min(wait.wanted for wait in mine.waits)
+        return f"{who} waits: {counted(mine.total, 'claim')} of at least {least}, and {some} ready: {why}"
     if ready:
         return f"{who} can claim {some} now: {why}"
     if found.complete and not found.unclaimed:
@@ -154,8 +153,8 @@ def _living(writer: c.Writer) -> str:
     return "connected" if writer.live else "gone since"
 
 
-def _print_waits(waits: list[c.Wait], now: float) -> None:
-    if waits:
+def _print_waits(mine: c.WaitList) -> None:
+    if mine.waits:
         print()
         rows = [
             (
@@ -163,9 +162,11 @@ def _print_waits(waits: list[c.Wait], now: float) -> None:
                 ", ".join(map(shown, wait.fields)) or "-",
                 wait.wanted,
                 wait.ready,
-                ago(now - wait.since),
-                ago(wait.until - now),
+                ago(mine.now - wait.since),
+                ago(wait.until - mine.now),
             )
-            for wait in waits
+            for wait in mine.waits
         ]
         print_table(("waits now", "for fields", ">wants", ">ready", ">since", ">gives up in"), rows)
+        if waits_not_shown(mine):
+            print(waits_not_shown(mine))

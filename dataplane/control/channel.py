@@ -17,7 +17,7 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
-from dataplane.descriptors import enough_for
+from dataplane.descriptors import enough_for, require_enough
 from dataplane.errors import ClientClosedError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -58,6 +58,7 @@ class Channel(OpenChannel):
         context.max_sockets = MOST_SOCKETS
         try:
             with enough_for(config.address or ""):
+                require_enough()
                 session, dealer = open_session(config, context, lock_path)
                 return cls(config, session, context, dealer)
         except BaseException:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Self
 from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.control.handlers import Facts
+from dataplane.control.health import ServiceHealth
 from dataplane.control.http_door import HttpDoor
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.curve import ServerKeys
 from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.errors import PortTakenError
 from dataplane.failpoints import hit
 from dataplane.host import (
     boot_id,
@@ -25,13 +27,13 @@ from dataplane.host import (
     join_address,
     lasting_port,
     reachable_host,
-    require_free_port,
     require_guard_beyond_loopback,
     resolve_host,
 )
 from dataplane.ledger.ledger import Ledger
 from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.recorder import Recorder
+from dataplane.ports import require_free_port
 from dataplane.proof import Ticket
 from dataplane.types import Checksums
 
@@ -95,8 +97,9 @@ class Controller:
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards, OSError
-        where a port is taken, `StateDirError` for a state that cannot be gone on from; nothing is left running then."""
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards,
+        `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be gone on from; nothing is
+        left running then."""
         config = self._config
         token = config.secret()
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
@@ -144,10 +147,17 @@ class Controller:
         recorder = None if config.http_port is None else Recorder()
         self._shell = LedgerShell(ledger, door, facts, sync=sync, watch=recorder)
         self._shell.start()
-        self._grpc.serve(self._shell, facts)
+        health = ServiceHealth(self._shell)
+        self._grpc.serve(self._shell, facts, health.why_not)
         if recorder is not None:
             self._http = HttpDoor(
-                config, self._shell, ledger, recorder, address=self._address, heartbeat_s=config.heartbeat_s
+                config,
+                self._shell,
+                ledger,
+                recorder,
+                health.why_not,
+                address=self._address,
+                heartbeat_s=config.heartbeat_s,
             ).start()
 
     def _made_secret(self) -> str:
@@ -181,6 +191,7 @@ class Controller:
         """Both doors on neighboring ports."""
         host = self._config.host
         if self._config.port:
+            require_free_port(host, self._config.port)  # the port that was asked for is named first
             return self._bind_pair(grpc, ZmqDoor(host, self._config.port + 1, ticket, self._keys))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
@@ -201,11 +212,7 @@ class Controller:
                 return self._bind_pair(grpc, ZmqDoor(self._config.host, port + 1, ticket, self._keys))
             except OSError as error:
                 if time.monotonic() > end:
-                    raise OSError(
-                        error.errno,
-                        f"the service had port {port} before and clients look for it there: {error.strerror}. Stop "
-                        "what uses it, or name another port and tell the clients",
-                    ) from error
+                    raise _with_its_past(error, port) from error
                 time.sleep(PORT_PAUSE_S)
 
     def _bind_pair(self, grpc: GrpcDoor, door: ZmqDoor) -> tuple[int, ZmqDoor]:
@@ -241,6 +248,13 @@ class Controller:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _with_its_past(error: OSError, port: int) -> OSError:
+    if not isinstance(error, PortTakenError):
+        return error
+    hint = f"The service had port {port} before and clients look for it there: end that, or tell them another port."
+    return PortTakenError(address=error.address, holder=error.holder, hint=hint)
 
 
 def _checksums(config: DataPlaneConfig) -> Checksums:

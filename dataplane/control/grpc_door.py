@@ -24,6 +24,7 @@ from dataplane.control import codec, unit_messages
 from dataplane.control.complaints import Complaints, OneLine
 from dataplane.control.grpc_public import Health, abort, check_version, is_public, keys_handler, unread
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
+from dataplane.control.handshakes import Handshakes
 from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
@@ -74,7 +75,10 @@ class GrpcDoor:
 
     def __init__(self, secret: Secret, tls: TlsFiles | None = None) -> None:
         self._secret = secret
-        self._credentials = None if tls is None else server_credentials(tls)
+        self._tls = tls
+        if tls is not None:
+            server_credentials(tls, self._connected)  # what is wrong with the files is told now
+        self._handshakes: Handshakes | None = None
         self._ready = threading.Event()
         self._end_links: Callable[[], None] = lambda: None
         self._quiet = OneLine(Complaints())
@@ -83,6 +87,11 @@ class GrpcDoor:
         self._thread.start()
         if not self._ready.wait(START_S) or not self._thread.is_alive():
             raise InternalError(what="the gRPC door could not be opened")
+
+    def _connected(self) -> None:
+        """A peer begins a handshake. Called in gRPC's threads."""
+        if self._handshakes is not None:
+            self._handshakes.began()
 
     def _loop_forever(self) -> None:
         try:
@@ -96,10 +105,14 @@ class GrpcDoor:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
+        interceptors: list[grpc.aio.ServerInterceptor] = [_Guard(self._secret)]
+        if self._tls is not None:
+            self._handshakes = Handshakes(self._loop)
+            interceptors.insert(0, self._handshakes)
         # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
         # could take apart.
         server = self._server = grpc.aio.server(
-            interceptors=[_Guard(self._secret)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
         )
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._ready.set()
@@ -115,18 +128,18 @@ class GrpcDoor:
             raise OSError(f"cannot listen on {address}: {error}") from error
 
     async def _bind(self, address: str) -> None:
-        if self._credentials is None:
+        if self._tls is None:
             self._server.add_insecure_port(address)
-        else:
-            self._server.add_secure_port(address, self._credentials)
+        else:  # credentials for one port each: gRPC asks once for what they begin with
+            self._server.add_secure_port(address, server_credentials(self._tls, self._connected))
 
-    def serve(self, shell: LedgerShell, facts: Facts) -> None:
-        """Begin to answer."""
-        self._run(self._serve(_Service(shell, facts, self._loop), facts.address))
+    def serve(self, shell: LedgerShell, facts: Facts, why_not: Callable[[], str]) -> None:
+        """Begin to answer. why_not: see `Health`."""
+        self._run(self._serve(_Service(shell, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
-    async def _serve(self, service: _Service, address: str) -> None:
+    async def _serve(self, service: _Service, health: Health) -> None:
         self._end_links = service.end_links
-        self._server.add_generic_rpc_handlers((service.handler(), Health(address, self._ended).handler()))
+        self._server.add_generic_rpc_handlers((service.handler(), health.handler()))
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:

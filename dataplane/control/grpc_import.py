@@ -3,7 +3,8 @@
 gRPC's fork support, on by default, runs handlers at every fork of a process that uses gRPC, and when gRPC's threads are
 busy these kill the child now and then (grpcio 1.85: 1 to 10 of 100 plain forks under load; none with support off). The
 switch is an environment variable that is read when grpc is imported. So it is set for that moment, unless the user has
-set it, and processes that serve nothing never import grpc at all.
+set it, and processes that serve nothing never import grpc at all. The same goes for what gRPC logs on standard error by
+itself, a line for each handshake that fails: strangers decide how many those are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dataplane.control.grpc_door import GrpcDoor
     from dataplane.control.grpc_link import GrpcLink
 
-_SWITCH = "GRPC_ENABLE_FORK_SUPPORT"
+_SETTINGS = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}
 _used_in: list[int] = []
 
 
@@ -45,19 +46,18 @@ def _import(name: str) -> ModuleType:
             "this process was forked from one that runs a data plane service; gRPC cannot serve in it. Start the "
             "service in a fresh process (multiprocessing's 'spawn', subprocess, tq serve); clients work after a fork"
         )
-    with _fork_support_off():
+    with _settings():
         module = importlib.import_module(name)
     _used_in[:] = [os.getpid()]
     return module
 
 
 @contextlib.contextmanager
-def _fork_support_off() -> Iterator[None]:
-    if "grpc" in sys.modules or _SWITCH in os.environ:
-        yield
-        return
-    os.environ[_SWITCH] = "0"
+def _settings() -> Iterator[None]:
+    ours = {} if "grpc" in sys.modules else {name: _SETTINGS[name] for name in _SETTINGS.keys() - os.environ.keys()}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ[_SWITCH]
+        for name in ours:
+            del os.environ[name]

@@ -9,14 +9,15 @@ import grpc
 
 from dataplane.config import TlsFiles
 from dataplane.control import unit_messages
+from dataplane.control.keys import DoorKeys
 from dataplane.control.statuses import from_status
 from dataplane.control.tls import channel_credentials, diagnose
 from dataplane.control.wire import MAX_MESSAGE_BYTES
 from dataplane.errors import ServiceUnavailableError
+from dataplane.host import split_address
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.pb import control_pb2_grpc
-from dataplane.proof import Ticket
 from dataplane.types import PROTOCOL_VERSION
 
 OPTIONS = (
@@ -33,17 +34,17 @@ OPTIONS = (
 
 
 class GrpcLink:
-    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. ticket: of the controller's
-    instance, which has proved that it is the service.
+    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. keys: of the service at
+    `address`, which has proved that it is that.
 
     ValueError for files of `tls` that cannot be used.
     """
 
-    def __init__(self, address: str, ticket: Ticket | None, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
+    def __init__(self, address: str, keys: DoorKeys, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
         self._address = address
         self._tls = tls
-        self._channel = _channel(address, tls)
-        metadata = (("authorization", f"Bearer {ticket.code}"),) if ticket else ()
+        self._channel = _channel(address, keys.address, tls)
+        metadata = (("authorization", f"Bearer {keys.ticket.code}"),) if keys.ticket else ()
         stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._since = time.monotonic()
         self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
@@ -66,11 +67,14 @@ class GrpcLink:
         self._channel.close()
 
 
-def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
+def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
+    """To where the service was reached; its certificate is for the host in `address`, or for the name in `tls`."""
     if tls is None:
-        return grpc.insecure_channel(address, options=OPTIONS)
-    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
-    return grpc.secure_channel(address, channel_credentials(tls), options=(*OPTIONS, *name))
+        return grpc.insecure_channel(reached, options=OPTIONS)
+    host = split_address(address)[0]
+    wanted = tls.server_name or (host if host != split_address(reached)[0] else "")
+    name = (("grpc.ssl_target_name_override", wanted),) if wanted else ()
+    return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *name))
 
 
 def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:

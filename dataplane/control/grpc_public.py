@@ -7,6 +7,7 @@ one until it is whole. What they want of a caller is in its headers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -35,6 +36,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 WATCHES = 256
 WATCHES_PER_PEER = 16
 """Watchers of health at once, in all and from one address: each holds a call of the door for as long as it likes."""
+LOOK_S = 2.0
+"""How soon a watcher learns that the service does not serve any more, or does again."""
+_STATUS = health_pb2.HealthCheckResponse
 
 
 def is_public(method: str, keys: str) -> bool:
@@ -83,12 +87,14 @@ def check_version(theirs: int) -> None:
 
 
 class Health:
-    """The standard health service, for the whole process, whatever service a caller names. `ended`: set when the door
-    closes."""
+    """The standard health service, for the whole process, whatever service a caller names. `why_not` says why the
+    process does not serve, "" if it does, and may block for some seconds; `ended`: set when the door closes."""
 
-    def __init__(self, address: str, ended: asyncio.Event) -> None:
+    def __init__(self, address: str, why_not: Callable[[], str], ended: asyncio.Event) -> None:
         self._address = address
+        self._why_not = why_not
         self._ended = ended
+        self._looking: asyncio.Future[str] | None = None
         self._watching: Counter[str] = Counter()
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -97,7 +103,15 @@ class Health:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
     async def _check(self, unread: Any, context: Context) -> AsyncIterator[Message]:
-        yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        yield await self._status()
+
+    async def _status(self) -> Message:
+        """Of the process now. Who asks while somebody looks gets what that finds: strangers start no threads."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._why_not))
+        why = await asyncio.shield(self._looking)
+        status: Message = _STATUS(status=_STATUS.NOT_SERVING if why else _STATUS.SERVING)
+        return status
 
     async def _watch(self, unread: Any, context: Context) -> AsyncIterator[Message]:
         peer = context.peer().rpartition(":")[0]
@@ -108,8 +122,14 @@ class Health:
             await abort(context, ServiceUnavailableError(address=self._address, why=why))
         self._watching[peer] += 1
         try:
-            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
-            await self._ended.wait()
+            told = None
+            while not self._ended.is_set():
+                status = await self._status()
+                if status != told:
+                    yield status
+                    told = status
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), LOOK_S)
         finally:
             self._watching[peer] -= 1
             if not self._watching[peer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Self
 
 from dataplane.config import DataPlaneConfig
@@ -26,7 +27,8 @@ SAMPLE_S = 1.0
 
 
 class HttpDoor:
-    """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive."""
+    """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive.
+    why_not: what `/healthz` says."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class HttpDoor:
         shell: LedgerShell,
         ledger: LedgerLike,
         recorder: Recorder,
+        why_not: Callable[[], str],
         *,
         address: str,
         heartbeat_s: float,
@@ -55,7 +58,7 @@ class HttpDoor:
                 **api(self._inside.ask, recorder),
                 "/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal)),
             },
-            {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(self._inside.ask)},
+            {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(why_not)},
         )
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)

@@ -34,13 +34,13 @@ class Inside:
         self._session = 0
         self._number = 0
 
-    def ask(self, command: c.Command, timeout_s: float = ASK_S) -> c.Result:
+    def ask(self, command: c.Command) -> c.Result:
         """What the ledger answers (figures without this session, which is no client's); raises the error that it
-        answers with. One question at a time: others wait for their turn. `CallTimeoutError` after `timeout_s`,
+        answers with. One question at a time: others wait for their turn. `CallTimeoutError` after `ASK_S`,
         `ServiceUnavailableError` once the service is stopping."""
-        deadline = time.monotonic() + timeout_s
-        if not self._turn.acquire(timeout=timeout_s):
-            raise self._late(command, timeout_s)
+        deadline = time.monotonic() + ASK_S
+        if not self._turn.acquire(timeout=ASK_S):
+            raise self._late(command)
         try:
             try:
                 return self._ask(command, deadline)
@@ -48,7 +48,7 @@ class Inside:
                 self._session = 0
                 return self._ask(command, deadline)
         except queue.Empty:
-            raise self._late(command, timeout_s) from None
+            raise self._late(command) from None
         finally:
             self._turn.release()
 
@@ -110,6 +110,6 @@ class Inside:
                 self._shell.withdraw(item, reply)
             raise
 
-    def _late(self, command: c.Command, timeout_s: float) -> CallTimeoutError:
+    def _late(self, command: c.Command) -> CallTimeoutError:
         what, peer = type(command).__name__, f"the service at {self._address}"
-        return CallTimeoutError(what=what, waited_s=timeout_s, peer=peer)
+        return CallTimeoutError(what=what, waited_s=ASK_S, peer=peer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from dataplane.errors import (
     ServiceUnavailableError,
     from_wire,
 )
-from dataplane.host import split_address
+from dataplane.host import dial, dialed, split_address
 from dataplane.pb import control_pb2 as pb
 from dataplane.proof import NONCE_BYTES, Ticket, proof_of
 from dataplane.types import PROTOCOL_VERSION
@@ -41,11 +40,13 @@ VERSION_KEY = "tq-protocol-version"
 @dataclass(frozen=True, kw_only=True)
 class DoorKeys:
     """curve_key: the controller's public one; "": its doors do not encrypt. ticket: for this instance of the
-    controller. secret: what tickets are derived from, storage units' too; "": the service has none."""
+    controller. secret: what tickets are derived from, storage units' too; "": the service has none. address: of the
+    service in numbers: of several addresses that its host's name has, the one that it answers at."""
 
     curve_key: str = field(default="", repr=False)
     ticket: Ticket | None = None
     secret: str = field(default="", repr=False)
+    address: str = ""
 
 
 OPEN = DoorKeys()
@@ -71,13 +72,14 @@ def keys_of(
 
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        answer = pb.Keys.FromString(_ask_until(address, files, nonce, rest))
+        body, reached = _ask_until(address, files, nonce, rest)
+        answer = pb.Keys.FromString(body)
     except DataPlaneError:
         raise
     except TimeoutError as error:
         raise _unavailable(address, "something listens, but it does not answer in time") from error
     except ssl.SSLError as error:
-        raise tls.refusal(address, error) or _unavailable(address, f"the connection broke: {error}") from error
+        raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
     except (ConnectionResetError, BrokenPipeError) as error:
         raise tls.diagnose(address, files) or _unavailable(address, "it hung up") from error
     except OSError as error:
@@ -91,7 +93,8 @@ def keys_of(
         # Nothing is proved yet: of errors only that one is believed.
         raise told if isinstance(told, ProtocolVersionError) else _unavailable(address, f"it gives no keys: {told}")
     secret = _proven(answer, token, files is not None, address, nonce)
-    return DoorKeys(curve_key=answer.curve_key, ticket=Ticket.of(secret, answer.instance), secret=secret)
+    ticket = Ticket.of(secret, answer.instance)
+    return DoorKeys(curve_key=answer.curve_key, ticket=ticket, secret=secret, address=reached)
 
 
 def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
@@ -112,7 +115,7 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
     return secret
 
 
-def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> bytes:
+def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
     """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
     does not change."""
     while True:
@@ -124,15 +127,13 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
             time.sleep(BUSY_S)
 
 
-def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> bytes:
+def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
+    """The answer, and where it came from (see `DoorKeys`)."""
     request = pb.GetKeysRequest().SerializeToString()
     metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
-    if files is None:
-        with socket.create_connection(split_address(address), timeout=max(rest(), 0.001)) as plain:
-            return http2.call(plain, METHOD, request, authority=address, metadata=metadata, rest=rest)
-    with tls.connect(address, files, rest) as peer:
-        authority = tls.authority_of(address, files)
-        return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest)
+    authority = address if files is None else tls.authority_of(address, files)
+    with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
+        return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
 
 
 def _unavailable(address: str, why: str) -> ServiceUnavailableError:

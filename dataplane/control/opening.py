@@ -38,7 +38,7 @@ from dataplane.errors import (
     TlsError,
 )
 from dataplane.failpoints import hit
-from dataplane.host import boot_id, join_address, split_address
+from dataplane.host import boot_id, dial, join_address, split_address
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.types import PROTOCOL_VERSION
@@ -192,8 +192,8 @@ def _enter_once(
         if given_up():
             raise ClientClosedError()
 
-    door = door_address(address)
     keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
+    door = door_address(keys.address)
     probe(address, max(deadline - time.monotonic(), LOOK_S))
     dealer = _dealer(context, f"tcp://{door}", keys)
     try:
@@ -242,7 +242,7 @@ def probe(address: str, timeout_s: float) -> None:
     """`ServiceUnavailableError` unless something listens at the door of `address`."""
     door = door_address(address)
     try:
-        socket.create_connection(split_address(door), timeout=timeout_s).close()
+        dial(door, timeout_s).close()
     except OSError as error:
         why = f"connecting to its ZMQ door {door}: {error.strerror or error}"
         raise ServiceUnavailableError(address=address, why=why) from error

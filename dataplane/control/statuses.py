@@ -40,6 +40,7 @@ STATUSES: dict[type[e.DataPlaneError], grpc.StatusCode] = {
     e.RolloutAbortedError: Code.FAILED_PRECONDITION,
     e.CapacityTimeoutError: Code.RESOURCE_EXHAUSTED,
     e.ChecksumError: Code.DATA_LOSS,
+    e.PortTakenError: Code.FAILED_PRECONDITION,
     e.ArenaSpaceError: Code.RESOURCE_EXHAUSTED,
     e.CheckpointWriteError: Code.RESOURCE_EXHAUSTED,
     e.DrainError: Code.FAILED_PRECONDITION,

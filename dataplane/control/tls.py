@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dataplane.config import TlsFiles
 from dataplane.errors import TlsError
-from dataplane.host import join_address, split_address
+from dataplane.host import dial, join_address, split_address
 
 if TYPE_CHECKING:
     import grpc
@@ -25,9 +24,9 @@ USE_TLS = (
 NO_TLS = "it does not speak TLS, and this side does. Leave the tls_* settings out here, or start the service with them"
 
 NOT_TAKEN = (
-    "it does not take this side's certificate. tls_cert_file must be signed by the authority that the service has as "
-    "tls_ca_file"
+    "tls_cert_file must be signed by the authority that the service has as tls_ca_file, and be valid by the clock there"
 )
+EXPIRED = "certificate has expired"
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
@@ -64,12 +63,16 @@ def _no_password() -> str:
     raise ValueError("the key in tls_key_file is encrypted; a service cannot be asked for its password")
 
 
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """What the gRPC door listens with: clients show a certificate of the authority. ValueError as `client_context`."""
+def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.ServerCredentials:
+    """What the gRPC door listens with: clients show a certificate of the authority. `connected` is called, in threads
+    of gRPC, before each handshake. ValueError as `client_context`."""
     import grpc  # noqa: PLC0415 (clients use this module and never load gRPC)
 
     client_context(files)
-    return grpc.ssl_server_credentials([(_read(files.key_file), _read(files.cert_file))], _read(files.ca_file), True)
+    own = [(_read(files.key_file), _read(files.cert_file))]
+    configuration = grpc.ssl_server_certificate_configuration(own, _read(files.ca_file))
+    fetch: Any = connected  # asked for another configuration before each handshake; None: there is none
+    return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
@@ -89,18 +92,18 @@ def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSL
     read. Each step may take `rest()` seconds. Raises `TlsError` where the ends do not fit, OSError where there is
     nothing to connect to, or it is silent or gone."""
     context = client_context(files)
-    plain = socket.create_connection(split_address(address), timeout=max(rest(), 0.001))
+    plain = dial(address, rest())
     try:
         plain.settimeout(max(rest(), 0.001))
         return context.wrap_socket(plain, server_hostname=files.server_name or split_address(address)[0])
     except BaseException as error:
         plain.close()
         if isinstance(error, ssl.SSLError):
-            raise refusal(address, error) or error from error
+            raise refusal(address, error, files) or error from error
         raise
 
 
-def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
+def refusal(address: str, error: ssl.SSLError, files: TlsFiles | None) -> TlsError | None:
     """What a failure of TLS means, if it is one that will not go away by itself."""
     match error.reason or "":
         case "CERTIFICATE_VERIFY_FAILED":
@@ -112,10 +115,33 @@ def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
         case "WRONG_VERSION_NUMBER" | "HTTP_REQUEST" | "RECORD_LAYER_FAILURE" | "PACKET_LENGTH_TOO_LONG":
             why = NO_TLS
         case reason if "ALERT" in reason:
-            why = NOT_TAKEN
+            why = _not_taken(files, EXPIRED if "EXPIRED" in reason else "")
         case _:
             return None
     return TlsError(address=address, why=why)
+
+
+def _not_taken(files: TlsFiles | None, told: str = "") -> str:
+    """told: by the other side."""
+    why = told or (_own_fault(files) if files is not None else "")
+    return f"it does not take this side's certificate{f' ({why})' if why else ''}: {NOT_TAKEN}"
+
+
+def _own_fault(files: TlsFiles) -> str:
+    """What a service with the same files and clock would have against this side's certificate; "": nothing. Both ends
+    of a handshake in memory."""
+    showing = client_context(files)
+    showing.check_hostname, showing.verify_mode = False, ssl.CERT_NONE
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = showing.wrap_bio(to_client, to_server)
+    server = server_context(files).wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for end in (client, server) * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return str(error.verify_message)
+    return ""
 
 
 def diagnose(address: str, files: TlsFiles | None) -> TlsError | None:
@@ -126,11 +152,11 @@ def diagnose(address: str, files: TlsFiles | None) -> TlsError | None:
             return TlsError(address=address, why=USE_TLS) if _speaks_tls(address) else None
         # Who does not take a certificate hangs up after the handshake, as one that ends just then does, but again.
         if _hangs_up(address, files) and _hangs_up(address, files):
-            return TlsError(address=address, why=NOT_TAKEN)
+            return TlsError(address=address, why=_not_taken(files))
     except TlsError as error:
         return error
     except ssl.SSLError as error:
-        return refusal(address, error)
+        return refusal(address, error, files)
     except (OSError, ValueError):
         return None
     return None
@@ -151,11 +177,10 @@ def _speaks_tls(address: str) -> bool:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    host, port = split_address(address)
     hello = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname=host).do_handshake()
-    with socket.create_connection((host, port), timeout=DIAGNOSE_S) as plain:
+        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname=split_address(address)[0]).do_handshake()
+    with dial(address, DIAGNOSE_S) as plain:
         plain.sendall(hello.read())
         return plain.recv(1) in (b"\x16", b"\x15")
 

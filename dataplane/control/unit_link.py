@@ -269,7 +269,7 @@ class UnitLink:
             add = self._add
             assert add is not None
             again = list(self._attached.values()) if add.unit else []
-            return import_grpc_link()(address, keys.ticket, self._outbox.stream([add, *again]), self._tls)
+            return import_grpc_link()(address, keys, self._outbox.stream([add, *again]), self._tls)
 
     def _check(self) -> None:
         if self._closed.is_set():

@@ -20,6 +20,7 @@ from dataplane.curve import ServerKeys
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
 from dataplane.host import join_address, resolve_host
 from dataplane.ledger import commands as c
+from dataplane.ports import cannot_listen
 from dataplane.proof import Ticket
 from dataplane.zap import Admission
 
@@ -47,7 +48,7 @@ class ZmqDoor:
 
     The connection that a session's heartbeats come from stands for its client: when it ends before the session said
     Bye, the handler gets `SessionSilent`. With a `ticket` it talks to those only who show it, encrypted with `keys`.
-    Raises OSError if the port is taken.
+    Raises `PortTakenError` if the port is in use.
     """
 
     def __init__(self, host: str, port: int, ticket: Ticket | None = None, keys: ServerKeys | None = None) -> None:
@@ -84,7 +85,7 @@ class ZmqDoor:
         try:
             self.socket.bind(f"tcp://[{ip}]:{port or '*'}" if ":" in ip else f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
+            raise cannot_listen(host, port, error.errno) from error
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(bound.rpartition(":")[2])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import InvalidRequestError, SampleNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED, Extents
 from dataplane.ledger.fields import Field
@@ -58,10 +58,10 @@ class Inspection:
 
     def show(self, session: Session, number: int, command: c.Show) -> c.Shown:
         """One sample: where its cells are, its tags, how each task stands to it."""
-        partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         if len(command.samples) != 1:
             raise InvalidRequestError(f"{len(command.samples)} samples are named: one is shown at a time")
+        partition = self.state.partition(command.partition) if command.partition else self._first_with(command.samples)
         row = int(partition.resolve(command.samples)[0])
         one = np.array([row])
         return c.Shown(
@@ -76,6 +76,15 @@ class Inspection:
             tags={column.name: column.values[0] for column in partition.tags.of(one)},
             tasks=tuple(self._stand(partition, task, row) for task in partition.tasks.values()),
         )
+
+    def _first_with(self, samples: c.Samples) -> Partition:
+        if samples.ids is None:
+            raise InvalidRequestError("a handle is of one partition, and none is named")
+        (sample,) = samples.ids
+        for partition in self.state.partitions.values():
+            if sample in partition.rows.ids:
+                return partition
+        raise SampleNotFoundError(partition="", samples=[sample])
 
     def _cell(self, name: str, field: Field, row: int) -> c.ShownCell:
         extents, number = self.state.extents, int(field.extents[row])
@@ -135,10 +144,23 @@ class Inspection:
     def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
         """Claims and puts that wait."""
         state = self.state
+        if command.limit < 0:
+            raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
+        asked = [state.partition(command.partition)] if command.partition else state.partitions.values()
+        claims = (parked for partition in asked for parked in partition.waiters.values())
+        found: list[ParkedClaim | ParkedAllocate] = [
+            parked for parked in claims if command.task in ("", parked.command.task)
+        ]
+        if not command.task:
+            puts = (parked for waiters in state.room_waiters.values() for parked in waiters.values())
+            found += [parked for parked in puts if command.partition in ("", parked.partition.name)]
+        found.sort(key=lambda parked: parked.since)
         free_bytes = sum(unit.space.free_bytes for unit in state.units.values())
-        claims = [_claim(parked) for partition in state.partitions.values() for parked in partition.waiters.values()]
-        puts = [_put(parked, free_bytes) for waiters in state.room_waiters.values() for parked in waiters.values()]
-        return c.WaitList(now=state.now, waits=tuple(sorted([*claims, *puts], key=lambda wait: wait.since)))
+        waits = [
+            _claim(parked) if isinstance(parked, ParkedClaim) else _put(parked, free_bytes)
+            for parked in found[: command.limit or None]
+        ]
+        return c.WaitList(now=state.now, waits=tuple(waits), total=len(found))
 
 
 def wanted_by(partition: Partition, task: Task) -> tuple[str, ...]:

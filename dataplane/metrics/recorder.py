@@ -112,6 +112,8 @@ class Recorder:
 
     def _count(self, item: c.Input, output: c.Output, began: float, now: float) -> None:
         if type(item) is c.Call:
+            if not item.session:
+                return  # of no session: the service looks whether its ledger answers
             assert type(output) is c.Answer
             command, result = item.command, output.result
             kind = type(command)

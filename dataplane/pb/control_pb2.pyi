@@ -1459,10 +1459,16 @@ class MemoryMap(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., live: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., retired: _Optional[bytes] = ..., pinned: _Optional[bytes] = ..., free_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., fragments: _Optional[int] = ..., extents: _Optional[int] = ...) -> None: ...
 
 class WaitsRequest(_message.Message):
-    __slots__ = ("header",)
+    __slots__ = ("header", "partition", "task", "limit")
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     header: Header
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+    partition: str
+    task: str
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("session", "client", "what", "partition", "task", "fields", "wanted", "ready", "since", "until")
@@ -1489,12 +1495,14 @@ class Wait(_message.Message):
     def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., what: _Optional[_Union[WaitKind, str]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., wanted: _Optional[int] = ..., ready: _Optional[int] = ..., since: _Optional[float] = ..., until: _Optional[float] = ...) -> None: ...
 
 class WaitList(_message.Message):
-    __slots__ = ("now", "waits")
+    __slots__ = ("now", "waits", "total")
     NOW_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
     now: float
     waits: _containers.RepeatedCompositeFieldContainer[Wait]
-    def __init__(self, now: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ...) -> None: ...
+    total: int
+    def __init__(self, now: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
 
 class SavedField(_message.Message):
     __slots__ = ("name", "declared")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 
-from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.metrics.flow import FlowReport
 from dataplane.metrics.timeline import TimelineReport
@@ -16,14 +15,15 @@ from dataplane.web.site import Handler
 PARTS = 256
 """Columns and cells of a picture, unless the request names another number."""
 MOST_PARTS = 4096
-HEALTHY_S = 2.0
-"""A service that is well answers within this time."""
+WAITS = 1000
+"""Calls that wait, unless the request names another number (0: all)."""
+MOST_WAITS = 1 << 16
 
 
 class Ask(Protocol):
     """Has the ledger answer a command; raises the error that it answers with."""
 
-    def __call__(self, command: c.Command, timeout_s: float = ...) -> c.Result: ...
+    def __call__(self, command: c.Command) -> c.Result: ...
 
 
 class Recorded(Protocol):
@@ -59,15 +59,12 @@ def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
     }
 
 
-def health(ask: Ask) -> Handler:
-    """Whether the ledger answers in time, as a load balancer or Kubernetes asks it."""
+def health(why_not: Callable[[], str]) -> Handler:
+    """Whether the service serves, as a load balancer or Kubernetes asks it. `why_not` says why not, "" if it does."""
 
     def healthz(request: Request) -> Response:
-        try:
-            ask(c.Units(), HEALTHY_S)
-        except DataPlaneError as error:
-            return plain(f"{error}\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        return plain("ok\n")
+        why = why_not()
+        return plain(f"{why}\n", HTTPStatus.SERVICE_UNAVAILABLE) if why else plain("ok\n")
 
     return healthz
 
@@ -78,8 +75,7 @@ def _stats(request: Request) -> c.Command:
 
 
 def _waits(request: Request) -> c.Command:
-    Parameters(request)
-    return c.Waits()
+    return c.Waits(limit=Parameters(request, "limit").number("limit", WAITS, most=MOST_WAITS))
 
 
 def _matrix(request: Request) -> c.Command:

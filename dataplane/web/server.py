@@ -24,8 +24,9 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from dataplane.host import join_address, reachable_host, require_free_port, resolve_host
+from dataplane.host import join_address, reachable_host, resolve_host
 from dataplane.listeners import listens_at, listens_no_more_at
+from dataplane.ports import require_free_port
 from dataplane.web.messages import HttpError, Request, Response
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class HttpServer:
         self.address = ""
 
     def start(self) -> Self:
-        """Returns when it listens. OSError, naming host and port, where it cannot."""
+        """Returns when it listens. OSError, naming host and port, where it cannot: `PortTakenError` says who does."""
         if self._port:
             require_free_port(self._host, self._port)
         address = resolve_host(self._host)

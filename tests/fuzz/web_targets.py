@@ -20,7 +20,7 @@ TOKEN = "fuzzed-9c2e"
 _KNOWN = (c.Stats, c.Units)
 
 
-def _answer(command: c.Command, timeout_s: float = 0.0) -> c.Result:
+def _answer(command: c.Command) -> c.Result:
     if isinstance(command, _KNOWN):
         return c.StatsReport(epoch=1, now=0.0, units=(), partitions=(), sessions=(), waiting_allocations=0)
     raise PartitionNotFoundError(partition=str(getattr(command, "partition", "")))
@@ -28,7 +28,7 @@ def _answer(command: c.Command, timeout_s: float = 0.0) -> c.Result:
 
 def _begin(ends: ExitStack) -> HttpServer:
     site = Guarded(
-        Guard(TOKEN, secure=False, local=True), {**page(), **api(_answer, Recorder())}, {"/healthz": health(_answer)}
+        Guard(TOKEN, secure=False, local=True), {**page(), **api(_answer, Recorder())}, {"/healthz": health(lambda: "")}
     )
     return ends.enter_context(HttpServer(site, "127.0.0.1", 0))
 

@@ -13,8 +13,9 @@ from dataplane.cli.checks.finding import Finding, careful
 from dataplane.cli.text import readable
 from dataplane.config import MIB
 from dataplane.folder import leave, own_directory
-from dataplane.host import boot_id, reachable_host, require_free_port
+from dataplane.host import boot_id, reachable_host
 from dataplane.memory import MEMORY_FILE_SYSTEMS, cgroup_rooms
+from dataplane.ports import require_free_port
 
 ENOUGH_BYTES = 256 * MIB
 """Less shared memory or less free memory than this is of little use."""
@@ -104,7 +105,7 @@ def _ports(port: int) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             what="ports",
-            found=error.strerror or str(error),
+            found=str(error),
             mend=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose other ports",
         )
         return

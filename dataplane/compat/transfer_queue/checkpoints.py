@@ -14,6 +14,7 @@ from typing import Any
 from dataplane.compat.transfer_queue import fetching
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.session import get_client
+from dataplane.folder import MODE, private
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ def save_checkpoint(
 ) -> None:
     """Save all partitions as they are together at one instant: samples, tags, and what each task has claimed for good.
 
-    checkpoint_dir: on a disk of this process; an older checkpoint there is replaced when this one is whole.
-    include_storage: False is not looked at, samples are always saved. metadata: what JSON can hold. RuntimeError before
-    `init()`, `CheckpointWriteError` (an OSError) where the disk fails.
+    checkpoint_dir: on a disk of this process, made for this user only; an older checkpoint there is replaced when this
+    one is whole. include_storage: False is not looked at, samples are always saved. metadata: what JSON can hold.
+    RuntimeError before `init()`, `CheckpointWriteError` (an OSError) where the disk fails.
     """
     client = get_client()
     if not include_storage:
@@ -41,7 +42,7 @@ def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapp
     place = Path(directory).absolute()
     aside, old = _beside(place, "tmp"), _beside(place, "old")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir(MODE, parents=True)
     try:
         names = client.get_partition_list()
         if names:
@@ -95,7 +96,7 @@ def _beside(place: Path, suffix: str) -> Path:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
+    with open(path, "x", encoding="utf-8", opener=private) as file:
         json.dump(content, file, indent=2)
         file.flush()
         os.fsync(file.fileno())

@@ -43,9 +43,10 @@ class Matrix(Result, frozen=True, kw_only=True):
 
 
 class Show(Command, frozen=True, kw_only=True):
-    """Everything about one sample. Answered `Shown`."""
+    """Everything about one sample of `partition`, or of the first that has it ("": in the order of registration; it is
+    named by its id then). Answered `Shown`."""
 
-    partition: str
+    partition: str = ""
     samples: Samples
 
 
@@ -124,7 +125,12 @@ class MemoryMap(Result, frozen=True, kw_only=True):
 
 
 class Waits(Command, frozen=True, kw_only=True):
-    """Who waits for what, longest first. Answered `WaitList`."""
+    """Who waits for what, longest first: for `partition` ("": any), claims of `task` ("": of any, and puts), at most
+    `limit` (0: all). Answered `WaitList`."""
+
+    partition: str = ""
+    task: str = ""
+    limit: int = 0
 
 
 class WaitKind(enum.StrEnum):
@@ -152,10 +158,11 @@ class Wait(Value, frozen=True, kw_only=True):
 
 
 class WaitList(Result, frozen=True, kw_only=True):
-    """`now` is the ledger's clock."""
+    """`now` is the ledger's clock. `total` counts those beyond the limit, too."""
 
     now: float
     waits: tuple[Wait, ...]
+    total: int
 
 
 LOOKS: tuple[type[Command], ...] = (Inspect, Show, MapMemory, Waits)

@@ -29,7 +29,7 @@ export class Header {
     document.title = `${attention.count ? `(${attention.count}) ` : ""}${brief(live)} samples – data plane`;
   }
 
-  #tiles(stats, { now, waits }, rates) {
+  #tiles(stats, { now, waits, total: waiting }, rates) {
     const sum = (list, name) => list.reduce((total, one) => total + one[name], 0);
     say(find("tile-live"), count(sum(stats.partitions, "live")));
     say(
@@ -39,7 +39,7 @@ export class Header {
     const [used, capacity] = [sum(stats.units, "used_bytes"), sum(stats.units, "capacity_bytes")];
     say(find("tile-memory"), percent(used, capacity));
     say(find("tile-memory-more"), `${bytes(used)} of ${bytes(capacity)}`);
-    say(find("tile-waits"), count(waits.length));
+    say(find("tile-waits"), count(waiting));
     const longest = waits.length ? seconds(Math.max(0, now - Math.min(...waits.map((wait) => wait.since)))) : "";
     say(find("tile-waits-more"), longest ? `longest for ${longest}` : "nobody waits");
     say(find("tile-clients"), count(stats.sessions.length));
