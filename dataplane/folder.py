@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -17,8 +18,14 @@ TRIES = 20
 
 
 def private(path: str | Path, flags: int) -> int:
-    """An opener (see `open`) of files that are for this user only."""
-    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    """An opener (see `open`) of files that are for this user only. PermissionError for a link: it could lead to any
+    file of this user."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionError(f"{path} is a link, where a file of this user is to be: remove it") from error
 
 
 def make_private(path: str | Path) -> None:

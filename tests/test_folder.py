@@ -11,8 +11,12 @@ import pytest
 from dataplane import connect, serve
 from dataplane.bulk.lock import lock_directories
 from dataplane.config import MIB
+from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.errors import StateDirError
 from dataplane.folder import in_own_directory, leave, own_directory, own_path
 from dataplane.kept import discard
+
+SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
 
 
 def mode(path: Path) -> int:
@@ -65,6 +69,17 @@ def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others
     assert {"lock", "journal.sqlite", "journal.sqlite-wal", "unit-unit-0.json"} <= set(found)
     assert any(name.startswith("image-") for name in found)
     assert set(found.values()) == {0o600}
+
+
+def test_a_link_in_a_state_directory_that_others_write_to_is_not_followed(tmp_path: Path) -> None:
+    mine, state = tmp_path / "mine", tmp_path / "state"
+    mine.write_text("of value")
+    mine.chmod(0o644)
+    state.mkdir()
+    (state / "journal.sqlite").symlink_to(mine)
+    with pytest.raises(StateDirError, match="journal.sqlite is a link, where a file of this user is to be: remove it"):
+        DurableLedger.open(state, SETTINGS)
+    assert (mine.read_text(), mode(mine)) == ("of value", 0o644)
 
 
 @pytest.mark.integration
