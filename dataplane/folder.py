@@ -28,6 +28,14 @@ def private(path: str | Path, flags: int) -> int:
         raise PermissionError(f"{path} is a link, where a file of this user is to be: remove it") from error
 
 
+def refuse_link_of_another(path: str | Path) -> None:
+    """PermissionError where `path` is a link that another user made, root apart: it leads where that user wants."""
+    with contextlib.suppress(FileNotFoundError):
+        info = os.lstat(path)
+        if stat.S_ISLNK(info.st_mode) and info.st_uid not in (0, os.geteuid()):
+            raise PermissionError(f"{path} is a link that user {info.st_uid} made: remove it, or name another path")
+
+
 def make_private(path: str | Path) -> None:
     """The file at `path` is there, and for this user only."""
     fd = private(path, os.O_RDWR | os.O_CREAT)
