@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -17,8 +18,22 @@ TRIES = 20
 
 
 def private(path: str | Path, flags: int) -> int:
-    """An opener (see `open`) of files that are for this user only."""
-    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    """An opener (see `open`) of files that are for this user only. PermissionError for a link: it could lead to any
+    file of this user."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionError(f"{path} is a link, where a file of this user is to be: remove it") from error
+
+
+def refuse_link_of_another(path: str | Path) -> None:
+    """PermissionError where `path` is a link that another user made, root apart: it leads where that user wants."""
+    with contextlib.suppress(FileNotFoundError):
+        info = os.lstat(path)
+        if stat.S_ISLNK(info.st_mode) and info.st_uid not in (0, os.geteuid()):
+            raise PermissionError(f"{path} is a link that user {info.st_uid} made: remove it, or name another path")
 
 
 def make_private(path: str | Path) -> None:

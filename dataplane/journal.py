@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
-from dataplane.folder import make_private, private
+from dataplane.folder import make_private, private, refuse_link_of_another
 from dataplane.forced import sync_path
 from dataplane.lockfile import HeldFile, file_system, is_local
 from dataplane.log_end import LogEnd
@@ -230,6 +230,7 @@ class Journal(Log):
         lock = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_link_of_another(folder)
             if not is_local(folder):
                 raise StateDirError(
                     directory=str(folder),

@@ -20,7 +20,7 @@ import msgspec
 from dataplane.arena import Arena, sweep_kept
 from dataplane.errors import StateDirError
 from dataplane.failpoints import hit
-from dataplane.folder import leave, own_path, private
+from dataplane.folder import leave, own_path, private, refuse_link_of_another
 from dataplane.forced import sync_path
 from dataplane.host import boot_id
 
@@ -76,7 +76,9 @@ class UnitRecord:
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
         """The arena of the life before; where there is none to go on with, which the log explains, what `create` makes
         for the path of this record; then earlier ones made for it are removed, unless a process holds them. Waits up to
-        `HELD_S` for the life before to end; StateDirError if it does not."""
+        `HELD_S` for the life before to end; StateDirError if it does not. PermissionError where the state directory is
+        a link of another user."""
+        refuse_link_of_another(self.path.parent)
         was = self.path.exists()
         kept = self._read()
         arena = None if kept is None else self._adopt(kept, epoch)

@@ -5,17 +5,25 @@ from __future__ import annotations
 import queue
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
 
 from dataplane.config import DataPlaneConfig
+from dataplane.control import unit_link
 from dataplane.control.controller import Controller
 from dataplane.control.grpc_import import import_grpc_door, import_grpc_link
+from dataplane.control.keys import OPEN
 from dataplane.control.unit_link import UnitLink
 from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import commands as c
+from dataplane.pb import control_pb2 as pb
+from dataplane.pb import control_pb2_grpc
 from tests.control_service import ScriptedLedger, add_unit
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -89,6 +97,41 @@ def test_the_ledgers_refusal_is_raised() -> None:
         with pytest.raises(InvalidRequestError):
             second.open(add_unit(), refuse)
         first.close()
+
+
+def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[import_grpc_door().__module__], "MAX_CALLS", 1)
+    monkeypatch.setattr(unit_link, "keys_of", lambda *asked, **more: OPEN)
+    with Controller(CONFIG, ledger=ledger, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
+        beats: queue.SimpleQueue[pb.HeartbeatRequest | None] = queue.SimpleQueue()
+        beats.put(pb.HeartbeatRequest(session=1))
+        control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        held = control.KeepSession(iter(beats.get, None))
+        assert next(held)
+        with pytest.raises(ServiceUnavailableError, match="it is busy"):
+            UnitLink(controller.address, None, timeout_s=0.5).open(add_unit(), refuse)
+        tries = counted(monkeypatch)
+        link = UnitLink(controller.address, None, timeout_s=WAIT_S)
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(link.open, add_unit(), refuse)
+            wait_until(lambda: len(tries) > 1, "a second try")
+            held.cancel()
+            assert opening.result(WAIT_S) == 1
+        beats.put(None)
+        link.close()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses of the streams that links make from now on."""
+    tries: list[str] = []
+    stream = UnitLink._stream
+
+    def counting(link: UnitLink, address: str) -> Any:
+        tries.append(address)
+        return stream(link, address)
+
+    monkeypatch.setattr(UnitLink, "_stream", counting)
+    return tries
 
 
 def test_a_closed_link_is_not_opened(scripted: Controller) -> None:

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect, serve
+from dataplane.arena import Arena
 from dataplane.bulk.lock import lock_directories
+from dataplane.checkpoint.place import Place
 from dataplane.config import MIB
-from dataplane.folder import in_own_directory, leave, own_directory, own_path
-from dataplane.kept import discard
+from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.errors import CheckpointWriteError, StateDirError
+from dataplane.folder import in_own_directory, leave, own_directory, own_path, refuse_link_of_another
+from dataplane.kept import UnitRecord, discard
+
+SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
 
 
 def mode(path: Path) -> int:
@@ -65,6 +71,47 @@ def test_the_state_of_a_service_is_for_this_user_even_in_a_directory_that_others
     assert {"lock", "journal.sqlite", "journal.sqlite-wal", "unit-unit-0.json"} <= set(found)
     assert any(name.startswith("image-") for name in found)
     assert set(found.values()) == {0o600}
+
+
+def link_of_another_user(link: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`link` leads to `target`, and is not this user's."""
+    link.symlink_to(target)
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda other=os.geteuid() + 1: other)
+    else:
+        os.lchown(link, 65534, 65534)
+
+
+def test_a_state_directory_or_checkpoint_that_another_user_leads_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    mine.mkdir()
+    refuse_link_of_another(mine)
+    refuse_link_of_another(tmp_path / "missing")
+    link_of_another_user(link, mine, monkeypatch)
+    with pytest.raises(StateDirError, match=f"{link} is a link that user [0-9]+ made: remove it, or name another"):
+        DurableLedger.open(link, SETTINGS)
+    with pytest.raises(PermissionError, match="is a link that user"):
+        UnitRecord(link, "unit", [tmp_path]).open(refuse_to_make, epoch=1)
+    with pytest.raises(CheckpointWriteError, match="is a link that user"):
+        Place(link).prepare()
+    assert not list(mine.iterdir())
+
+
+def refuse_to_make(path: Path) -> Arena:
+    raise AssertionError(path)
+
+
+def test_a_link_in_a_state_directory_that_others_write_to_is_not_followed(tmp_path: Path) -> None:
+    mine, state = tmp_path / "mine", tmp_path / "state"
+    mine.write_text("of value")
+    mine.chmod(0o644)
+    state.mkdir()
+    (state / "journal.sqlite").symlink_to(mine)
+    with pytest.raises(StateDirError, match="journal.sqlite is a link, where a file of this user is to be: remove it"):
+        DurableLedger.open(state, SETTINGS)
+    assert (mine.read_text(), mode(mine)) == ("of value", 0o644)
 
 
 @pytest.mark.integration

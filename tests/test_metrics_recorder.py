@@ -29,8 +29,8 @@ class Told:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.recorder = Recorder(lambda: self.now)
-        self.unix_s = self.recorder._unix_s
+        self.unix_s = 1_700_000_000.25
+        self.recorder = Recorder(lambda: self.now, wall=lambda: self.now + self.unix_s)
         self.number = 0
 
     def call(
@@ -230,6 +230,19 @@ def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(kept) for kept in sizes] == [10, 10, 10]
     assert len(told.recorder._timeline.clients) == 10
     assert told.recorder.moved.got_samples == 50
+
+
+@pytest.mark.parametrize("by_s", [86_400, -86_400])
+def test_times_are_by_the_clock_that_people_have_now(told: Told, by_s: int) -> None:
+    told.put(3)
+    told.now += 10
+    (before,), flow = told.recorder.timeline().spans, told.recorder.flow()
+    told.unix_s += by_s
+    (after,), shifted = told.recorder.timeline().spans, told.recorder.flow()
+    assert (after.start, after.end) == (before.start + by_s, before.end + by_s)
+    assert shifted.times == [second + by_s for second in flow.times]
+    assert shifted.puts == flow.puts
+    assert sum(flow.puts) == 3
 
 
 def test_the_timeline_has_the_last_ones(told: Told) -> None:

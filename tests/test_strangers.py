@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import StreamEnded, StreamReset
+from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
 from dataplane.control import grpc_public, keys
@@ -217,6 +218,45 @@ def test_watchers_of_health_have_a_budget() -> None:
                 return False
 
         wait_until(again, "a place for another")
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", keys.METHOD])
+def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(grpc_public, "CALLS_PER_PEER", 4)
+    with Controller(replace(CONFIG, token=TOKEN)) as controller, grpc.insecure_channel(controller.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def is_busy() -> bool:
+            try:
+                stub.Check(health_pb2.HealthCheckRequest())
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "without the token under way from ipv4:127.0.0.1: 5, and the limit is 4" in (error.details() or "")
+                return True
+            return False
+
+        with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as peer:
+            call_and_take_nothing(peer, controller.address, method, calls=4)
+            wait_until(is_busy, "the calls to be under way")
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(connect, controller.address, token=TOKEN)
+                assert wait([asked], SILENT_S).not_done
+                peer.shutdown(socket.SHUT_RDWR)
+                asked.result(WAIT_S).close()
+        assert not is_busy()
+
+
+def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, calls: int) -> None:
+    """Calls whose answers the other end may not send: the caller has no room for them."""
+    connection = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
+    connection.initiate_connection()
+    connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    for _ in range(calls):
+        headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": address}
+        asks = ("content-type", "application/grpc"), (keys.NONCE_KEY, "00" * NONCE_BYTES)
+        stream = connection.get_next_available_stream_id()
+        connection.send_headers(stream, [*headers.items(), ("te", "trailers"), *asks])
+    peer.sendall(connection.data_to_send())
 
 
 def test_an_older_client_is_named_in_the_log() -> None:

@@ -34,7 +34,7 @@ from typing import Self
 from dataplane import failpoints
 from dataplane.checkpoint import files, manifest
 from dataplane.errors import CheckpointError, CheckpointWriteError
-from dataplane.folder import MODE, private
+from dataplane.folder import MODE, private, refuse_link_of_another
 
 _OURS = re.compile(r"data-[0-9a-f]{16}|manifest\.json(\.partial-[0-9a-f]{16})?")
 
@@ -56,6 +56,7 @@ class Place:
         """Make room aside, and remove what crashed checkpoints left. `CheckpointError` if something that is no
         checkpoint is at the path, or another process is writing one there."""
         with files.translated(self.directory):
+            refuse_link_of_another(self.path)
             if self._inside:
                 self._check_ours()
             else:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from dataplane.config import TlsFiles
 from dataplane.control import codec, unit_messages
 from dataplane.control.complaints import Complaints, OneLine
-from dataplane.control.grpc_public import Health, abort, check_version, is_public, keys_handler, unread
+from dataplane.control.grpc_public import Health, Strangers, abort, check_version, is_public, keys_handler, unread
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.handshakes import Handshakes
 from dataplane.control.plans import message_type
@@ -159,10 +159,12 @@ class _Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
+        self._strangers = Strangers()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if is_public(details.method, GET_KEYS):
-            return await continuation(details)
+            handler = await continuation(details)
+            return handler and self._strangers.counted(handler)
         shown = dict(details.invocation_metadata or ()).get("authorization", "")
         try:
             self._secret.check(str(shown).removeprefix("Bearer ").encode(), peer="the controller")

@@ -22,6 +22,7 @@ from dataplane.control.statuses import to_status
 from dataplane.errors import (
     DataPlaneError,
     InvalidRequestError,
+    LimitError,
     ProtocolVersionError,
     ServiceUnavailableError,
     to_wire,
@@ -41,6 +42,11 @@ LOOK_S = 2.0
 _STATUS = health_pb2.HealthCheckResponse
 
 
+CALLS = 2048
+CALLS_PER_PEER = 512
+"""Calls without the token under way at once, in all and from one address: few of the calls that the door has."""
+
+
 def is_public(method: str, keys: str) -> bool:
     """Whether a call may be made without the token. keys: the full name of GetKeys."""
     return method == keys or method.startswith(f"/{health.SERVICE_NAME}/")
@@ -49,6 +55,39 @@ def is_public(method: str, keys: str) -> bool:
 def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler for any kind of call. gRPC reads a body as its handler asks for messages, which `behavior` must not."""
     return grpc.stream_stream_rpc_method_handler(behavior, response_serializer=lambda reply: reply.SerializeToString())
+
+
+class Strangers:
+    """Counts the calls without the token. One whose caller does not take the answer lasts as long as its connection."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[str] = Counter()
+
+    def counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        """`handler`, made by `unread`, for as many calls as may be under way; others are a LimitError."""
+
+        async def answer(unread: Any, context: Context) -> AsyncIterator[Message]:
+            await self._enter(context)
+            replies: Any = handler.stream_stream(unread, context)  # type: ignore[attr-defined]
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
+
+        return unread(answer)
+
+    async def _enter(self, context: Context) -> None:
+        peer = context.peer().rpartition(":")[0]
+        here, what = self._under_way, "calls without the token under way"
+        for which, got, most in ((f" from {peer}", here[peer], CALLS_PER_PEER), ("", here.total(), CALLS)):
+            if got >= most:
+                await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Try again."))
+        here[peer] += 1
+        context.add_done_callback(lambda _: self._leave(peer))
+
+    def _leave(self, peer: str) -> None:
+        self._under_way[peer] -= 1
+        if not self._under_way[peer]:
+            del self._under_way[peer]
 
 
 def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:

@@ -42,6 +42,8 @@ LONGEST_PAUSE_S = 2.0
 """Pauses before the link is tried again: each twice the last, up to this, less some chance."""
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
 """Refusals that trying again would not change."""
+PASSING = (ServiceRestartedError, ServiceUnavailableError)
+"""What a unit that is being opened is refused with, and offers itself once more."""
 
 
 class Outbox:
@@ -126,6 +128,7 @@ class UnitLink:
         self._settled = threading.Event()
         self._closed = threading.Event()
         self._outcome: int | Exception = ClientClosedError(why="the link was never opened")
+        self._busy: ServiceUnavailableError | None = None
         self._thread: threading.Thread | None = None
         self.lost = threading.Event()
 
@@ -144,7 +147,8 @@ class UnitLink:
         nothing of what it held, when the controller does not know the number: how it presents itself then. What they
         raise ends the link.
 
-        Blocks for `timeout_s` at most. Raises `ServiceUnavailableError` (at once where nothing listens),
+        Blocks for `timeout_s` at most; a service that is busy is asked again until then. Raises
+        `ServiceUnavailableError` (at once where nothing listens),
         `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there
         already, `ServiceRestartedError` for one with a number that the controller does not know and no `start_over`,
         `CallTimeoutError`, what the callbacks raise.
@@ -161,8 +165,10 @@ class UnitLink:
         self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
         if not self._answered.wait(max(0.0, end - time.monotonic())):
+            busy = self._busy
             self.close()
-            raise CallTimeoutError(what="AddUnit", waited_s=self._timeout_s, peer=f"the controller at {address}")
+            late = CallTimeoutError(what="AddUnit", waited_s=self._timeout_s, peer=f"the controller at {address}")
+            raise busy or late
         if isinstance(self._outcome, Exception):
             self.close()
             raise self._outcome
@@ -206,7 +212,7 @@ class UnitLink:
                 if link is not None:
                     accepted, error = self._converse(link)
                     link.close()
-                    if not self._answered.is_set() and not isinstance(error, ServiceRestartedError):
+                    if not self._answered.is_set() and not isinstance(error, PASSING):
                         return
                     if accepted:
                         broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -215,6 +221,7 @@ class UnitLink:
                 if self._closed.wait(jittered(pause_s)):
                     return
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._busy = error if isinstance(error, ServiceUnavailableError) else None
                 link, error = self._again()
         except Exception as failed:
             error = failed

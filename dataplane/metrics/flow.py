@@ -50,8 +50,8 @@ class Flow:
             self._seconds.append(self._latest)
         return self._latest
 
-    def report(self, now: float) -> FlowReport:
-        """Every second of the last `KEPT_S` that is over, up to the one before `now`."""
+    def report(self, now: float, later_s: int = 0) -> FlowReport:
+        """Every second of the last `KEPT_S` that is over, up to the one before `now`; told as `later_s` later."""
         last = int(now)
         first = last - KEPT_S + 1
         known = list(self._seconds)
@@ -64,7 +64,7 @@ class Flow:
             row.append(second)
         return FlowReport(
             step_s=1,
-            times=[second.end for second in row],
+            times=[second.end + later_s for second in row],
             puts=[second.puts for second in row],
             put_bytes=[second.put_bytes for second in row],
             claims=[second.claims for second in row],

@@ -56,12 +56,16 @@ class Recorder:
     """The ledger's thread tells it of each answer; it is counted soon, and at the latest before somebody reads. Memory
     is bounded.
 
-    `clock` must be the one that the times of `answered` are of.
+    `clock` must be the one that the times of `answered` are of. `wall` is the machine's, which is set now and then: what
+    is reported is by that clock as it is when it is asked for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, wall: Callable[[], float] = time.time
+    ) -> None:
         self.clock = clock
-        self._unix_s = time.time() - clock()
+        self._wall = wall
+        self._unix_s = wall() - clock()
         self.ops: dict[type[c.Value], Op] = {}
         self._gone = Moved()
         self.by_partition: dict[str, Moved] = {}
@@ -265,8 +269,12 @@ class Recorder:
 
     def flow(self) -> FlowReport:
         self.count()
-        return self._flow.report(self.clock() + self._unix_s)
+        return self._flow.report(self.clock() + self._unix_s, self._set_by_s())
 
     def timeline(self) -> TimelineReport:
         self.count()
-        return self._timeline.report(self._unix_s)
+        return self._timeline.report(self._unix_s + self._set_by_s())
+
+    def _set_by_s(self) -> int:
+        """By how many seconds the machine's clock was set since this began."""
+        return round(self._wall() - self.clock() - self._unix_s)
