@@ -148,7 +148,7 @@ def test_an_item_that_cannot_be_built_takes_no_others_with_it(
     with pytest.raises(NotSerializableError, match="RuntimeError: no") as caught:
         finished(channel.get_batch(4, async_op=async_op))
     assert caught.value.__notes__ == ["gone from its batch: 2; in the channel again: the other 2"]
-    one, twos, five = finished(channel.get_batch(3, async_op=async_op))
+    one, twos, five = finished(channel.get_batch(3, async_op=async_op, timeout_s=60.0))
     assert (one, int(twos.sum()), five) == (1, 2 * size, 5)
     assert channel.empty()
 
