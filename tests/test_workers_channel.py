@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.channels import CAPACITY, MIB, Sample, alongside, broker, every_road,
 from workers.channel import (
     Channel,
     ItemTooLargeError,
+    LocalChannelError,
 )
 from workers.channel import pump as pump_module
 from workers.errors import NotSerializableError
@@ -350,3 +352,21 @@ def test_a_weight_that_is_none_is_refused(make: Callable[..., Channel], weight: 
         channel.put(1, weight=weight)
     with pytest.raises(ValueError, match="weight"):
         channel.get_batch(weight)
+
+
+def test_a_local_channel_cannot_leave_its_process() -> None:
+    channel = Channel.create("l", local=True)
+    assert channel.is_local
+    with pytest.raises(LocalChannelError, match="'l' is local"):
+        pickle.dumps(channel)
+
+
+@pytest.mark.parametrize("name", ["", "@broker/0"])
+def test_names_that_cannot_be(name: str) -> None:
+    with pytest.raises(ValueError, match="channel name"):
+        Channel.create(name, local=True)
+
+
+def test_a_maxsize_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="maxsize is -1"):
+        Channel.create("c", maxsize=-1, local=True)
