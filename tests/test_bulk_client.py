@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -21,6 +22,7 @@ from dataplane.config import MIB
 from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
+    ServiceUnavailableError,
     SessionExpiredError,
     StorageUnitError,
 )
@@ -70,6 +72,20 @@ def test_many_chunks_there_and_back(unit, connection):
     rows = connection.read(offsets, sizes, timeout_s=WAIT_S)
     got = np.concatenate([rows.range(k, 999) for k in range(len(sizes))])
     assert got.tobytes() == data[: 999 * len(sizes)].tobytes()
+
+
+def test_too_few_open_files_are_a_named_error(unit, connection, monkeypatch):
+    def exhausted(*_, **__):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    data = noise(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module, "Wire", exhausted)
+        patch.setattr(connection, "_idle", [])
+        with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+            connection.write([64], [data], reservation=1, timeout_s=WAIT_S)
+    connection.write([64], [data], reservation=1, timeout_s=WAIT_S)
+    assert connection.read([64], [100], timeout_s=WAIT_S).range(0, 100).tobytes() == data.tobytes()
 
 
 def test_scattered_rows_of_every_size(unit, connection):

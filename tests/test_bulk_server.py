@@ -1,7 +1,6 @@
 import errno
 import logging
 import os
-import threading
 
 import pytest
 import zmq
@@ -13,9 +12,9 @@ from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
-from dataplane.errors import ArenaSpaceError, SessionExpiredError, StorageUnitError, from_wire
+from dataplane.errors import SessionExpiredError, StorageUnitError, from_wire
 from dataplane.host import boot_id
-from dataplane.ledger.commands import FenceSession, GrowArena, Grown, SessionAlive, SessionAttached, SessionGone
+from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
 from dataplane.metrics.counts import Op
 from dataplane.pb import bulk_pb2 as pb
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise
@@ -366,54 +365,6 @@ def test_an_attach_before_the_unit_has_its_number_waits(unit):
         early.server.unit = UNIT
         reply, _ = peer.reply()
         assert (reply.call, reply.challenge.local) == (4, True)
-
-
-def test_growing_is_reported(unit, peer):
-    assert "outside" in str(refused(peer.ask(b"x", write=write((20 * MIB, 1)))))
-    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
-    grown = unit.expect(Grown)
-    assert (grown.unit, grown.backed_bytes, grown.error) == (UNIT, 24 * MIB, None)
-    assert peer.ask(b"x", write=write((20 * MIB, 1)))[0].written.size == 1
-    unit.server.order(GrowArena(unit=UNIT, backed_bytes=MIB))
-    assert unit.expect(Grown).backed_bytes == 24 * MIB
-
-
-def test_growing_that_fails_says_why(unit, peer, monkeypatch):
-    def full(*_):
-        raise ArenaSpaceError(directory="/dev/shm", found_bytes=5, wanted_bytes=9)
-        yield
-
-    monkeypatch.setattr(unit.arena, "grow_steps", full)
-    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
-    grown = unit.expect(Grown)
-    assert grown.backed_bytes == 16 * MIB
-    assert "--capacity" in str(grown.error)
-
-
-def test_growing_that_breaks_is_reported_too(unit, monkeypatch, caplog):
-    def broken(*_):
-        raise OSError(5, "Input/output error")
-        yield
-
-    monkeypatch.setattr(unit.arena, "grow_steps", broken)
-    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
-    assert "Input/output" in str(unit.expect(Grown).error)
-    assert unit.server.alive
-
-
-def test_requests_are_served_between_the_steps_of_growing(unit, peer, monkeypatch):
-    served = threading.Event()
-
-    def steps(_):
-        while not served.is_set():
-            yield 0
-
-    monkeypatch.setattr(unit.arena, "grow_steps", steps)
-    unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
-    assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1
-    assert unit.reports.empty()
-    served.set()
-    unit.expect(Grown)
 
 
 def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkeypatch, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dataplane import (
 from dataplane.checkpoint import files, manifest, saving
 from dataplane.control import wire
 from dataplane.roads import Roads
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -65,6 +67,24 @@ def nothing_there(client: DataPlaneClient) -> bool:
     stats = client.stats()
     used = [unit.live_bytes + unit.reserved_bytes + unit.retired_bytes for unit in stats.units]
     return not stats.partitions and not any(used)
+
+
+def test_what_was_claimed_is_saved_as_claimed_whatever_else_its_client_waits_for(
+    client: DataPlaneClient, tmp_path: Path
+) -> None:
+    """A claim is final as soon as its client makes another call, also while one of its calls waits."""
+    for name in ("p", "empty"):
+        client.register_partition(name, ["x"], None, ["train"])
+    client.put_samples(ids_of(4), "p", {"x": rows_of(4)})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.claim_meta, "empty", "train", ["x"], 1)
+        wait_until(lambda: any(session.parked for session in client.stats().sessions), "the claim waits")
+        assert client.claim_meta("p", "train", ["x"], 3).size == 3
+        client.checkpoint(tmp_path / "saved", ["p"])
+        client.put_samples(["last"], "empty", {"x": rows_of(1)})
+        assert waiting.result(60).sample_ids == ["last"]
+    client.restore(tmp_path / "saved", replace=True)
+    assert client.claim_meta("p", "train", ["x"], 9, blocking=False).sample_ids == ids_of(4)[3:]
 
 
 def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import importlib.metadata
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,6 +149,19 @@ def test_a_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     found = only(machine.machine("/dev/shm", 0), "loopback")
     assert os.strerror(errno.ENETUNREACH) in found.found
     assert "ip link set lo up" in found.mend
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network of its own needs root")
+def test_a_machine_without_loopback_is_told_in_lines(tmp_path: Path) -> None:
+    """In a network of its own, where nobody has brought loopback up."""
+    command = ["unshare", "--net", sys.executable, "-m", "dataplane", "doctor", "--arena-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "`ip link set lo up`" in said
+    assert "Traceback" not in said
+    assert 'File "' not in said
 
 
 def test_several_addresses_without_a_default_route(monkeypatch: pytest.MonkeyPatch) -> None:

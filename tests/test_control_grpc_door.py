@@ -129,6 +129,39 @@ def test_the_token_is_checked_on_everything_but_health() -> None:
         assert healthy(channel, "tq.v1.Control")
 
 
+def methods_of(channel: grpc.Channel, metadata: Any) -> dict[str, list[str]]:
+    """The paths of every method of every service at the port, as reflection tells them."""
+    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+    request = reflection_pb2.ServerReflectionRequest
+    (listed,) = ask(iter([request(list_services="")]), timeout=WAIT_S, metadata=metadata)
+    names = [service.name for service in listed.list_services_response.service]
+    files = ask(iter([request(file_containing_symbol=name) for name in names]), timeout=WAIT_S, metadata=metadata)
+    found: dict[str, list[str]] = {}
+    for name, answer in zip(names, files, strict=True):
+        for file in map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto):
+            for service in file.service:
+                if f"{file.package}.{service.name}" == name:
+                    found[name] = [f"/{name}/{method.name}" for method in service.method]
+    return found
+
+
+def test_every_method_of_every_service_at_the_port_wants_the_token() -> None:
+    """But for the few that are made without it; also what reflection does not tell of."""
+    with (
+        Controller(replace(CONFIG, token="secret"), epoch=1) as controller,
+        grpc.insecure_channel(controller.address) as channel,
+    ):
+        methods = methods_of(channel, (("authorization", "Bearer secret"),))
+        assert set(methods) == {"tq.v1.Control", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        public = {"/tq.v1.Control/GetKeys", *methods["grpc.health.v1.Health"]}
+        hidden = ["/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"]
+        for path in {*(path for paths in methods.values() for path in paths), *hidden} - public:
+            for metadata in ((), (("authorization", "Bearer wrong"),)):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(channel.stream_stream(path)(iter([b""]), timeout=WAIT_S, metadata=metadata))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+
+
 def healthy(channel: grpc.Channel, service: str) -> bool:
     request = health_pb2.HealthCheckRequest(service=service)
     answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S)

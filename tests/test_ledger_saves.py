@@ -238,6 +238,20 @@ def test_replacing_drops_what_was_there_and_tells_who_waited() -> None:
     assert client.used() == 64
 
 
+def test_nothing_of_the_schema_that_was_there_is_kept() -> None:
+    client = Driver().client()
+    specs = {"x": FieldSpec(FieldKind.DENSE, "int64", (1,)), "old": BYTES}
+    client.register(specs=specs, tasks=("train", "old"), num_samples=9, group_size=3, enums={"kind": ("a",)})
+    client.put(["old"], {"old": [10]}, tags={"gone": [1]})
+    staged(client)
+    wanted = described(fields=(c.SavedField(name="x"),), tasks=(c.SavedTask(name="train", claimed=bits(0, 0, 0)),))
+    client.do(c.Publish(staged=("hidden",), partitions=(wanted,), replace=True))
+    _, saved = save(client)
+    assert canonical(saved.partitions) == canonical((wanted,))
+    assert client.call(c.Described, c.Describe(partition="p")).fields == {"x": BYTES}
+    assert set(client.stats().partitions[0].produced) == {"x"}
+
+
 def test_several_are_published_together_also_under_each_others_names() -> None:
     client = Driver().client()
     staged(client, "one")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.channels import CAPACITY, MIB, Sample, alongside, broker, every_road,
 from workers.channel import (
     Channel,
     ItemTooLargeError,
+    LocalChannelError,
 )
 from workers.channel import pump as pump_module
 from workers.errors import NotSerializableError
@@ -148,7 +150,7 @@ def test_an_item_that_cannot_be_built_takes_no_others_with_it(
     with pytest.raises(NotSerializableError, match="RuntimeError: no") as caught:
         finished(channel.get_batch(4, async_op=async_op))
     assert caught.value.__notes__ == ["gone from its batch: 2; in the channel again: the other 2"]
-    one, twos, five = finished(channel.get_batch(3, async_op=async_op))
+    one, twos, five = finished(channel.get_batch(3, async_op=async_op, timeout_s=60.0))
     assert (one, int(twos.sum()), five) == (1, 2 * size, 5)
     assert channel.empty()
 
@@ -350,3 +352,21 @@ def test_a_weight_that_is_none_is_refused(make: Callable[..., Channel], weight: 
         channel.put(1, weight=weight)
     with pytest.raises(ValueError, match="weight"):
         channel.get_batch(weight)
+
+
+def test_a_local_channel_cannot_leave_its_process() -> None:
+    channel = Channel.create("l", local=True)
+    assert channel.is_local
+    with pytest.raises(LocalChannelError, match="'l' is local"):
+        pickle.dumps(channel)
+
+
+@pytest.mark.parametrize("name", ["", "@broker/0"])
+def test_names_that_cannot_be(name: str) -> None:
+    with pytest.raises(ValueError, match="channel name"):
+        Channel.create(name, local=True)
+
+
+def test_a_maxsize_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="maxsize is -1"):
+        Channel.create("c", maxsize=-1, local=True)

@@ -30,7 +30,6 @@ from workers.channel import (
     ChannelLostError,
     ChannelSettingsError,
     EndOfChannelError,
-    LocalChannelError,
     wire,
 )
 from workers.channel import broker as broker_module
@@ -482,24 +481,6 @@ def test_a_distributed_channel_is_drained_on_every_node(directory: DirectoryClie
         other.put(1, key="z")
     first.disconnect()
     other.disconnect()
-
-
-def test_a_local_channel_cannot_leave_its_process() -> None:
-    channel = Channel.create("l", local=True)
-    assert channel.is_local
-    with pytest.raises(LocalChannelError, match="'l' is local"):
-        pickle.dumps(channel)
-
-
-@pytest.mark.parametrize("name", ["", "@broker/0"])
-def test_names_that_cannot_be(name: str) -> None:
-    with pytest.raises(ValueError, match="channel name"):
-        Channel.create(name, local=True)
-
-
-def test_a_maxsize_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="maxsize is -1"):
-        Channel.create("c", maxsize=-1, local=True)
 
 
 @pytest.mark.parametrize("token", ["wrong", "gar\u00e7on", "\U0001f511"])

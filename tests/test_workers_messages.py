@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,6 +255,56 @@ def test_receives_are_served_in_the_order_of_their_calls(here: Here) -> None:
     for step in range(10):
         a.send((step, torch.ones(20_000 * (step % 2))), B, async_op=True)
     assert [each.wait()[0] for each in reversed(works)] == list(reversed(range(10)))
+
+
+class Unanswered:
+    """What a worker asks the directory of `peer` is held back until `answer`; `asked` once it has asked."""
+
+    def __init__(self, here: Here, peer: WorkerAddress) -> None:
+        self.client = here.client()
+        self._peer = peer.get_name()
+        self.asked = threading.Event()
+        self._real = self.client.ask
+        self._held: list[Callable[[], None]] = []
+        self.client.ask = self._ask  # type: ignore[method-assign]
+
+    def _ask(self, *question: Any) -> Future[Any]:
+        if self._peer not in question:
+            return self._real(*question)
+        answered: Future[Any] = Future()
+        self._held.append(lambda: answered.set_result(self._real(*question).result(60)))
+        self.asked.set()
+        return answered
+
+    def answer(self) -> None:
+        for each in self._held:
+            each()
+
+
+def test_a_message_does_not_overtake_those_that_are_queued_while_a_receive_waits(here: Here) -> None:
+    """The receiver has yet to learn whether the sender lives; until then its receive is given nothing."""
+    held = Unanswered(here, A)
+    a = here.worker(A)
+    with Messenger(B, held.client, timeout_s=60.0, shared_memory=here.shared_memory) as b:
+        b.recv(C, async_op=True)  # one that waits for something answers senders at once
+        for step in range(2):
+            a.send((step, torch.ones(20_000)), B)
+        works = [b.recv(A, async_op=True)]
+        assert held.asked.wait(60)
+        a.send((2, None), B)
+        assert not works[0].done()
+        held.answer()
+        works += [b.recv(A, async_op=True) for _ in range(2)]
+        assert [each.wait()[0] for each in works] == [0, 1, 2]
+
+
+def test_messages_to_a_worker_that_is_not_there_yet_arrive_in_order(here: Here) -> None:
+    a = here.worker(A)
+    for step in range(10):
+        a.send((step, torch.ones(20_000 * (step % 2))), B, async_op=True)
+    b = here.worker(B)
+    a.send((10, None), B, async_op=True)
+    assert [b.recv(A)[0] for _ in range(11)] == list(range(11))
 
 
 def test_pairs_do_not_wait_for_each_other(one_road: Here) -> None:

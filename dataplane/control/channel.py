@@ -100,7 +100,7 @@ class Channel(OpenChannel):
         hit(f"call.{name}.after")
 
     def _exchange(self, outgoing: Outgoing, meanwhile: Callable[[], None]) -> wire.Reply:
-        sent = False
+        sent = answered = False
         while True:
             door, dealer = self._take()
             try:
@@ -111,12 +111,13 @@ class Channel(OpenChannel):
                 while not door.shut:
                     reply = self._await(door, dealer, outgoing)
                     if reply is not None:
+                        answered = True
                         return reply
                     self._calls.check()
                     if time.monotonic() >= outgoing.wake_at:
                         send(dealer, self._calls.again(outgoing))
             finally:
-                door.put_back(dealer)
+                door.put_back(dealer, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
     def _await(self, door: Door, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:

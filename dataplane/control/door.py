@@ -51,10 +51,14 @@ class Door:
                 self._less()
             raise
 
-    def put_back(self, dealer: Socket) -> None:
-        """What was taken."""
+    def put_back(self, dealer: Socket, *, sound: bool = True) -> None:
+        """What was taken. It is closed unless it is `sound`: one that brought no answer may have no connection, which
+        others could be short of open files for."""
         with self._changed:
-            self._idle.append((dealer, time.monotonic()))
+            if sound:
+                self._idle.append((dealer, time.monotonic()))
+            else:
+                dealer.close()
             self._less()
 
     def serve_idle(self, serve: Callable[[Socket], None], *, idle_s: float = IDLE_S) -> None:

@@ -13,8 +13,10 @@ import torch
 from dataplane import (
     CheckpointError,
     DataPlaneClient,
+    FieldSpec,
     PartitionExistsError,
     PartitionNotFoundError,
+    SchemaError,
     Shared,
     StaleSampleError,
     failpoints,
@@ -159,6 +161,33 @@ def test_a_failure_half_way_leaves_nothing(
     assert len(calls) == 2
     assert [found.partition for found in client.stats().partitions] == before
     assert client.get_samples(IDS, partition, ["y"])["y"].tolist() == [1.0] * 5
+
+
+def test_a_restored_partition_has_the_schema_of_its_checkpoint(
+    client: DataPlaneClient, open_client: Callable[[], DataPlaneClient], partition: str, tmp_path: Path
+) -> None:
+    """Not the one of the partition that it replaces, which clients may remember."""
+    rows = [torch.arange(3), torch.arange(2)]
+    client.register_partition(partition, {"x": FieldSpec("jagged")}, None, ["train"], strict=True)
+    client.put_samples(["a", "b"], partition, {"x": rows})
+    client.checkpoint(tmp_path / "saved", [partition])
+    client.clear_samples(None, partition)
+    client.register_partition(partition, {"x": FieldSpec("dense"), "later": None}, 5, ["train", "other"])
+    other = open_client()
+    for writer in (client, other):
+        writer.put_samples(["a", "b"], partition, {"x": torch.ones(2, 2), "later": torch.ones(2)})
+    client.restore(tmp_path / "saved", replace=True)
+    for reader in (client, other):
+        assert same_rows(reader.get_samples(["a", "b"], partition, ["x"])["x"], rows)
+    (stats,) = [found for found in other.stats().partitions if found.partition == partition]
+    assert (set(stats.produced), set(stats.claimed), stats.num_samples) == ({"x"}, {"train"}, None)
+    for writer in (client, other):
+        with pytest.raises(SchemaError, match="later"):
+            writer.put_samples(["a", "b"], partition, {"later": torch.ones(2)})
+        with pytest.raises(SchemaError, match="float32"):
+            writer.put_samples(["a", "b"], partition, {"x": torch.ones(2, 2)})
+        writer.put_samples(["a", "b"], partition, {"x": torch.arange(4).view(2, 2)})
+        assert writer.get_samples(["a", "b"], partition, ["x"])["x"].is_nested
 
 
 def test_some_partitions_of_it(client: DataPlaneClient, partition: str, tmp_path: Path) -> None:
