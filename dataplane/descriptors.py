@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dataplane.errors import ServiceUnavailableError
 
@@ -48,14 +48,28 @@ def _too_few() -> str:
 @contextlib.contextmanager
 def enough_for(address: str) -> Iterator[None]:
     """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`."""
+    takes = "of which a session takes about fifteen and each of its calls at a time two"
+    remedy = "allow it more, or share a client between threads"
+
+    def unavailable(none_left: str) -> Exception:
+        return ServiceUnavailableError(address=address, why=f"{none_left}, {takes}; {remedy}")
+
+    with enough_or(unavailable):
+        yield
+
+
+@contextlib.contextmanager
+def enough_or(error: Callable[[str], Exception]) -> Iterator[None]:
+    """Where there are too few: the error that is made of how that is to be said."""
     try:
         yield
-    except Exception as error:
-        # zmq.ZMQError has an errno, but is no OSError. What could not be connected to has it as its cause.
-        if not {getattr(each, "errno", None) for each in (error, error.__cause__)} & {errno.EMFILE, errno.ENFILE}:
+    except Exception as cause:
+        # What could not be connected to has the exhaustion as its cause.
+        if not (none_left(cause) or none_left(cause.__cause__)):
             raise
-        why = (
-            f"{_too_few()}, of which a session takes about fifteen and each of its calls at a time two; allow it more, "
-            "or share a client between threads"
-        )
-        raise ServiceUnavailableError(address=address, why=why) from error
+        raise error(_too_few()) from cause
+
+
+def none_left(error: BaseException | None) -> bool:
+    """Whether it says that there are too few. (zmq.ZMQError has an errno, but is no OSError.)"""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)

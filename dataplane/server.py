@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control.controller import Controller
+from dataplane.descriptors import enough_for
 from dataplane.unit import StorageUnit
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ class Server:
     def start(self) -> Self:
         """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
         try:
-            self._controller.start()
-            for number in range(self.config.units):
-                unit = StorageUnit(self.config.of_unit(number), self.address, name=f"unit-{number}")
-                self._units.append(unit.start())
+            with enough_for(self.config.host):
+                self._controller.start()
+                for number in range(self.config.units):
+                    unit = StorageUnit(self.config.of_unit(number), self.address, name=f"unit-{number}")
+                    self._units.append(unit.start())
         except BaseException:
             self.close()
             raise

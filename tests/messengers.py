@@ -58,9 +58,10 @@ class Here:
 class Elsewhere:
     """A process that is a worker: `work(messenger, pipe)` is called in it, once it is registered."""
 
-    def __init__(self, directory: Directory, name: WorkerAddress, work: Callable[..., None]) -> None:
+    def __init__(self, directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str) -> None:
         self.pipe, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_be, args=(directory.address, name.get_name(), theirs, work), daemon=True)
+        arguments = (directory.address, name.get_name(), theirs, work, host)
+        self._process = _spawn.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         assert self.hear() == "registered"
@@ -85,19 +86,21 @@ class Elsewhere:
         self.pipe.close()
 
 
-def _be(directory: str, name: str, pipe: Any, work: Callable[..., None]) -> None:
+def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: str) -> None:
     os.environ[DIRECTORY_VARIABLE] = directory
     with (
         DirectoryClient.from_environment() as client,
-        Messenger(WorkerAddress.from_name(name), client, timeout_s=WAIT_S) as messenger,
+        Messenger(WorkerAddress.from_name(name), client, timeout_s=WAIT_S, host=host) as messenger,
     ):
         pipe.send("registered")
         work(messenger, pipe)
 
 
 @contextlib.contextmanager
-def elsewhere(directory: Directory, name: WorkerAddress, work: Callable[..., None]) -> Iterator[Elsewhere]:
-    process = Elsewhere(directory, name, work)
+def elsewhere(
+    directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str = "127.0.0.1"
+) -> Iterator[Elsewhere]:
+    process = Elsewhere(directory, name, work, host)
     try:
         yield process
     finally:

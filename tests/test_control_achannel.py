@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import zmq
 
 from dataplane import failpoints
 from dataplane.config import DataPlaneConfig
-from dataplane.control import calls
+from dataplane.control import achannel, calls
 from dataplane.control.achannel import AsyncChannel
 from dataplane.control.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
@@ -176,3 +179,62 @@ def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch
             await channel.call(c.Units())
 
     run(controller, script)
+
+
+@contextlib.contextmanager
+def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process may open no more files."""
+
+    def none_left(*_: object) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(achannel, "door_socket", none_left)
+        yield
+
+
+def test_too_few_open_files_are_a_named_error_and_lose_no_post(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        with exhausted(monkeypatch):
+            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+                await channel.call(c.Seal(partition="p"))
+            channel.post(c.Release(located=1))
+            assert not ledger.of(c.Release)
+        await channel.call(c.Seal(partition="p"))
+        channel._look_again()
+        await seen(ledger, c.Release)
+
+    run(scripted, script)
+
+
+def test_too_few_open_files_when_the_session_moved(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told; the next call finds the session where it is now."""
+
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
+        waiting = asyncio.create_task(channel.call(CLAIM))
+        await seen(ledger, c.Claim)
+        with exhausted(monkeypatch):
+            channel._look_again()
+            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+                await waiting
+        await channel.call(c.Seal(partition="p"))
+        channel._look_again()
+        await seen(ledger, c.Unclaim)
+
+    run(scripted, script)
+
+
+def test_too_few_open_files_to_say_goodbye(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        with exhausted(monkeypatch):
+            await channel.close()
+
+    run(scripted, script)
+    assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [1]

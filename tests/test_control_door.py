@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.control import door, opening
+from dataplane.control import channel as sync_channel
+from dataplane.control import door, keeper, opening
 from dataplane.control.controller import Controller
 from dataplane.errors import CallTimeoutError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -153,3 +154,48 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)
     wait_until(lambda: channel._maintain() or channel._calls._numbering.unanswered == 0, "the release is answered")
+
+
+def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
+    scripted: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = open_channel(scripted)
+    channel.call(c.Seal(partition="p"))
+
+    def exhausted(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door, "Waker", exhausted)
+        channel._look_again()
+        with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+            channel.call(c.Seal(partition="p"))
+    channel.call(c.Seal(partition="p"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sync_channel, "door_socket", exhausted)
+        channel.close()
+
+
+def test_too_few_open_files_to_look_for_the_service(
+    scripted: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch, ledger: ScriptedLedger
+) -> None:
+    """It is looked for again; calls go on, as they have their sockets."""
+    channel = open_channel(scripted)
+    asked = threading.Event()
+    real = keeper.go_on
+    left = [2]
+
+    def exhausted(*arguments: Any) -> Any:
+        asked.set()
+        if left[0]:
+            left[0] -= 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return real(*arguments)
+
+    monkeypatch.setattr(keeper, "go_on", exhausted)
+    channel._keeper.check()
+    assert asked.wait(60)
+    channel.call(c.Seal(partition="p"))
+    channel._keeper.check()
+    wait_until(lambda: not left[0], "it was looked for again")
+    channel.call(c.Seal(partition="p"))

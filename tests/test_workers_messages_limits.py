@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import os
+import pickle
 import resource
 import socket
 import threading
@@ -224,7 +225,7 @@ def _count_descriptors() -> None:
 
 # --- many peers ----------------------------------------------------------------------------------------------------
 
-MANY = 1_100
+MANY = 1_500
 
 
 def test_a_broadcast_to_more_workers_than_a_context_has_sockets() -> None:
@@ -249,14 +250,16 @@ def _broadcast_to_many() -> None:
         workers.directory.close()
         workers.directory = directory
         a = workers.worker(A)
-        work = a.broadcast("to all", [A, *names], async_op=True)
+        value = "to all" * 10_000
+        work = a.broadcast(value, [A, *names], async_op=True)
         for _ in names:
             assert peers.poll(60_000), "not all were reached"
-            route, head, _, _ = peers.recv_multipart()
+            route, head, skeleton, _ = peers.recv_multipart()
+            assert pickle.loads(skeleton) == value
             post = wire.decode_request(head)
             assert isinstance(post, wire.Post)
             peers.send_multipart((route, wire.encode(wire.Done(stream=post.stream, number=post.number))))
-        assert work.wait() == "to all"
+        assert work.wait() == value
         workers.close()
 
 

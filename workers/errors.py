@@ -20,6 +20,7 @@
     └── ServiceError (ConnectionError)
         ├── WorkerLostError             a worker's process died, or its group ended, while somebody needed it
         ├── DirectoryLostError          the job's directory does not answer
+        ├── OpenFilesError              this process may have no more open files
         └── SourceFailedError           the source of a broadcast could not send
 
 They carry their facts as attributes and pickle, as all errors of `dataplane.errors` do.
@@ -27,6 +28,9 @@ They carry their facts as attributes and pickle, as all errors of `dataplane.err
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
+from dataplane.descriptors import enough_or
 from dataplane.errors import DataPlaneError, NotThereError, RefusedError, ServiceError, WaitTimeoutError
 
 
@@ -139,6 +143,16 @@ class WorkerLostError(ServiceError):
 class DirectoryLostError(ServiceError):
     def __init__(self, *, address: str, why: str) -> None:
         super().__init__(f"no answer from the job's directory at {address}: {why}", address=address, why=why)
+
+
+class OpenFilesError(ServiceError):
+    def __init__(self, *, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}; allow it more", what=what, why=why)
+
+    @classmethod
+    def of(cls, what: str) -> AbstractContextManager[None]:
+        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same."""
+        return enough_or(lambda why: cls(what=what, why=why))
 
 
 class SourceFailedError(ServiceError):

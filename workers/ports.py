@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 
+from workers.errors import OpenFilesError
+
 
 class PortKeeper:
     """Holds ports on the node it is on until they are released or its process ends.
@@ -17,11 +19,13 @@ class PortKeeper:
         self._held: dict[int, socket.socket] = {}
 
     def hold(self, count: int) -> list[int]:
-        """`count` free ports, held from now on. No keeper on this node gives out any of them meanwhile."""
+        """`count` free ports, held from now on. No keeper on this node gives out any of them meanwhile.
+        `OpenFilesError` where this process may have no more of them."""
         new: list[socket.socket] = []
         try:
-            for _ in range(count):
-                new.append(_bound())
+            with OpenFilesError.of(f"holding {count} ports"):
+                for _ in range(count):
+                    new.append(_bound())
         except BaseException:
             for sock in new:
                 sock.close()

@@ -127,8 +127,9 @@ class UnitConnection:
         self._state = threading.Condition()
         self._under_way = 0
         self._closed = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
+        with enough_for(self._endpoint):
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._connect(None if force_remote else lock, timeout_s)
         except BaseException:

@@ -19,7 +19,7 @@ from dataplane.control.channel import CLOSE_S, arrived, send
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
 from dataplane.descriptors import enough_for, require_enough
-from dataplane.errors import ClientClosedError, DataPlaneError
+from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 
@@ -52,12 +52,11 @@ class AsyncChannel(OpenChannel):
         self._context = context
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._dealer = door_socket(context, session.door, session.keys)
+        self._dealer: Socket | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._left = asyncio.Event()
         self._left.set()
         self._closing = False
-        self._loop.add_reader(self._dealer.fileno(), self._receive)
         self._keeper = Keeper(
             self._calls, config, context, dealer, maintain=self._ask_to_maintain, moved=self._ask_to_look_again
         )
@@ -75,7 +74,11 @@ class AsyncChannel(OpenChannel):
             except BaseException:
                 opening.add_done_callback(lambda done: _discard(done, context))
                 raise
-            return cls(config, session, context, dealer)
+            try:
+                return cls(config, session, context, dealer)
+            except BaseException:
+                context.destroy(linger=0)
+                raise
 
     # --- calls
 
@@ -103,7 +106,7 @@ class AsyncChannel(OpenChannel):
         name = type(command).__name__
         self._calls.check_open()
         hit(f"call.{name}.before")
-        self._send(self._calls.begin_post(command).frames)
+        self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
 
     async def _exchange(self, outgoing: Outgoing) -> wire.Reply:
@@ -121,15 +124,33 @@ class AsyncChannel(OpenChannel):
     def _abandon(self, outgoing: Outgoing) -> None:
         undo = self._calls.abandon(outgoing.number)
         if undo is not None and not self._calls.over:
-            self._send(undo.frames)
+            self._send_once(undo)
+
+    def _send_once(self, outgoing: Outgoing) -> None:
+        """What finds no socket, as this process may open no more files, is repeated like what got lost."""
+        try:
+            self._send(outgoing.frames)
+        except ServiceUnavailableError as error:
+            log.warning("%s: sent later: %s", outgoing.method, error)
 
     def _send(self, frames: list[bytes]) -> None:
+        """`ServiceUnavailableError`, naming the remedy, where the process may have no more open files."""
+        if self._dealer is None:
+            with enough_for(self.door):
+                self._dealer = door_socket(self._context, self.door, self._calls.session.keys)
+            self._loop.add_reader(self._dealer.fileno(), self._receive)
         send(self._dealer, frames)
         # ZMQ's descriptor tells of changes only, and sending may have swallowed one.
         self._loop.call_soon(self._receive)
 
+    def _hang_up(self) -> None:
+        dealer, self._dealer = self._dealer, None
+        if dealer is not None:
+            self._loop.remove_reader(dealer.fileno())
+            dealer.close()
+
     def _receive(self) -> None:
-        if self._dealer.closed:
+        if self._dealer is None:
             return
         try:
             for reply in arrived(self._dealer):
@@ -162,7 +183,7 @@ class AsyncChannel(OpenChannel):
     def _maintain(self) -> None:
         if not self._closing and not self._calls.over:
             for outgoing in self._calls.due():
-                self._send(outgoing.frames)
+                self._send_once(outgoing)
             for command in [] if self._calls.pointless else self.leftovers():
                 self.post(command)
 
@@ -177,18 +198,14 @@ class AsyncChannel(OpenChannel):
     def _look_again(self) -> None:
         if self._closing:
             return
-        session = self._calls.session
-        self._loop.remove_reader(self._dealer.fileno())
-        self._dealer.close()
-        self._dealer = door_socket(self._context, self.door, session.keys)
-        self._loop.add_reader(self._dealer.fileno(), self._receive)
+        self._hang_up()
         for waiting in list(self._waiting.values()):
             try:
                 self._send(self._calls.again(waiting.outgoing))
             except DataPlaneError as error:
                 waiting.fail(error)
         for outgoing in [] if self._calls.pointless else self._calls.due(all_of_them=True):
-            self._send(outgoing.frames)
+            self._send_once(outgoing)
 
     # --- the end
 
@@ -210,7 +227,8 @@ class AsyncChannel(OpenChannel):
         """What `close` does for the process, without a loop; the service finds out by itself."""
         self._closing = True
         self._calls.end(ClientClosedError())
-        self._dealer.close()
+        if self._dealer is not None:
+            self._dealer.close()
         self._end()
 
     async def close(self) -> None:
@@ -227,8 +245,7 @@ class AsyncChannel(OpenChannel):
             if not silent:
                 await self._say_bye()
         finally:
-            self._loop.remove_reader(self._dealer.fileno())
-            self._dealer.close()
+            self._hang_up()
             await self._loop.run_in_executor(None, self._end)
 
     def _end(self) -> None:
@@ -239,7 +256,11 @@ class AsyncChannel(OpenChannel):
         bye = self._calls.begin(c.Bye(), CLOSE_S)
         answered: asyncio.Future[wire.Reply] = self._loop.create_future()
         self._waiting[bye.number] = _Waiting(bye, answered)
-        self._send(bye.frames)
+        try:
+            self._send(bye.frames)
+        except ServiceUnavailableError as error:
+            log.warning("goodbye is not said: %s", error)
+            return
         await asyncio.wait([answered], timeout=CLOSE_S)
         if not answered.done():
             log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)

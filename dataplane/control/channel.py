@@ -224,8 +224,13 @@ class Channel(OpenChannel):
             self._context.term()
 
     def _say_bye(self) -> None:
+        try:
+            with enough_for(self.door):
+                dealer = door_socket(self._context, self.door, self._calls.session.keys)
+        except ServiceUnavailableError as error:
+            log.warning("goodbye is not said: %s", error)
+            return
         bye = self._calls.begin(c.Bye(), CLOSE_S)
-        dealer = door_socket(self._context, self.door, self._calls.session.keys)
         try:
             send(dealer, bye.frames)
             while (left_s := bye.deadline - time.monotonic()) > 0:

@@ -27,12 +27,18 @@ class Door:
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: DoorKeys) -> None:
         self.endpoint = endpoint
         self._keys = keys
-        self.waker = Waker()
+        self._waker: Waker | None = None
         self.shut = False
         self._context = context
         self._idle: list[tuple[Socket, float]] = []
         self._using = 0
         self._changed = threading.Condition()
+
+    @property
+    def waker(self) -> Waker:
+        """For those who took a socket."""
+        assert self._waker is not None, "nobody took a socket yet"
+        return self._waker
 
     def take(self) -> Socket | None:
         """A socket, the last that was brought back; None once the door is shut. `ServiceUnavailableError`, naming the
@@ -45,6 +51,8 @@ class Door:
                 return self._idle.pop()[0]
         try:
             with enough_for(self.endpoint):
+                with self._changed:
+                    self._waker = self._waker or Waker()
                 return door_socket(self._context, self.endpoint, self._keys)
         except BaseException:
             with self._changed:
@@ -92,7 +100,8 @@ class Door:
         with self._changed:
             if not self.shut:
                 self.shut = True
-                self.waker.wake()
+                if self._waker is not None:
+                    self._waker.wake()
                 self._let_go()
 
     def wait(self, timeout_s: float) -> int:
@@ -106,5 +115,6 @@ class Door:
             dealer.close()
         self._idle.clear()
         if not self._using:
-            self.waker.close()
+            if self._waker is not None:
+                self._waker.close()
             self._changed.notify_all()

@@ -20,6 +20,7 @@ from dataplane.control.calls import Calls
 from dataplane.control.opening import Socket, go_on, is_slow
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
+from dataplane.descriptors import enough_for, none_left
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -57,7 +58,7 @@ class Keeper:
         self._calls = calls
         self._config = config
         self._context = context
-        self._hold(dealer)
+        self._dealer, self._monitor = dealer, _monitor(dealer)
         self._beat = wire.request(c.Heartbeat(session=calls.session.number))
         self._maintain = maintain
         self._moved = moved
@@ -120,11 +121,6 @@ class Keeper:
         self._notice_disconnects()
         if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
             self._look()
-
-    def _hold(self, dealer: Socket) -> None:
-        self._dealer = dealer
-        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._monitor = dealer.get_monitor_socket(events, f"inproc://tq-{secrets.token_hex(8)}")
 
     def _let_go(self) -> None:
         self._dealer.disable_monitor()
@@ -192,14 +188,16 @@ class Keeper:
             return
         before = self._calls.session
         try:
-            session, dealer = go_on(self._config, self._context, before, lambda: self._closing)
+            with enough_for(self._config.address or ""):
+                session, dealer = go_on(self._config, self._context, before, lambda: self._closing)
+                monitor = _monitor(dealer)
         except ServiceUnavailableError as error:
             self._miss(str(error.why), lost=before.durable or not self._may_be_slow(error))
         except DataPlaneError as error:
             self._end(error)
         else:
             self._let_go()
-            self._hold(dealer)
+            self._dealer, self._monitor = dealer, monitor
             self._here()
             if session.epoch != before.epoch:
                 log.info("session %d goes on in epoch %d of the service", session.number, session.epoch)
@@ -208,9 +206,11 @@ class Keeper:
             self._moved()
 
     def _may_be_slow(self, error: ServiceUnavailableError) -> bool:
-        """A service without a state that is busy, or stopped, for less than a call may take: calls go on waiting, as
-        to give them up would give up all they hold."""
-        return is_slow(error) and time.monotonic() - self._heard < self._config.call_timeout_s
+        """A service without a state that is busy, or stopped, for less than a call may take, or that this process has
+        no descriptor to look for: calls go on waiting, as to give them up would give up all they hold."""
+        return (
+            is_slow(error) or none_left(error.__cause__)
+        ) and time.monotonic() - self._heard < self._config.call_timeout_s
 
     def _miss(self, why: str, *, lost: bool) -> None:
         """It is not there now, or at least does not answer."""
@@ -227,3 +227,13 @@ class Keeper:
     def _end(self, error: DataPlaneError) -> None:
         self._calls.end(error)
         self._moved()
+
+
+def _monitor(dealer: Socket) -> Socket:
+    """What happens to its connection. The socket is closed where nobody can be told."""
+    events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    try:
+        return dealer.get_monitor_socket(events, f"inproc://tq-{secrets.token_hex(8)}")
+    except BaseException:
+        dealer.close()
+        raise

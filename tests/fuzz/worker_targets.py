@@ -92,11 +92,18 @@ def message_seeds() -> list[bytes]:
         nbytes=48,
         slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,
+        serial=4,
+        relay=messages.Relay("b:0", 5, "h:1", 1),
+        passes_on=True,
     )
-    requests = [post, messages.Data(stream=b"", number=1, source="a:0", start=0), messages.Forget(inodes=(1, 2))]
+    data = messages.Data(stream=b"", number=1, source="a:0", incarnation=2, start=0)
+    want = messages.Want(source="a:0", incarnation=2, serial=4, stream=b"s", number=1, receiver=5, start=0, nbytes=9)
+    requests = [post, data, messages.Forget(inodes=(1, 2)), want]
     answers = [
         messages.Held(stream=b"", number=1, kept=True, busy=False),
         messages.Pull(stream=b"", number=1, start=0, nbytes=9),
+        data,
+        messages.Absent(source="a:0", stream=b"", number=1),
         messages.Refused(stream=b"", number=1, error="NoSuchError", facts={"a": 1}),
     ]
     return [b"\1" + messages.encode(r) for r in requests] + [b"\0" + messages.encode(a) for a in answers]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from dataplane.control.waker import Waker
 from dataplane.host import boot_id, join_address, resolve_host
 from workers.channel import wire
 from workers.channel.endpoint import Endpoint
@@ -28,6 +29,7 @@ from workers.channel.memory import DIRECTORY, ChannelMemory
 from workers.channel.state import Broker, Effects
 from workers.channel.stream import READ_BYTES, tune
 from workers.channel.wire import NOWHERE
+from workers.errors import OpenFilesError
 
 log = logging.getLogger(__name__)
 
@@ -56,29 +58,31 @@ class ChannelBroker:
 
     host: the name or address to bind for clients on other machines, and what they reach it by; by default loopback.
     capacity_bytes: memory for items, backed when needed; by default a share of what `directory` has. OSError if the
-    host cannot be bound, ArenaSpaceError where the memory is not to be had.
+    host cannot be bound, ArenaSpaceError where the memory is not to be had, `OpenFilesError`.
     """
 
     def __init__(
         self, *, host: str = "127.0.0.1", capacity_bytes: int | None = None, directory: str | Path = DIRECTORY
     ) -> None:
-        self._memory = ChannelMemory(capacity_bytes, directory=directory)
-        self._state = Broker(self._memory)
         self._token = secrets.token_hex(16)
         self._connections: dict[int, _Connection] = {}
         self._listeners: dict[int, socket.socket] = {}
         self._deaf_until: float | None = None
-        self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
         self._owner = os.getpid()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        try:
-            self.endpoint = str(self._listen(host))
-        except BaseException:
-            self._let_go()
-            raise
+        with OpenFilesError.of("a broker of channels"):
+            self._memory = ChannelMemory(capacity_bytes, directory=directory)
+            self._epoll = select.epoll()
+            self._waker = Waker()
+            try:
+                self._epoll.register(self._waker.fd, select.EPOLLIN)
+                self.endpoint = str(self._listen(host))
+            except BaseException:
+                self._waker.close()
+                self._let_go()
+                raise
+        self._state = Broker(self._memory)
         self._thread = threading.Thread(target=self._run, name="tq-channels", daemon=True)
         self._thread.start()
 
@@ -99,12 +103,12 @@ class ChannelBroker:
         if self._thread is None or os.getpid() != self._owner:
             return
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._waker.wake()
         self._thread.join(STOP_WAIT_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the broker of channels did not stop within {STOP_WAIT_S:.0f} s")
         self._thread = None
-        os.close(self._wake)
+        self._waker.close()
 
     def __enter__(self) -> ChannelBroker:
         return self

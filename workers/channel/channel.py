@@ -18,7 +18,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from workers.channel.errors import (
     ItemTooLargeError,
     LocalChannelError,
 )
-from workers.channel.finding import NOTICE_S, await_others, find_brokers
+from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
 from workers.channel.items import Parcel
 from workers.channel.keys import key_bytes
 from workers.channel.link import Link
@@ -99,9 +99,10 @@ class Channel:
 
         distributed: it has a part on every node that has a broker now, and a key is on the node where it was first
         used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
-        waited for, up to a minute. local: it is in this process only, any number of the same name. directory: by
-        default the one that the environment names; LookupError where it names none. here: the rank of this process's
-        node, by default what the environment says.
+        waited for, up to a minute, if no other will do. One that does not answer is a `ChannelLostError`, unless the
+        directory gives it up within `NOTICE_S`. local: it is in this process only, any number of the same name.
+        directory: by default the one that the environment names; LookupError where it names none. here: the rank of
+        this process's node, by default what the environment says.
         """
         if maxsize < 0:
             raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more")
@@ -123,7 +124,7 @@ class Channel:
             channel = make(wanted)
             channel._create()
             return channel
-        with _opened(directory) as known:
+        with opened(directory) as known:
             wanted = dataclasses.replace(wanted, directory=known.address)
             return _enter(_held(known, None if distributed else node_rank, wanted, make), known)
 
@@ -139,7 +140,7 @@ class Channel:
     ) -> Channel:
         """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
         `WorkerLostError` if it was closed, `ChannelLostError` if its brokers are gone."""
-        with _opened(directory) as known:
+        with opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
         lost = _lost_parts(channel, f"connection to channel {name!r}")
@@ -242,12 +243,15 @@ class Channel:
         """End the channel, for everyone: it takes no more items, puts that wait raise `ChannelClosedError`, getters
         have what is left and then `EndOfChannelError`. Its name is free. What this handle holds of connections and
         threads goes as soon as nothing uses it. Idempotent."""
-        what = f"close of channel {self.name!r}"
-        for link in self._links:
-            with contextlib.suppress(ChannelLostError, ChannelClosedError):
-                link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
+        self._close_parts(self._links)
         self._unregister()
         self._retire()
+
+    def _close_parts(self, links: Sequence[Link | LocalLink]) -> None:
+        what = f"close of channel {self.name!r}"
+        for link in links:
+            with contextlib.suppress(ChannelLostError, ChannelClosedError):
+                link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
 
     def _retire(self) -> None:
         """Keep no connection or thread that is not in use; calls still work."""
@@ -270,13 +274,18 @@ class Channel:
     # --- inside
 
     def _create(self) -> None:
+        """All of its parts, or none: those before the one that cannot be made are closed."""
         settings = self._settings
-        for link in self._links:
-            link.ask(
-                lambda number: wire.Create(number, settings.ident, settings.name, settings.maxsize),
-                f"creation of channel {self.name!r}",
-                self._until(ASK_S),
-            )
+        for place, link in enumerate(self._links):
+            try:
+                link.ask(
+                    lambda number: wire.Create(number, settings.ident, settings.name, settings.maxsize),
+                    f"creation of channel {self.name!r}",
+                    self._until(ASK_S),
+                )
+            except BaseException:
+                self._close_parts(self._links[:place])
+                raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
         if not _is_weight(weight):
@@ -416,7 +425,6 @@ def _held(
             channel._create()
             return channel
         except BaseException as error:
-            channel.close()
             channel.disconnect()
             if not isinstance(error, ChannelLostError) or not await_others(directory, brokers, until):
                 raise
@@ -460,7 +468,9 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
         return None
     error: Exception | None = lost[0] if lost else None
-    if (found.maxsize, found.distributed, found.nodes) != (ours.maxsize, ours.distributed, ours.nodes):
+    # The nodes of a distributed one are those that had a broker when it was made.
+    alike = (found.maxsize, found.distributed) == (ours.maxsize, ours.distributed)
+    if not alike or not (found.distributed or found.nodes == ours.nodes):
         error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))
     if error is not None:
         there.disconnect()
@@ -477,16 +487,6 @@ def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
         except ChannelLostError as error:
             lost.append(error)
     return lost
-
-
-@contextlib.contextmanager
-def _opened(directory: DirectoryClient | None) -> Iterator[DirectoryClient]:
-    """`directory`, or for as long as it takes the one that the environment names."""
-    if directory is not None:
-        yield directory
-        return
-    with DirectoryClient.from_environment() as own:
-        yield own
 
 
 def _node_rank(given: int | None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 from workers.channel.settings import BROKER_NAME, broker_name
 from workers.directory import DirectoryClient, Kind
@@ -13,6 +15,16 @@ FIND_S = 60.0
 """How long a broker that is being started, or started again, is waited for."""
 NOTICE_S = 15.0
 """How long the directory may take to find out that a broker is gone."""
+
+
+@contextlib.contextmanager
+def opened(directory: DirectoryClient | None) -> Iterator[DirectoryClient]:
+    """`directory`, or for as long as it takes the one that the environment names."""
+    if directory is not None:
+        yield directory
+        return
+    with DirectoryClient.from_environment() as own:
+        yield own
 
 
 def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:

@@ -21,6 +21,7 @@ from workers.channel.line import GRACE_S, Arrived, Line, lost
 from workers.channel.pump import Pump, PumpEndedError
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE
+from workers.errors import OpenFilesError
 
 IDLE_LINES = 8
 """Connections kept for the next call."""
@@ -47,8 +48,8 @@ class Link:
     """Thread-safe. Each call under way in a thread has a connection to itself; all that are in the background share
     one, and a thread. A forked child has its own.
 
-    Calls raise `ChannelLostError` where the broker is gone, `ChannelTimeoutError` at their moment `until`, and
-    `ChannelClosedError` once this was closed.
+    Calls raise `ChannelLostError` where the broker is gone, `ChannelTimeoutError` at their moment `until`,
+    `ChannelClosedError` once this was closed, and `OpenFilesError` where this process may have no more of them.
     """
 
     def __init__(self, endpoint: str, channel: str) -> None:
@@ -142,7 +143,10 @@ class Link:
 
     def _connect(self, what: str) -> Line:
         try:
-            return Line(self.endpoint, self._memory)
+            with OpenFilesError.of(what):
+                return Line(self.endpoint, self._memory)
+        except OpenFilesError:
+            raise
         except OSError as error:
             raise self._gone(what, error) from error
 
@@ -202,7 +206,13 @@ class Link:
             if self._closed:
                 raise ChannelClosedError(channel=self._channel, why="this handle let it go")
             if self._pump is None or self._pump.ended is not None:
-                self._pump = Pump(self._connect(what), self._channel, self._lost)
+                line = self._connect(what)
+                try:
+                    with OpenFilesError.of(what):
+                        self._pump = Pump(line, self._channel, self._lost)
+                except OpenFilesError:
+                    line.close()
+                    raise
                 weakref.finalize(self, self._pump.close).atexit = False
                 if self._retired:
                     self._pump.retire()

@@ -63,10 +63,10 @@ class _Call:
 class DirectoryClient:
     """One per process, or more; thread-safe, also from async code by `ask_*`. Ends with `close`, or with its process.
 
-    address: "host:port" of a `Directory`. Opening does not wait for it; every call raises `DirectoryLostError` when
-    nothing answers there for `ANSWER_S`, and at once while nobody has taken a connection there for `AWAY_S` (`STILL_S`,
-    where the kernel took it for a process that stands still). When the directory answers again, so do calls. Arguments
-    that cannot be sent are a TypeError or ValueError from the call.
+    address: "host:port" of a `Directory`. Opening does not wait for it, and raises `OpenFilesError` only; every call
+    raises `DirectoryLostError` when nothing answers there for `ANSWER_S`, and at once while nobody has taken a
+    connection there for `AWAY_S` (`STILL_S`, where the kernel took it for a process that stands still). When the
+    directory answers again, so do calls. Arguments that cannot be sent are a TypeError or ValueError from the call.
 
     Listeners are called with each entry that this client had found or registered by waiting for it and that is gone, on
     this client's own thread: they must not block. A process that was silent for so long that the directory gave it up
@@ -90,11 +90,17 @@ class DirectoryClient:
         self._lost: errors.DirectoryLostError | None = None
         self._closing = False
         self._away_since: float | None = time.monotonic()
-        self._waker = Waker()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._connect(host, port)
+        with errors.OpenFilesError.of(f"a client of the job's directory at {address}"):
+            self._waker = Waker()
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            try:
+                self._socket = self._context.socket(zmq.DEALER)
+                self._monitor = self._socket.get_monitor_socket(_EVENTS)
+                self._connect(host, port)
+            except BaseException:
+                self._context.destroy(linger=0)
+                self._waker.close()
+                raise
         self._thread = threading.Thread(target=self._run, name="tq-directory-client", daemon=True)
         self._thread.start()
 

@@ -31,6 +31,7 @@ from workers.directory import wire
 from workers.directory.process import has_ended
 from workers.directory.state import Effects, Registry, Session
 from workers.directory.wire import State
+from workers.errors import OpenFilesError
 
 GRACE_S = 3.0
 HEARTBEAT_MS = 1000
@@ -60,19 +61,21 @@ class Directory:
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1") -> Directory:
-        """Bind a free port of `host`, which clients must be able to reach. OSError if it has no such address."""
-        return cls(host)
+        """Bind a free port of `host`, which clients must be able to reach. OSError if it has no such address,
+        `OpenFilesError` where this process may have no more of them."""
+        with OpenFilesError.of("serving a job's directory"):
+            return cls(host)
 
     def __init__(self, host: str) -> None:
         allow_more()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = False
         self._registry = Registry()
         self._clients: dict[Session, _Client] = {}
         self._connected: set[int] = set()
-        self._socket = self._context.socket(zmq.ROUTER)
         try:
+            self._socket = self._context.socket(zmq.ROUTER)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
         except BaseException:

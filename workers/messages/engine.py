@@ -21,24 +21,28 @@ import zmq
 
 from dataplane.control.waker import Waker, poll_ms
 from dataplane.errors import InternalError
-from dataplane.host import join_address, resolve_host
+from dataplane.host import join_address, resolve_host, split_address
 from dataplane.warm import WarmMemory
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Entry, Facts, Kind, State
 from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
-from workers.messages.incoming import Incoming, Posting
+from workers.messages.backlog import Backlog
+from workers.messages.deliveries import Posting
+from workers.messages.incoming import Incoming
 from workers.messages.links import LINGER_MS, Links
 from workers.messages.outgoing import Outgoing, Sending, Snapshot
+from workers.messages.relays import Relays
 from workers.messages.slabs import Mappings, Slabs
-from workers.messages.wire import Data, Forget, Post, Pull
+from workers.messages.wire import Absent, Data, Forget, Post, Pull, Relay, Want
 from workers.messages.work import forbid_waiting
+from workers.values import Bytes
 
 KEEP_BYTES = 1 << 30
 """Memory of received tensors that were dropped, kept for the next ones, at most."""
 _JOIN_S = 10.0
-_FRAMES: dict[type[wire.Request], int] = {Post: 2, Data: 1, Forget: 0}
-"""How many follow the head of each."""
+_FRAMES: dict[type[wire.Request | wire.Answer], int] = {Post: 2, Data: 1}
+"""How many follow the head of each; none, the others'."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class Engine:
         directory: DirectoryClient,
         slabs: Slabs,
         mappings: Mappings,
+        backlog: Backlog,
         *,
         host: str,
         facts: Facts,
@@ -101,19 +106,25 @@ class Engine:
             self.name,
             mappings,
             self._warm,
+            Relays(backlog, self._reply, self._later),
             reply=self._reply,
+            ask=self._ask_relay,
+            later=self._later,
             call=self.call,
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
             busy=self._busy,
+            lives=lambda name: self._peer(name).known is _Known.LIVES,
         )
         self._waker = Waker()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._links = Links(self._context)
         self._unsubscribe = directory.subscribe(self._told)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            entry = directory.register_worker(address, self._bind(host), facts)
+            self._router = self._context.socket(zmq.ROUTER)
+            self._links = Links(self._context)
+            endpoint = self._bind(host)
+            self.host = split_address(endpoint)[0]
+            entry = directory.register_worker(address, endpoint, facts)
         except BaseException:
             self._unsubscribe()
             self._context.destroy(linger=0)
@@ -285,7 +296,7 @@ class Engine:
         """See to it that the peer is known, and that this end is told of its death; then send what is for it."""
         peer = self._peer(name)
         if peer.known is _Known.LIVES:
-            self.outgoing.flush(name, self.incarnation, peer.incarnation)
+            self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
         elif peer.known is _Known.NOTHING:
             wait_s = max(self._lookup_s, deadline - time.monotonic())
             asked = self._directory.ask(Kind.WORKER, name, wait_s)
@@ -314,7 +325,7 @@ class Engine:
         self._renew(name, peer, entry.incarnation)
         peer.known = _Known.LIVES
         peer.endpoint = entry.endpoints[0]
-        self.outgoing.flush(name, self.incarnation, entry.incarnation)
+        self.outgoing.flush(name, self.incarnation, entry.incarnation, peer.endpoint)
         self.incoming.match(name)
 
     def _told(self, entry: Entry) -> None:
@@ -371,12 +382,24 @@ class Engine:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: Post, snapshot: Snapshot) -> None:
-        frames = (wire.encode(post), snapshot.skeleton, snapshot.inline)
+        frames = (wire.encode(post), *snapshot.frames)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
-    def _reply(self, route: bytes, answer: wire.Answer) -> None:
+    def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
         if self._ended is None:
-            self._router.send_multipart((route, wire.encode(answer)))
+            self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [_frame(body)])))
+
+    def _ask_relay(self, relay: Relay, want: Want) -> bool:
+        """False where another has that worker's name by now, or it cannot be reached."""
+        peer = self._peer(relay.worker)
+        if peer.known is _Known.LIVES and peer.incarnation != relay.incarnation:
+            return False
+        try:
+            self._links.send(relay.worker, relay.endpoint, (wire.encode(want),), self.outgoing.idle)
+        except zmq.ZMQError as error:
+            _log.warning("worker %s cannot ask %s: %s", self.name, relay.worker, error)
+            return False
+        return True
 
     def _hear(self) -> None:
         while True:
@@ -386,7 +409,7 @@ class Engine:
                 return
             try:
                 request = wire.decode_request(frames[0].buffer if frames else b"")
-                if len(frames) - 1 != _FRAMES[type(request)]:
+                if len(frames) - 1 != _FRAMES.get(type(request), 0):
                     raise msgspec.DecodeError(f"{type(request).__name__} with {len(frames) - 1} frames")
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
@@ -407,35 +430,54 @@ class Engine:
                 self.incoming.data(request, frames[0].buffer)
             case Forget():
                 self._mappings.forget(request.inodes)
+            case Want():
+                if request.receiver == self.incarnation:
+                    self.incoming.wanted(route, request)
 
     def _hear_answers(self) -> None:
         while (heard := self._links.receive()) is not None:
-            name, body = heard
+            name, frames = heard
             try:
-                answer = wire.decode_answer(body)
+                answer = wire.decode_answer(frames[0].buffer if frames else b"")
+                if len(frames) - 1 != _FRAMES.get(type(answer), 0):
+                    raise msgspec.DecodeError(f"{type(answer).__name__} with {len(frames) - 1} frames")
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
                 continue
-            if isinstance(answer, Pull):
-                self._attempt(partial(self._serve, name, answer))
-            else:
-                self._attempt(partial(self.outgoing.answered, name, answer))
+            match answer:
+                case Pull():
+                    self._attempt(partial(self._serve, name, answer))
+                case Data():
+                    self._attempt(partial(self.incoming.data, answer, frames[1].buffer))
+                case Absent():
+                    self._attempt(partial(self.incoming.absent, answer))
+                case _:
+                    self._attempt(partial(self.outgoing.answered, name, answer))
         self._say_forgotten()
 
     def _serve(self, name: str, pull: Pull) -> None:
         sending = self.outgoing.asked(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
-        part: Any = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
-        data = Data(stream=pull.stream, number=pull.number, source=self.name, start=pull.start)
-        try:
-            body = zmq.Frame(part, copy=False, track=False)
-        except OSError:
-            # What is not copied takes pyzmq a descriptor or two, the first time.
-            body = zmq.Frame(part)
-        self._links.send(name, self._peer(name).endpoint, (wire.encode(data), body), self.outgoing.idle)
+        part = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
+        data = Data(
+            stream=pull.stream,
+            number=pull.number,
+            source=self.name,
+            incarnation=self.incarnation,
+            start=pull.start,
+        )
+        self._links.send(name, self._peer(name).endpoint, (wire.encode(data), _frame(part)), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()
         if inodes:
             self._links.send_to_all((wire.encode(Forget(inodes=inodes)),))
+
+
+def _frame(body: Any) -> zmq.Frame:
+    try:
+        return zmq.Frame(body, copy=False, track=False)
+    except OSError:
+        # What is not copied takes pyzmq a descriptor or two, the first time.
+        return zmq.Frame(body, copy=True)

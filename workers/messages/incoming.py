@@ -1,28 +1,30 @@
-"""Messages that came and receives that wait, brought together in order. For the engine's thread, but for `Delivery`."""
+"""Messages that came and receives that wait, brought together in order. For the engine's thread."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
-import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.warm import WarmMemory
 from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError
+from workers.messages.deliveries import Arrival, Delivery, Key, Posting
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
+from workers.messages.relays import RELAY_S, Later, Relays
 from workers.messages.slabs import Mappings
 from workers.messages.wire import (
+    Absent,
     Answer,
     Data,
     Done,
@@ -31,11 +33,13 @@ from workers.messages.wire import (
     ObjectForm,
     Post,
     Pull,
+    Relay,
     Settled,
     TensorForm,
+    Want,
     refused,
 )
-from workers.values import Bytes, Unpacked, copy_into, fresh, unpack
+from workers.values import Bytes, fresh
 
 CHUNK_BYTES = 4 << 20
 EAGER_BYTES = 32 << 20
@@ -44,130 +48,65 @@ CHUNKS_AHEAD = 4
 """Values in memory of another host are asked for in chunks, so many at a time."""
 
 _Q = TypeVar("_Q")
-Key = tuple[str, bytes]
-"""Where messages queue: by source and stream."""
-
-
-@dataclass(eq=False)
-class Arrival:
-    """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
-    process only; queued: it waits for a receive."""
-
-    route: bytes
-    post: Post
-    skeleton: bytes
-    memory: Bytes | None
-    own: bool
-    queued: bool = False
-
-    @property
-    def key(self) -> Key:
-        return self.post.source, self.post.stream
-
-
-@dataclass(eq=False)
-class Posting:
-    """A receive that waits. target: for recv_tensor; ready: what is to be over on the GPU before target is written;
-    eager: nobody waits yet, so the engine copies whatever its size."""
-
-    source: str
-    stream: bytes
-    options: CollectiveGroupOptions | None
-    target: Tensor | None
-    form: ObjectForm | TensorForm
-    device: torch.device | None
-    ready: torch.cuda.Event | None
-    eager: bool
-    what: str
-    begun: float
-    deadline: float
-    future: Future[Delivery] = field(default_factory=Future)
-
-    @property
-    def key(self) -> Key:
-        return self.source, self.stream
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-class Delivery:
-    """A message that met its receive. `take` copies its values out, once, in whichever thread comes first.
-
-    Refers to neither of them afterwards: what was received is given back when its owner drops it, not by a collector.
-    """
-
-    def __init__(self, posting: Posting, arrival: Arrival, warm: WarmMemory, done: Callable[[], None]) -> None:
-        self.form = arrival.post.form
-        self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
-        self._warm = warm
-        self._guard = threading.Lock()
-        self._values: Unpacked | None = None
-
-    def take(self) -> Unpacked | None:
-        """What `recv` is to load; None for `recv_tensor`, whose target then has the values. The sender is told."""
-        with self._guard:
-            if self._pending is None:
-                return self._values
-            posting, arrival, done = self._pending
-            memory, self._pending = arrival.memory, None
-            assert memory is not None, posting.what
-            try:
-                if posting.ready is not None:
-                    posting.ready.synchronize()
-                if posting.target is not None:
-                    copy_into(posting.target, arrival.post.segments, memory)
-                else:
-                    skeleton, segments = arrival.skeleton, arrival.post.segments
-                    self._values = unpack(
-                        skeleton, segments, memory, self._warm, own=arrival.own, device=posting.device
-                    )
-            finally:
-                arrival.memory = None
-                done()
-            return self._values
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Fetch:
     """A message whose bytes are being pulled. posting: None once the receive that began it gave up: the message is
-    queued again, and its bytes still come."""
+    queued again, and its bytes still come. relay: from whom, None for the source; passed_on: others may want them, so
+    they are not to be written; missing: bytes that were asked for, by where they start."""
 
     posting: Posting | None
     arrival: Arrival
     staging: Bytes
+    relay: Relay | None
+    passed_on: bool
     asked: int = 0
     got: int = 0
+    missing: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, bytes, int]:
+        return *self.arrival.key, self.arrival.post.number
 
 
 Reply = Callable[[bytes, Answer], None]
 
 
 class Incoming:
-    """worker: this end's name. reply: sends an answer along a route, in the engine's thread; call: has something done
-    by that thread; contact: of a source within a stream; busy: whether this worker waits for anything."""
+    """worker: this end's name. reply: sends an answer along a route, in the engine's thread; ask: sends to one that
+    passes on, False if it cannot; call, later: have something done by that thread; contact: of a source within a
+    stream; busy: whether this worker waits for anything; lives: whether a source is known to live, and watched."""
 
     def __init__(
         self,
         worker: str,
         mappings: Mappings,
         warm: WarmMemory,
+        relays: Relays,
         *,
         reply: Reply,
+        ask: Callable[[Relay, Want], bool],
+        later: Later,
         call: Callable[[Callable[[], None]], None],
         contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
         forget: Callable[[str, bytes], None],
         busy: Callable[[], bool],
+        lives: Callable[[str], bool],
     ) -> None:
         self._worker = worker
         self._mappings = mappings
         self._warm = warm
+        self._relays = relays
         self._reply = reply
+        self._ask = ask
+        self._later = later
         self._call = call
         self._contact = contact
         self._forget = forget
         self._busy = busy
+        self._lives = lives
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
         self._fetches: dict[tuple[str, bytes, int], _Fetch] = {}
@@ -256,7 +195,12 @@ class Incoming:
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"{memory.size} bytes came of a message of {post.nbytes}")
-        arrival = Arrival(route, post, skeleton, memory, own=post.slab is None)
+        self._take_in(Arrival(route, post, skeleton, memory, own=post.slab is None))
+        if post.passes_on:
+            for asker, want in self._relays.arrived(post):
+                self.wanted(asker, want)
+
+    def _take_in(self, arrival: Arrival) -> None:
         if arrival.key in self._postings and arrival.key not in self._arrivals:
             self._meet(_first(self._postings, arrival.key), arrival)
             if arrival.queued:
@@ -266,33 +210,63 @@ class Incoming:
         arrival.queued = True
         busy = self._busy()
         self._held(arrival, busy)
-        if post.settling and not busy:
+        if arrival.post.settling and not busy:
             self._unsettled.append(arrival)
 
     def data(self, data: Data, body: Any) -> None:
         """A part of a message that is being pulled. One that makes no sense fails the receive, and its message."""
         key = (data.source, data.stream, data.number)
         fetch = self._fetches.get(key)
-        if fetch is None:
+        if fetch is None or fetch.arrival.post.incarnation != data.incarnation:
             return
         part = np.frombuffer(body, dtype=np.uint8)
-        if not part.size or data.start + part.size > fetch.staging.size:
+        end, expected = data.start + part.size, fetch.missing.get(data.start, part.size)
+        if not part.size or end > fetch.staging.size or part.size != expected:
             self._give_up(key, f"{part.size} bytes from {data.start} of a message of {fetch.staging.size}")
             return
+        if data.start not in fetch.missing:
+            # It came from the source, too.
+            return
+        del fetch.missing[data.start]
         fetch.staging[data.start : data.start + part.size] = part
         fetch.got += part.size
+        self._relays.came(fetch.arrival.post, data.start, part.size)
         if fetch.got < fetch.staging.size:
-            self._ask(fetch)
+            self._ask_for_more(fetch)
             return
         del self._fetches[key]
-        fetch.arrival.memory, fetch.arrival.own = fetch.staging, True
+        fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.passed_on
         if fetch.posting is None:
             self._held(fetch.arrival, busy=True)
         else:
             self._deliver(fetch.posting, fetch.arrival)
 
+    def absent(self, absent: Absent) -> None:
+        """Whoever was to pass on these values does not."""
+        fetch = self._fetches.get((absent.source, absent.stream, absent.number))
+        if fetch is not None:
+            self._turn_to_source(fetch)
+
+    def wanted(self, route: bytes, want: Want) -> None:
+        """Another receiver wants values that this one passes on, and may be the first to want them."""
+        if self._relays.asked(route, want) or self._relays.is_early(route, want):
+            return
+        if self._lives(want.source):
+            self._begin_for_others(want)
+        if not self._relays.asked(route, want):
+            self._relays.refuse(route, want)
+
+    def _begin_for_others(self, want: Want) -> None:
+        for arrival in self._arrivals.get((want.source, want.stream), ()):
+            post = arrival.post
+            if (post.serial, post.incarnation) == (want.serial, want.incarnation):
+                if post.passes_on and arrival.memory is None and (*arrival.key, post.number) not in self._fetches:
+                    self._begin(None, arrival)
+                return
+
     def _give_up(self, key: tuple[str, bytes, int], why: str) -> None:
         fetch = self._fetches.pop(key)
+        self._relays.interrupted(fetch.arrival.post)
         error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
         if fetch.posting is None:
             self._keep(key[0], lambda arrival: arrival is not fetch.arrival)
@@ -319,6 +293,8 @@ class Incoming:
     def _interrupted(self, source: str) -> list[Posting]:
         """Receives of messages from there whose bytes will not come any more; those are forgotten."""
         fetches = [self._fetches.pop(key) for key in [key for key in self._fetches if key[0] == source]]
+        for fetch in fetches:
+            self._relays.interrupted(fetch.arrival.post)
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
@@ -331,6 +307,7 @@ class Incoming:
         self._fetches.clear()
         self._arrivals.clear()
         self._unsettled.clear()
+        self._relays.drop_all()
 
     def _keep(self, source: str, wanted: Callable[[Arrival], bool]) -> None:
         for key in [key for key in self._arrivals if key[0] == source]:
@@ -385,23 +362,72 @@ class Incoming:
             self._fetches[key].posting = posting
             return
         try:
-            staging = fresh(post.nbytes, self._warm)
+            self._begin(posting, arrival)
         except Exception as error:
             # Memory for its bytes; there may be some for the next receive.
             posting.fail(error)
             self._requeue(arrival)
-            return
-        fetch = self._fetches[key] = _Fetch(posting, arrival, staging)
-        for _ in range(CHUNKS_AHEAD):
-            self._ask(fetch)
 
-    def _ask(self, fetch: _Fetch) -> None:
-        post = fetch.arrival.post
-        nbytes = min(CHUNK_BYTES, post.nbytes - fetch.asked)
+    def _begin(self, posting: Posting | None, arrival: Arrival) -> None:
+        """Pull the bytes of a message: for a receive, or for others, if they are passed on."""
+        post = arrival.post
+        staging = fresh(post.nbytes, self._warm)
+        passed_on = self._relays.begin(post, staging)
+        if posting is None and not passed_on:
+            return
+        fetch = _Fetch(posting, arrival, staging, post.relay, passed_on)
+        self._fetches[fetch.key] = fetch
+        for _ in range(CHUNKS_AHEAD):
+            self._ask_for_more(fetch)
+        if fetch.relay is not None:
+            self._watch(fetch, fetch.relay)
+
+    def _ask_for_more(self, fetch: _Fetch) -> None:
+        nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.asked)
         if nbytes > 0:
-            pull = Pull(stream=post.stream, number=post.number, start=fetch.asked, nbytes=nbytes)
+            start, fetch.asked = fetch.asked, fetch.asked + nbytes
+            fetch.missing[start] = nbytes
+            self._ask_for(fetch, start, nbytes)
+
+    def _ask_for(self, fetch: _Fetch, start: int, nbytes: int) -> None:
+        post, relay = fetch.arrival.post, fetch.relay
+        if relay is None:
+            pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
             self._reply(fetch.arrival.route, pull)
-            fetch.asked += nbytes
+            return
+        want = Want(
+            source=post.source,
+            incarnation=post.incarnation,
+            serial=post.serial,
+            stream=post.stream,
+            number=post.number,
+            receiver=relay.incarnation,
+            start=start,
+            nbytes=nbytes,
+        )
+        if not self._ask(relay, want):
+            self._turn_to_source(fetch)
+
+    def _turn_to_source(self, fetch: _Fetch) -> None:
+        if fetch.relay is not None:
+            fetch.relay = None
+            for start, nbytes in fetch.missing.items():
+                self._ask_for(fetch, start, nbytes)
+
+    def _watch(self, fetch: _Fetch, relay: Relay) -> None:
+        """Turn to the source if nothing comes for a while, in time for a receive that has not long to wait."""
+        left_s = math.inf if fetch.posting is None else fetch.posting.deadline - time.monotonic()
+        self._later(min(RELAY_S * relay.depth, left_s / 4), partial(self._look_at, fetch, fetch.got))
+
+    def _look_at(self, fetch: _Fetch, got: int) -> None:
+        if fetch.relay is None or self._fetches.get(fetch.key) is not fetch:
+            return
+        if fetch.got > got:
+            self._watch(fetch, fetch.relay)
+            return
+        source = fetch.arrival.post.source
+        _log.warning("%s passed on nothing of a message of %s; it is pulled from there", fetch.relay.worker, source)
+        self._turn_to_source(fetch)
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
@@ -418,7 +444,8 @@ class Incoming:
         self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
-        self._fetches.pop((arrival.post.source, arrival.post.stream, arrival.post.number), None)
+        if self._fetches.pop((*arrival.key, arrival.post.number), None) is not None:
+            self._relays.interrupted(arrival.post)
         self._reply(arrival.route, refused(arrival.post, error))
 
     def _done(self, arrival: Arrival) -> None:

@@ -26,6 +26,7 @@ _LOOK_AT = 16
 class _Link:
     route: bytes
     peer: str
+    endpoint: str
     url: str
 
 
@@ -49,6 +50,9 @@ class Links:
     def send(self, peer: str, endpoint: str, frames: Sequence[Any], idle: Callable[[str], bool]) -> None:
         """Send to `peer`, which is at `endpoint`. idle: of a peer, whether nothing is under way to it."""
         link = self._by_peer.get(peer)
+        if link is not None and link.endpoint != endpoint:
+            self.cut(peer)
+            link = None
         if link is None:
             self._make_room(idle)
             link = self._connect(peer, endpoint)
@@ -72,16 +76,16 @@ class Links:
             return False
         return True
 
-    def receive(self) -> tuple[str, bytes] | None:
+    def receive(self) -> tuple[str, list[zmq.Frame]] | None:
         """From whom, and what; None if there is nothing."""
         while True:
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
-            link = self._by_route.get(route)
-            if link is not None and len(frames) == 1:
-                return link.peer, frames[0]
+            link = self._by_route.get(route.bytes)
+            if link is not None:
+                return link.peer, frames
 
     def cut(self, peer: str) -> None:
         """End the connection, if there is one; what was not sent is not sent."""
@@ -97,7 +101,7 @@ class Links:
         if url in self._by_url:
             # Whoever had the port before has it no more.
             self.cut(self._by_url[url].peer)
-        link = _Link(b"to-%d" % next(self._numbers), peer, url)
+        link = _Link(b"to-%d" % next(self._numbers), peer, endpoint, url)
         if ":" in host:
             self.socket.set(zmq.IPV6, 1)
         self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)

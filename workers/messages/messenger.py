@@ -3,7 +3,8 @@
 Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages to the receiver's port, from one socket for
 all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy
 them out (so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over
-ZMQ in chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory.
+ZMQ in chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory. In a broadcast
+to many on other hosts, the first receiver of each host passes on what it pulls, see `workers.messages.relays`.
 
 Pair groups of torch.distributed would do less: with Gloo and NCCL a send waits for its receive, so two workers that
 both send first stand still; a receive of another shape gets wrong bytes, or aborts the group; a dead peer is noticed
@@ -38,12 +39,14 @@ from workers import values
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.process import this_host
-from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError
+from workers.errors import DirectoryLostError, MessengerClosedError, OpenFilesError
 from workers.messages import groups
+from workers.messages.backlog import Backlog
+from workers.messages.deliveries import Delivery, Posting
 from workers.messages.engine import Engine
-from workers.messages.incoming import Delivery, Posting
 from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending, Snapshot
+from workers.messages.relays import RECEIVERS_FROM, Tree
 from workers.messages.slabs import Mappings, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
 from workers.messages.work import AsyncWork, all_of
@@ -82,8 +85,9 @@ class Messenger:
     address: of this worker, which it registers in the directory and takes out in `close`; host: the address of this
     host that the job's others reach; facts: for the directory; timeout_s: of operations that name none, finite;
     backlog_bytes: what may be sent and not received yet (each message counts `MESSAGE_BYTES` more than its values, for
-    each receiver), half of the host's memory if None; shared_memory: whether receivers of this host may read this
-    worker's memory. `NameInUseError` if another process is that worker.
+    each receiver), with what is passed on of others' broadcasts, half of the host's memory if None; shared_memory:
+    whether receivers of this host may read this worker's memory. `NameInUseError` if another process is that worker;
+    `OpenFilesError`.
 
     Operations raise, from the call or from the `wait` of their work: `MessageTimeoutError` or `NameNotFoundError` when
     their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
@@ -116,18 +120,20 @@ class Messenger:
         self._name = address.get_name()
         self._closed = False
         self._guard = threading.Lock()
-        self._backlog = _Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
+        self._backlog = Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
         here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
         self._slabs = Slabs(here)
-        self._engine = Engine(
-            address,
-            directory,
-            self._slabs,
-            Mappings(here),
-            host=host,
-            facts=facts or {},
-            lookup_s=self.timeout_s,
-        )
+        with OpenFilesError.of(f"messages of worker {self._name}"):
+            self._engine = Engine(
+                address,
+                directory,
+                self._slabs,
+                Mappings(here),
+                self._backlog,
+                host=host,
+                facts=facts or {},
+                lookup_s=self.timeout_s,
+            )
 
     # --- point to point -------------------------------------------------------------------------------------------
 
@@ -214,7 +220,11 @@ class Messenger:
 
         The source gets its own object back once all receivers know of it, and is told of one that died; the others
         block for it. If the source cannot send, or dies, all raise: the source its error, the others
-        `SourceFailedError` or `WorkerLostError`.
+        `SourceFailedError` or `WorkerLostError`. A receiver that dies, or stands still, keeps nobody else from it.
+
+        Large values reach many other hosts by way of each other. The first receiver of each keeps them for `KEEP_S`
+        (see `workers.messages.relays`) after it last passed them on, counted with its backlog; where that has no place
+        for them, it passes nothing on, and the source sends them to each.
         """
         groups.check(workers)
         source = workers[0] if src is None else src
@@ -247,6 +257,8 @@ class Messenger:
             nothing = self._snapshot(fault, values.NOTHING, len(others), "a fault")
             self._submit(nothing, others, stream, options, timeout_s)
             raise
+        if snapshot.slab is not None and len(others) >= RECEIVERS_FROM:
+            snapshot.tree = Tree(self._engine.host)
         works = self._submit(snapshot, others, stream, options, timeout_s)
         work = all_of(works, f"{self._name}: broadcast to {len(others)} workers", object)
         return work if async_op else work.wait()
@@ -391,27 +403,6 @@ class Messenger:
         except BaseException:
             self._engine.call(lambda: self._engine.incoming.withdraw(posting))
             raise
-
-
-class _Backlog:
-    """What was sent and is not received yet. Thread-safe."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._waiting = 0
-        self._guard = threading.Lock()
-
-    def admit(self, nbytes: int, what: str) -> None:
-        with self._guard:
-            if self._waiting + nbytes > self._limit:
-                raise MessageBacklogError(
-                    what=what, nbytes=nbytes, waiting_bytes=self._waiting, limit_bytes=self._limit
-                )
-            self._waiting += nbytes
-
-    def free(self, nbytes: int) -> None:
-        with self._guard:
-            self._waiting -= nbytes
 
 
 def _form_of(tensor: Tensor) -> TensorForm:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import zmq
+
 from dataplane.errors import DataPlaneError, InternalError
 from workers.errors import GroupOptionsError, MessageTimeoutError
 from workers.messages.options import CollectiveGroupOptions
+from workers.messages.relays import Tree
 from workers.messages.slabs import OwnSlab
 from workers.messages.wire import Done, Form, Held, Post, Pull, Refused, Settled, error_of
 from workers.values import Packed
@@ -23,10 +26,15 @@ SETTLE_S = 1.0
 
 _log = logging.getLogger(__name__)
 _DEFAULT = CollectiveGroupOptions()
+_serials = itertools.count()
 
 
 class Snapshot:
-    """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line."""
+    """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line.
+
+    frames: its skeleton and what is in line, made once for all receivers; tree: who pulls from whom, None where all
+    pull from here.
+    """
 
     def __init__(
         self,
@@ -38,9 +46,11 @@ class Snapshot:
         free: Callable[[OwnSlab | None], None],
     ) -> None:
         self.form = form
-        self.skeleton, self.segments, self.nbytes = packed.skeleton, packed.segments, packed.nbytes
+        self.serial = next(_serials)
+        self.segments, self.nbytes = packed.segments, packed.nbytes
         self.slab = slab
-        self.inline = inline
+        self.frames = (zmq.Frame(packed.skeleton, copy=True), zmq.Frame(inline, copy=True))
+        self.tree: Tree | None = None
         self._left = receivers
         self._free = free
         self._guard = threading.Lock()
@@ -128,12 +138,12 @@ class Outgoing:
         self._waited_for += 1
         sending.future.add_done_callback(self._not_waited_for)
 
-    def flush(self, peer: str, ours: int, theirs: int) -> None:
-        """Send what is queued for `peer`; ours, theirs: the incarnations of both ends. A message that cannot be sent is
-        its own failure."""
+    def flush(self, peer: str, ours: int, theirs: int, endpoint: str) -> None:
+        """Send what is queued for `peer`; ours, theirs: the incarnations of both ends; endpoint: where the peer is. A
+        message that cannot be sent is its own failure."""
         for sending in self._queued.pop(peer, ()):
             try:
-                self._send(peer, sending, ours, theirs)
+                self._send(peer, sending, ours, theirs, endpoint)
             except Exception as error:
                 _log.exception("%s failed", sending.what)
                 if sending.number >= 0:
@@ -142,13 +152,15 @@ class Outgoing:
                     sending.snapshot.release()
                 sending.fail(InternalError(what=f"{sending.what}: {error!r}"))
 
-    def _send(self, peer: str, sending: Sending, ours: int, theirs: int) -> None:
+    def _send(self, peer: str, sending: Sending, ours: int, theirs: int, endpoint: str) -> None:
         contact = self.contact(peer, sending.stream, sending.options)
         sending.settling = contact.waits
         sending.number = self._numbers.get((peer, sending.stream), 0)
         self._numbers[peer, sending.stream] = sending.number + 1
         self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
         snapshot = sending.snapshot
+        tree = snapshot.tree
+        relay, passes_on = (None, False) if tree is None else tree.place(peer, theirs, endpoint)
         post = Post(
             stream=sending.stream,
             number=sending.number,
@@ -161,6 +173,9 @@ class Outgoing:
             nbytes=snapshot.nbytes,
             slab=None if snapshot.slab is None else snapshot.slab.name,
             settling=sending.settling,
+            serial=snapshot.serial,
+            relay=relay,
+            passes_on=passes_on,
         )
         self._transmit(peer, post, snapshot)
 

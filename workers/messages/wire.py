@@ -9,6 +9,12 @@ A sender's messages go over its connection to the receiver's port; the answers c
     Data + bytes    ------------->
     <-------------  Done or Refused                 taken, or met by a receive that expected something else
 
+Values of a broadcast to many may be pulled from another receiver (see `workers.messages.relays`):
+
+    receiver                                        receiver that passes on
+    Want  ------------------------------------->
+    <-------------  Data + bytes, or Absent
+
 The skeleton is a pickle; tensors' bytes are not in it. Workers trust each other as those of one Ray job do.
 """
 
@@ -68,12 +74,22 @@ class Slab(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Relay(msgspec.Struct, frozen=True, array_like=True):
+    """A receiver that passes values on. depth: through how many receivers they come, this one included."""
+
+    worker: str
+    incarnation: int
+    endpoint: str
+    depth: Annotated[int, msgspec.Meta(gt=0)]
+
+
 class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A message. slab None: its bytes are in the last frame.
 
     stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
-    stream to this receiver; receiver: its incarnation, as another may have its port by now; settling: the sender waits
-    for more than Held.
+    stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
+    incarnation, as another may have its port by now; settling: the sender waits for more than Held; relay: whom to
+    pull from, None for the sender; passes_on: others may pull from this receiver.
     """
 
     stream: bytes
@@ -87,6 +103,9 @@ class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nbytes: int
     slab: Slab | None
     settling: bool
+    serial: int
+    relay: Relay | None
+    passes_on: bool
 
     def __post_init__(self) -> None:
         """ValueError for values that are not among the bytes of the message."""
@@ -136,11 +155,12 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of a Pull follow in a frame."""
+    """The bytes of a Pull or a Want follow in a frame. source, incarnation: whose they are."""
 
     stream: bytes
     number: int
     source: str
+    incarnation: int
     start: Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -150,8 +170,30 @@ class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     inodes: tuple[int, ...]
 
 
-Request = Post | Data | Forget
-Answer = Held | Settled | Done | Refused | Pull
+class Want(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """To a receiver that passes on. source, incarnation, serial: whose values; stream, number: of the message they are
+    for, at the one that asks; receiver: the incarnation of the one that is asked."""
+
+    source: str
+    incarnation: int
+    serial: int
+    stream: bytes
+    number: int
+    receiver: int
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """To a Want: these values are not passed on here, or no longer."""
+
+    source: str
+    stream: bytes
+    number: int
+
+
+Request = Post | Data | Forget | Want
+Answer = Held | Settled | Done | Refused | Pull | Data | Absent
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: Callable[[Any], Request] = reader(Request)

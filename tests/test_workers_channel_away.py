@@ -1,0 +1,133 @@
+"""A channel over several nodes that is made while one of their brokers is away: dead, or standing still."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.channel_peer import Peer, kept
+from tests.channels import CAPACITY
+from tests.lives import wait_until
+from workers.channel import Channel, line
+from workers.channel import channel as channel_module
+from workers.channel.errors import ChannelLostError, ChannelSettingsError
+from workers.channel.hosted import HostedBroker
+from workers.channel.settings import broker_name
+from workers.directory import Directory, DirectoryClient, Kind
+from workers.directory import server as directory_server
+
+pytestmark = pytest.mark.integration
+
+RANKS = range(3)
+AWAY = 1
+
+
+@pytest.fixture
+def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
+    """param: after how many ms of silence it gives a process up."""
+    for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", getattr(request, "param", 1000)), ("GRACE_S", 0.1)):
+        monkeypatch.setattr(directory_server, name, value)
+    monkeypatch.setattr(line, "CONNECT_S", 0.5)
+    with Directory.serve() as server, DirectoryClient(server.address) as client:
+        yield client
+
+
+@pytest.fixture
+def others(directory: DirectoryClient) -> Iterator[None]:
+    """The brokers that stay."""
+    hosted = [HostedBroker(directory.address, rank, capacity_bytes=CAPACITY) for rank in RANKS if rank != AWAY]
+    yield
+    for each in hosted:
+        each.close()
+
+
+def _host(directory: str) -> None:
+    kept()["broker"] = HostedBroker(directory, AWAY, capacity_bytes=CAPACITY)
+
+
+@pytest.fixture
+def away(directory: DirectoryClient) -> Iterator[Peer]:
+    """The process of a broker, which is to go away."""
+    peer = Peer()
+    peer.call(_host, directory.address)
+    yield peer
+    with contextlib.suppress(ProcessLookupError):
+        peer.signal(signal.SIGCONT)
+    peer.stop()
+
+
+def _brokers(directory: DirectoryClient) -> set[str]:
+    return {entry.name for entry in directory.listing(Kind.CHANNEL)}
+
+
+def _kill(peer: Peer) -> None:
+    peer.kill()
+
+
+def _stop(peer: Peer) -> None:
+    peer.signal(signal.SIGSTOP)
+
+
+ways = pytest.mark.parametrize("go_away", [_kill, _stop])
+
+
+def _works(channel: Channel) -> None:
+    channel.put("a", key="k")
+    assert channel.get(key="k", timeout_s=30) == "a"
+
+
+@ways
+@pytest.mark.usefixtures("others")
+def test_it_is_made_of_the_others_and_stays_what_its_name_means(
+    directory: DirectoryClient, away: Peer, go_away: Callable[[Peer], None]
+) -> None:
+    go_away(away)
+    made = Channel.create("c", distributed=True, directory=directory, here=0)
+    assert made._settings.nodes == (0, 2)
+    made.put("early", key="k")
+    back = None
+    if go_away is _kill:
+        back = HostedBroker(directory.address, AWAY, capacity_bytes=CAPACITY)
+    else:
+        away.signal(signal.SIGCONT)
+    wait_until(lambda: broker_name(AWAY) in _brokers(directory), "the directory has the broker again")
+    found = Channel.create("c", distributed=True, directory=directory, here=AWAY)
+    assert found.get(key="k", timeout_s=30) == "early"
+    for other in ({"distributed": True, "maxsize": 3}, {"node_rank": 0}):
+        with pytest.raises(ChannelSettingsError):
+            Channel.create("c", directory=directory, **other)
+    new = Channel.create("new", distributed=True, directory=directory, here=0)
+    assert new._settings.nodes == (0, 1, 2)
+    _works(new)
+    for each in (made, found, new):
+        each.disconnect()
+    if back is not None:
+        back.close()
+
+
+@pytest.mark.parametrize("directory", [600_000], indirect=True)
+@pytest.mark.usefixtures("others")
+def test_one_that_the_directory_still_has_is_a_named_error(
+    directory: DirectoryClient, away: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left of the channel that could not be made."""
+    monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
+    asked: list[str] = []
+    real = channel_module.Link.ask_after_puts
+
+    def ask_after_puts(link: channel_module.Link, *args: object) -> object:
+        asked.append(link.endpoint.address)
+        return real(link, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(channel_module.Link, "ask_after_puts", ask_after_puts)
+    _stop(away)
+    with pytest.raises(ChannelLostError, match=r"creation of channel 'c': .* \(it does not answer\)"):
+        Channel.create("c", distributed=True, directory=directory, here=0)
+    assert len(asked) == 1, "the part that was made is closed; the one that is away is not waited for again"
+    away.signal(signal.SIGCONT)
+    made = Channel.create("c", distributed=True, directory=directory, here=0)
+    _works(made)
+    made.close()

@@ -1,0 +1,100 @@
+"""A message that came, a receive that waits, and both once they met. For the engine's thread, but for `Delivery`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dataplane.warm import WarmMemory
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.wire import ObjectForm, Post, TensorForm
+from workers.values import Bytes, Unpacked, copy_into, unpack
+
+Key = tuple[str, bytes]
+"""Where messages queue: by source and stream."""
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
+    process only; queued: it waits for a receive."""
+
+    route: bytes
+    post: Post
+    skeleton: bytes
+    memory: Bytes | None
+    own: bool
+    queued: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.post.source, self.post.stream
+
+
+@dataclass(eq=False)
+class Posting:
+    """A receive that waits. target: for recv_tensor; ready: what is to be over on the GPU before target is written;
+    eager: nobody waits yet, so the engine copies whatever its size."""
+
+    source: str
+    stream: bytes
+    options: CollectiveGroupOptions | None
+    target: Tensor | None
+    form: ObjectForm | TensorForm
+    device: torch.device | None
+    ready: torch.cuda.Event | None
+    eager: bool
+    what: str
+    begun: float
+    deadline: float
+    future: Future[Delivery] = field(default_factory=Future)
+
+    @property
+    def key(self) -> Key:
+        return self.source, self.stream
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Delivery:
+    """A message that met its receive. `take` copies its values out, once, in whichever thread comes first.
+
+    Refers to neither of them afterwards: what was received is given back when its owner drops it, not by a collector.
+    """
+
+    def __init__(self, posting: Posting, arrival: Arrival, warm: WarmMemory, done: Callable[[], None]) -> None:
+        self.form = arrival.post.form
+        self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
+        self._warm = warm
+        self._guard = threading.Lock()
+        self._values: Unpacked | None = None
+
+    def take(self) -> Unpacked | None:
+        """What `recv` is to load; None for `recv_tensor`, whose target then has the values. The sender is told."""
+        with self._guard:
+            if self._pending is None:
+                return self._values
+            posting, arrival, done = self._pending
+            memory, self._pending = arrival.memory, None
+            assert memory is not None, posting.what
+            try:
+                if posting.ready is not None:
+                    posting.ready.synchronize()
+                if posting.target is not None:
+                    copy_into(posting.target, arrival.post.segments, memory)
+                else:
+                    skeleton, segments = arrival.skeleton, arrival.post.segments
+                    self._values = unpack(
+                        skeleton, segments, memory, self._warm, own=arrival.own, device=posting.device
+                    )
+            finally:
+                arrival.memory = None
+                done()
+            return self._values
