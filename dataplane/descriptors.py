@@ -9,11 +9,13 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 
-from dataplane.errors import ServiceUnavailableError
+from dataplane.errors import LimitError, ServiceUnavailableError
 
 ENOUGH = 1 << 20
-OF_A_CONTEXT = 12
-"""More than a context of ZMQ takes when its first socket is made."""
+OF_A_CONTEXT = 20
+"""More than a context of ZMQ takes with its first sockets. Where its threads find none it ends the whole process."""
+OF_A_SERVER = 48
+"""More than a controller or a storage unit takes before its first client comes. gRPC, too, ends the process."""
 
 
 def allow_more() -> int:
@@ -28,26 +30,29 @@ def allow_more() -> int:
 
 
 def require_enough() -> None:
-    """OSError unless there are enough for a context of ZMQ, which ends the whole process where its threads find none.
-    Call it before the first socket of each is made."""
+    """`LimitError` unless there are enough for a server."""
+    free = _free(OF_A_SERVER)
+    if free < OF_A_SERVER:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        hint = "Allow this process more: ulimit -n, LimitNOFILE= of systemd, docker run --ulimit nofile=."
+        raise LimitError(what="open files", got=limit - free + OF_A_SERVER, limit=limit, hint=hint)
+
+
+def _free(most: int) -> int:
+    """How many more this process may open now, `most` if there are more."""
     held: list[int] = []
-    try:
-        for _ in range(OF_A_CONTEXT):
+    with contextlib.suppress(OSError):
+        while len(held) < most:
             held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        raise OSError(error.errno, f"{_too_few()}; allow it more") from error
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-
-
-def _too_few() -> str:
-    return f"this process may have no more open files (ulimit -n {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    for descriptor in held:
+        os.close(descriptor)
+    return len(held)
 
 
 @contextlib.contextmanager
-def enough_for(address: str) -> Iterator[None]:
-    """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`."""
+def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
+    """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`: to begin
+    with, fewer than `least`."""
     takes = "of which a session takes about fifteen and each of its calls at a time two"
     remedy = "allow it more, or share a client between threads"
 
@@ -55,6 +60,8 @@ def enough_for(address: str) -> Iterator[None]:
         return ServiceUnavailableError(address=address, why=f"{none_left}, {takes}; {remedy}")
 
     with enough_or(unavailable):
+        if _free(least) < least:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
 
 
@@ -67,7 +74,8 @@ def enough_or(error: Callable[[str], Exception]) -> Iterator[None]:
         # What could not be connected to has the exhaustion as its cause.
         if not (none_left(cause) or none_left(cause.__cause__)):
             raise
-        raise error(_too_few()) from cause
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise error(f"this process may have no more open files (ulimit -n {limit})") from cause
 
 
 def none_left(error: BaseException | None) -> bool:

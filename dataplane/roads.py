@@ -22,7 +22,7 @@ from dataplane.bulk.client import Received, UnitConnection
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import EncodedColumn, RowSource
 from dataplane.config import DataPlaneConfig
-from dataplane.descriptors import enough_for, require_enough
+from dataplane.descriptors import OF_A_CONTEXT, enough_for
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.rowcopy import CopyRuns, Run, copy_runs
@@ -150,8 +150,7 @@ class Roads:
         info = self._infos.get(unit)
         if info is None:
             raise _unlisted(unit)
-        with enough_for(info.name):
-            require_enough()
+        with enough_for(info.name, least=OF_A_CONTEXT):
             made = UnitConnection(
                 info,
                 session=self._session,

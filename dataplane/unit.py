@@ -26,6 +26,7 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.control.tls import server_context
 from dataplane.control.unit_link import UnitLink
 from dataplane.curve import ServerKeys
+from dataplane.descriptors import require_enough
 from dataplane.errors import ClientClosedError
 from dataplane.failpoints import hit
 from dataplane.folder import in_own_directory, leave, own_directory, own_path
@@ -51,7 +52,8 @@ class StorageUnit:
 
     config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. Raises
     `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
-    controller answers, OSError where the port is taken. With `http_port` it answers Prometheus there.
+    controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
+    files. With `http_port` it answers Prometheus there.
 
     When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
     more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
@@ -86,6 +88,7 @@ class StorageUnit:
 
     def _start(self) -> None:
         self._stopped = False
+        require_enough()
         config = self._config
         self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)

@@ -18,7 +18,7 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.channel import CLOSE_S, arrived, send
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
-from dataplane.descriptors import enough_for, require_enough
+from dataplane.descriptors import OF_A_CONTEXT, enough_for
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -65,8 +65,7 @@ class AsyncChannel(OpenChannel):
     async def open(cls, config: DataPlaneConfig, lock_path: str = "") -> AsyncChannel:
         """Connect to `config.address` and open a session, within `config.connect_timeout_s`. Raises as
         `open_session`. lock_path: see there."""
-        with enough_for(config.address or ""):
-            require_enough()
+        with enough_for(config.address or "", least=OF_A_CONTEXT):
             context: zmq.Context[Socket] = zmq.Context()
             opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
             try:

@@ -17,7 +17,7 @@ from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper
 from dataplane.control.opening import Session, Socket, door_socket, open_session
-from dataplane.descriptors import enough_for, require_enough
+from dataplane.descriptors import OF_A_CONTEXT, enough_for
 from dataplane.errors import ClientClosedError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
@@ -54,16 +54,15 @@ class Channel(OpenChannel):
     def open(cls, config: DataPlaneConfig, lock_path: str = "") -> Channel:
         """Connect to `config.address` and open a session. Blocks for `config.connect_timeout_s` at most. Raises as
         `open_session`. lock_path: see there."""
-        context: zmq.Context[Socket] = zmq.Context()
-        context.max_sockets = MOST_SOCKETS
-        try:
-            with enough_for(config.address or ""):
-                require_enough()
+        with enough_for(config.address or "", least=OF_A_CONTEXT):
+            context: zmq.Context[Socket] = zmq.Context()
+            context.max_sockets = MOST_SOCKETS
+            try:
                 session, dealer = open_session(config, context, lock_path)
                 return cls(config, session, context, dealer)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
+            except BaseException:
+                context.destroy(linger=0)
+                raise
 
     # --- calls
 

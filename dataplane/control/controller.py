@@ -18,6 +18,7 @@ from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerLike, LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
 from dataplane.curve import ServerKeys
+from dataplane.descriptors import require_enough
 from dataplane.durable import DurableLedger, LedgerSettings
 from dataplane.errors import PortTakenError
 from dataplane.failpoints import hit
@@ -98,8 +99,8 @@ class Controller:
 
     def start(self) -> Self:
         """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards,
-        `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be gone on from; nothing is
-        left running then."""
+        `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be gone on from,
+        `LimitError` where this process may have too few open files; nothing is left running then."""
         config = self._config
         token = config.secret()
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
@@ -116,6 +117,7 @@ class Controller:
 
     def _start(self, token: str | None) -> None:
         config = self._config
+        require_enough()
         ledger = self._open_ledger()
         secret = token or (self._made_secret() if config.tls else "")
         instance = secrets.token_hex(16)
