@@ -216,7 +216,9 @@ def test_bins_without_room_are_tried_few_times_each(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Exchange, "_exchanged", counted)
     arguments = {"max_tokens_per_microbatch": 4096, "algorithm": "modified_first_fit_decreasing"}
     plan = plan_shards(size, lambda _: lengths, shards=32, sequence_packing_args=arguments, locality=near)
-    home = [near.rows[row] == host for shard, host in zip(plan, near.shards, strict=True) for row in shard.rows.tolist()]
+    home = [
+        near.rows[row] == host for shard, host in zip(plan, near.shards, strict=True) for row in shard.rows.tolist()
+    ]
     assert sum(home) > 0.6 * size
     assert tries < 4 * size
 

@@ -263,7 +263,9 @@ class TQWorkerMixin:
         if self._replica_channel() is not None:
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
-                ReplicaGroup(self._get_replica_group(), timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s)),
+                ReplicaGroup(
+                    self._get_replica_group(), timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s)
+                ),
                 leads=self._is_replica_leader(),
                 digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
             )

@@ -205,9 +205,7 @@ class Session:
             self.large[number] = size
             self.large_bytes += size
 
-    def confirm(
-        self, watermark: int, confirmed: tuple[int, ...], limits: Limits
-    ) -> tuple[list[Parked], list[Claimed]]:
+    def confirm(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> tuple[list[Parked], list[Claimed]]:
         """The client has the answers of all numbers below `watermark` and of those `confirmed`, or wants none. Gives
         parked calls it has thereby given up, and the claims that are final now. What was settled once stays so, in
         whatever order calls arrive."""
