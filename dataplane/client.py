@@ -254,8 +254,8 @@ class DataPlaneClient:
 
         Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
         are left, waits for all of those and for open leases, and returns what there is, possibly nothing. At
-        `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False` returns what
-        is ready, possibly none.
+        `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False`
+        returns what is ready, possibly none.
 
         where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
         groups only, samples with equal tag `group_by`. order: "oldest" or "freshest". lease_s: samples not acknowledged

@@ -20,7 +20,7 @@ def seconds(name: str, value: Any, *, positive: bool = False) -> float:
     try:
         found = float(value)
     except OverflowError:
-        found = math.inf if value > 0 else -math.inf
+        found = math.inf
     if not 0 <= found < math.inf or (positive and not found):
         least = "more than 0" if positive else "0 or more"
         raise InvalidRequestError(f"{name}={found}: expected seconds, {least} and finite; a wait has an end")

@@ -29,7 +29,8 @@ from dataplane import (
     failpoints,
     serve,
 )
-from dataplane.checkpoint import files, manifest, place
+from dataplane.checkpoint import files, manifest
+from dataplane.checkpoint import place as placing
 from tests.lives import wait_until
 from tests.profiles import budget
 
@@ -440,7 +441,7 @@ def test_without_locks_nothing_is_removed_that_could_be_read(
         def flock(descriptor: int, how: int) -> None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(place, "fcntl", NoLocks)
+    monkeypatch.setattr(placing, "fcntl", NoLocks)
     client.checkpoint(tmp_path / "c")
     failpoints.arm("restore.verified", functools.partial(save_again, client, tmp_path / "c"))
     assert bare.restore(tmp_path / "c").partitions == {"p": 3}

@@ -56,7 +56,7 @@ WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("value", NO_TIMES, ids=lambda value: repr(value)[:6])
 def test_a_wait_without_an_end_is_refused_by_name(call: str, value: float) -> None:
     name, wait = WAITS[call]
-    with pytest.raises(InvalidRequestError, match=f"^{name}=.*: expected seconds, .* and finite; a wait has an end$"):
+    with pytest.raises(InvalidRequestError, match=rf"^{name}=.*: expected seconds, .* and finite; a wait has an end$"):
         wait(value)
 
 
@@ -64,13 +64,13 @@ def test_a_wait_without_an_end_is_refused_by_name(call: str, value: float) -> No
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_what_is_no_number_is_refused_by_name(call: str, value: object) -> None:
     name, wait = WAITS[call]
-    with pytest.raises(TypeError, match=f"^{name}=.*: expected seconds as a number, got "):
+    with pytest.raises(TypeError, match=rf"^{name}=.*: expected seconds as a number, got "):
         wait(value)
 
 
 @pytest.mark.parametrize("call", ["claim, lease", "extend", "stream, lease"])
 def test_a_lease_takes_some_time(call: str) -> None:
-    with pytest.raises(InvalidRequestError, match="lease_s=0.0: expected seconds, more than 0 and finite"):
+    with pytest.raises(InvalidRequestError, match=r"lease_s=0\.0: expected seconds, more than 0 and finite"):
         WAITS[call][1](0)
 
 

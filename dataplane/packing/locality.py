@@ -203,7 +203,7 @@ class Exchange:
         return np.stack([ones[fit], others[near[fit]]], axis=1)
 
     def _exchanged(self, one: int, other: int) -> bool:
-        """Exchange the rows of two places, of which the other's is no shorter, unless a bin or a shard gets too much."""
+        """Exchange the rows of two places, the other's being no shorter, unless a bin or a shard gets too much."""
         rows, loads, totals = self._rows, self._loads, self._totals
         change = self.sizes[rows[other]] - self.sizes[rows[one]]
         if change:

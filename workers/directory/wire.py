@@ -13,7 +13,6 @@ from dataplane.errors import DataPlaneError
 from workers import decoding, errors
 from workers.decoding import reader
 
-
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
 
