@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable
@@ -23,7 +22,7 @@ def private(path: str | Path, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if not os.path.islink(path):
             raise
         raise PermissionError(f"{path} is a link, where a file of this user is to be: remove it") from error
 

@@ -77,7 +77,8 @@ def link_of_another_user(link: Path, target: Path, monkeypatch: pytest.MonkeyPat
     """`link` leads to `target`, and is not this user's."""
     link.symlink_to(target)
     if os.geteuid():
-        monkeypatch.setattr(os, "geteuid", lambda other=os.geteuid() + 1: other)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
     else:
         os.lchown(link, 65534, 65534)
 
@@ -109,7 +110,9 @@ def test_a_link_in_a_state_directory_that_others_write_to_is_not_followed(tmp_pa
     mine.chmod(0o644)
     state.mkdir()
     (state / "journal.sqlite").symlink_to(mine)
-    with pytest.raises(StateDirError, match="journal.sqlite is a link, where a file of this user is to be: remove it"):
+    with pytest.raises(
+        StateDirError, match=r"journal\.sqlite is a link, where a file of this user is to be: remove it"
+    ):
         DurableLedger.open(state, SETTINGS)
     assert (mine.read_text(), mode(mine)) == ("of value", 0o644)
 

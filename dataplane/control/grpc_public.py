@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -68,8 +69,8 @@ class Strangers:
 
         async def answer(unread: Any, context: Context) -> AsyncIterator[Message]:
             await self._enter(context)
-            replies: Any = handler.stream_stream(unread, context)  # type: ignore[attr-defined]
-            async with contextlib.aclosing(replies):
+            behavior: Any = handler.stream_stream
+            async with contextlib.aclosing(behavior(unread, context)) as replies:
                 async for reply in replies:
                     yield reply
 
@@ -82,9 +83,10 @@ class Strangers:
             if got >= most:
                 await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Try again."))
         here[peer] += 1
-        context.add_done_callback(lambda _: self._leave(peer))
+        leave: Any = partial(self._leave, peer)
+        context.add_done_callback(leave)
 
-    def _leave(self, peer: str) -> None:
+    def _leave(self, peer: str, context: Context) -> None:
         self._under_way[peer] -= 1
         if not self._under_way[peer]:
             del self._under_way[peer]

@@ -56,8 +56,8 @@ class Recorder:
     """The ledger's thread tells it of each answer; it is counted soon, and at the latest before somebody reads. Memory
     is bounded.
 
-    `clock` must be the one that the times of `answered` are of. `wall` is the machine's, which is set now and then: what
-    is reported is by that clock as it is when it is asked for.
+    `clock` must be the one that the times of `answered` are of. `wall` is the machine's, which is set now and then:
+    reports are by that clock as it is when they are asked for.
     """
 
     def __init__(
