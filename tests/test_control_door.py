@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane import DataPlaneClient, connect, serve
 from dataplane.control import channel as sync_channel
 from dataplane.control import door, keeper, opening
 from dataplane.control.controller import Controller
-from dataplane.errors import CallTimeoutError, ServiceUnavailableError
+from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
-from tests.control_service import Open, ScriptedLedger, done, ledger, open_channel, scripted  # noqa: F401
+from tests.control_service import Open, ScriptedLedger, ledger, open_channel, scripted  # noqa: F401
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -96,44 +95,6 @@ def test_threads_that_call_while_heartbeats_come_share_few_sockets(scripted: Con
             assert sockets <= 10
         for each in under_way:
             each.result()
-
-
-def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = counted_sockets(monkeypatch)
-    over = threading.Event()
-
-    def call(client: DataPlaneClient) -> None:
-        while not over.is_set():
-            client.list_samples("p")
-
-    with serve({"capacity_bytes": 16 << 20}) as server, connect(server.address, heartbeat_s=60.0) as client:
-        client.register_partition("p", ["x"], None, ["t"])
-        channel = client._connections.get()._channel
-        with ThreadPoolExecutor(8) as pool:
-            under_way = [pool.submit(call, client) for _ in range(8)]
-            try:
-                for _ in range(200):
-                    channel._maintain()  # what each heartbeat does
-            finally:
-                over.set()
-            for each in under_way:
-                each.result(60.0)
-    # One for each thread, one that is being served, and one to post with.
-    assert len(opened) <= 10
-
-
-def test_a_socket_that_brought_no_answer_is_not_used_again(
-    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have no connection, as the process may open no more files."""
-    opened = counted_sockets(monkeypatch)
-    channel = open_channel(scripted, call_timeout_s=0.2)
-    ledger.answer = lambda call: None
-    with pytest.raises(CallTimeoutError):
-        channel.call(c.Seal(partition="p"))
-    ledger.answer = done
-    channel.call(c.Seal(partition="p"), timeout_s=60.0)
-    assert [dealer.closed for dealer in opened] == [True, False]
 
 
 def test_too_few_open_files_are_a_named_error_and_lose_no_post(

@@ -28,13 +28,11 @@ from h2.events import StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.control import grpc_door, grpc_public, keys
+from dataplane.control import grpc_public, keys
 from dataplane.control.controller import Controller
-from dataplane.control.http2 import BusyError
 from dataplane.control.keys import keys_of
 from dataplane.control.opening import door_address
-from dataplane.control.statuses import from_status
-from dataplane.errors import ServiceUnavailableError, SessionExpiredError, to_wire
+from dataplane.errors import SessionExpiredError, to_wire
 from dataplane.host import split_address
 from dataplane.kept import discard
 from dataplane.pb import control_pb2 as pb
@@ -258,38 +256,6 @@ def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, cal
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, [*headers.items(), ("te", "trailers"), *asks])
     peer.sendall(connection.data_to_send())
-
-
-def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_door, "MAX_CALLS", 2)
-    busy, ask = threading.Event(), keys._ask
-
-    def asked(*question: Any) -> bytes:
-        try:
-            return ask(*question)
-        except BusyError:
-            busy.set()
-            raise
-
-    monkeypatch.setattr(keys, "_ask", asked)
-    with (
-        Controller(replace(CONFIG, token=TOKEN)) as controller,
-        grpc.insecure_channel(controller.address) as channel,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
-        for watch in watches:
-            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.Check(health_pb2.HealthCheckRequest())
-        error = from_status(refused.value, address=controller.address, what="AttachUnit", waited_s=0.0)
-        assert isinstance(error, ServiceUnavailableError)
-        assert "it is busy" in str(error)
-        opening = pool.submit(keys_of, controller.address, TOKEN, None, deadline=time.monotonic() + WAIT_S)
-        assert busy.wait(WAIT_S)
-        watches[0].cancel()
-        assert opening.result(WAIT_S).ticket is not None
 
 
 def test_an_older_client_is_named_in_the_log() -> None:

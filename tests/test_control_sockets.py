@@ -1,0 +1,100 @@
+"""A client's sockets to its service while many calls are made, answers do not come, or the service's port is full."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dataplane import DataPlaneClient, connect, serve
+from dataplane.control import grpc_door, keys
+from dataplane.control.controller import Controller
+from dataplane.control.http2 import BusyError
+from dataplane.control.keys import keys_of
+from dataplane.control.statuses import from_status
+from dataplane.errors import CallTimeoutError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from tests.control_service import Open, ScriptedLedger, done, ledger, open_channel, scripted  # noqa: F401
+from tests.lives import CONFIG
+from tests.test_control_door import counted_sockets
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+TOKEN = "open-sesame-7f3a"
+
+
+def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = counted_sockets(monkeypatch)
+    over = threading.Event()
+
+    def call(client: DataPlaneClient) -> None:
+        while not over.is_set():
+            client.list_samples("p")
+
+    with serve({"capacity_bytes": 16 << 20}) as server, connect(server.address, heartbeat_s=60.0) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        channel = client._connections.get()._channel
+        with ThreadPoolExecutor(8) as pool:
+            under_way = [pool.submit(call, client) for _ in range(8)]
+            try:
+                for _ in range(200):
+                    channel._maintain()  # what each heartbeat does
+            finally:
+                over.set()
+            for each in under_way:
+                each.result(60.0)
+    # One for each thread, one that is being served, and one to post with.
+    assert len(opened) <= 10
+
+
+def test_a_socket_that_brought_no_answer_is_not_used_again(
+    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no connection, as the process may open no more files."""
+    opened = counted_sockets(monkeypatch)
+    channel = open_channel(scripted, call_timeout_s=0.2)
+    ledger.answer = lambda call: None
+    with pytest.raises(CallTimeoutError):
+        channel.call(c.Seal(partition="p"))
+    ledger.answer = done
+    channel.call(c.Seal(partition="p"), timeout_s=60.0)
+    assert [dealer.closed for dealer in opened] == [True, False]
+
+
+def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_door, "MAX_CALLS", 2)
+    busy, ask = threading.Event(), keys._ask
+
+    def asked(*question: Any) -> bytes:
+        try:
+            return ask(*question)
+        except BusyError:
+            busy.set()
+            raise
+
+    monkeypatch.setattr(keys, "_ask", asked)
+    with (
+        Controller(replace(CONFIG, token=TOKEN)) as controller,
+        grpc.insecure_channel(controller.address) as channel,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Check(health_pb2.HealthCheckRequest())
+        error = from_status(refused.value, address=controller.address, what="AttachUnit", waited_s=0.0)
+        assert isinstance(error, ServiceUnavailableError)
+        assert "it is busy" in str(error)
+        opening = pool.submit(keys_of, controller.address, TOKEN, None, deadline=time.monotonic() + WAIT_S)
+        assert busy.wait(WAIT_S)
+        watches[0].cancel()
+        assert opening.result(WAIT_S).ticket is not None
