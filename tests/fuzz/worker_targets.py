@@ -93,7 +93,11 @@ def message_seeds() -> list[bytes]:
         slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,
     )
-    requests = [post, messages.Data(stream=b"", number=1, source="a:0", start=0), messages.Forget(inodes=(1, 2))]
+    requests = [
+        post,
+        messages.Data(stream=b"", number=1, source="a:0", incarnation=1, receiver=2, start=0),
+        messages.Forget(inodes=(1, 2)),
+    ]
     answers = [
         messages.Held(stream=b"", number=1, kept=True, busy=False),
         messages.Pull(stream=b"", number=1, start=0, nbytes=9),

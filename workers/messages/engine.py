@@ -335,8 +335,8 @@ class Engine:
         if entry.live:
             self.incarnation = entry.incarnation
             waiting, self._until_registered = self._until_registered, []
-            for look_at in waiting:
-                look_at()
+            for work in waiting:
+                self._attempt(work)
             return
         error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
         if not self.incarnation:
@@ -399,12 +399,18 @@ class Engine:
         match request:
             case Post():
                 peer = self._peer(request.source)
+                if request.receiver > self.incarnation:
+                    # Its sender knows already that this worker is registered anew.
+                    self._until_registered.append(partial(self._take, route, request, frames))
+                    return
                 if request.receiver != self.incarnation or request.incarnation < peer.incarnation:
                     return
                 self._renew(request.source, peer, request.incarnation)
                 self.incoming.arrive(route, request, frames[0].bytes, frames[1].buffer)
             case Data():
-                self.incoming.data(request, frames[0].buffer)
+                peer = self._peer(request.source)
+                if (request.receiver, request.incarnation) == (self.incarnation, peer.incarnation):
+                    self.incoming.data(request, frames[0].buffer)
             case Forget():
                 self._mappings.forget(request.inodes)
 
@@ -427,13 +433,21 @@ class Engine:
         if sending is None or sending.snapshot.slab is None:
             return
         part: Any = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
-        data = Data(stream=pull.stream, number=pull.number, source=self.name, start=pull.start)
+        peer = self._peer(name)
+        data = Data(
+            stream=pull.stream,
+            number=pull.number,
+            source=self.name,
+            incarnation=self.incarnation,
+            receiver=peer.incarnation,
+            start=pull.start,
+        )
         try:
             body = zmq.Frame(part, copy=False, track=False)
         except OSError:
             # What is not copied takes pyzmq a descriptor or two, the first time.
             body = zmq.Frame(part)
-        self._links.send(name, self._peer(name).endpoint, (wire.encode(data), body), self.outgoing.idle)
+        self._links.send(name, peer.endpoint, (wire.encode(data), body), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()

@@ -172,6 +172,7 @@ class Incoming:
         self._postings: dict[Key, deque[Posting]] = {}
         self._fetches: dict[tuple[str, bytes, int], _Fetch] = {}
         self._unsettled: list[Arrival] = []
+        self._missed: dict[Key, Exception] = {}
 
     # --- receives -------------------------------------------------------------------------------------------------
 
@@ -181,6 +182,10 @@ class Incoming:
         lives: the source is known to be who sent what is queued. Otherwise the receive waits until `match` or `lose`
         tells: under the name of one that died there may be another by now, whose messages come first.
         """
+        missed = self._missed.pop(posting.key, None)
+        if missed is not None:
+            posting.fail(missed)
+            return False
         self._contact(posting.source, posting.stream, posting.options)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if lives:
@@ -322,6 +327,8 @@ class Incoming:
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
+        """Every source is lost, with what came of it; the next receive from one of which something had come says so."""
+        self._missed.update(dict.fromkeys(self._arrivals, error))
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
         for fetch in self._fetches.values():

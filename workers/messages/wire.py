@@ -136,11 +136,14 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of a Pull follow in a frame."""
+    """The bytes of a Pull follow in a frame. incarnation, receiver: of both ends, as in the Post; a connection that was
+    cut may bring those of an earlier message of that number."""
 
     stream: bytes
     number: int
     source: str
+    incarnation: int
+    receiver: int
     start: Annotated[int, msgspec.Meta(ge=0)]
 
 
