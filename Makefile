@@ -50,12 +50,14 @@ coverage: setup ## the test suite, and the share of each module's lines that it 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-soak: setup ## half an hour of faults under rising load, then the ledger's model test and simulator, twenty times longer
+soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, then the ledger's model test and simulator, twenty times longer
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
+	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 
-faults: setup ## every process of a working service dies and stops at every failpoint, links break; ARGS="--seed N" again
+faults: setup ## every process of a working service, and of a job of workers, dies and stops, links break; ARGS="--seed N" again
 	@$(BIN)/python -m tests.faults.storm $(ARGS)
+	@$(BIN)/python -m tests.faults.workers_storm $(ARGS)
 
 fuzz: $(VENV)/.fuzz ## feed every decoder with hostile bytes for ten minutes; ARGS="--seconds N --target NAME" for less
 	@$(BIN)/python -m tests.fuzz $(ARGS)

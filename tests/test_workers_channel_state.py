@@ -212,6 +212,15 @@ def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
         desk.broker.apply(2, wire.Ack(77))
 
 
+def test_an_acknowledgement_is_answered_where_that_is_asked_for() -> None:
+    desk = Desk()
+    for head in "ab":
+        desk.put(head)
+    for confirm, answers in ((False, []), (True, [wire.Done])):
+        number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+        assert kinds(desk.broker.apply(2, wire.Ack(number, confirm))) == answers
+
+
 def test_closing_refuses_puts_and_lets_gets_drain() -> None:
     desk = Desk(maxsize=1)
     desk.put("a")
@@ -431,13 +440,16 @@ class Traffic(RuleBasedStateMachine):
         self.tell(client, wire.Reserve(number, "c", key, nbytes, nowait))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), back=st.booleans())
-    def settle(self, data: st.DataObject, back: bool) -> None:
+    @rule(data=st.data(), back=st.booleans(), confirm=st.booleans())
+    def settle(self, data: st.DataObject, back: bool, confirm: bool) -> None:
         client, number = data.draw(st.sampled_from(sorted(self.leases)))
-        _, places = self.leases.pop((client, number))
+        key, places = self.leases.pop((client, number))
         if not back:
             self.acknowledged.update(places)
-        self.tell(client, wire.Nack(number) if back else wire.Ack(number))
+            if confirm:
+                self.requests[(client, number)] = ("ack", key, -1)
+        self.tell(client, wire.Nack(number) if back else wire.Ack(number, confirm))
+        assert (client, number) not in self.requests, "it is answered at once"
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -20,7 +20,7 @@ from workers.errors import (
     NameInUseError,
     WorkerLostError,
 )
-from workers.messages import Messenger
+from workers.messages import Messenger, incoming
 
 pytestmark = pytest.mark.slow
 
@@ -230,6 +230,8 @@ def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
             assert receiver.recv(sender.address) == "first contact"
         waiting = b.recv(address(8), async_op=True)
         unreceived = b.send(torch.ones(BIG), A, async_op=True)
+        assert unreceived is not None
+        unreceived.wait()
         unmet = b.send("to one who never comes", address(7), async_op=True)
         proxy.cut()
         with pytest.raises(WorkerLostError, match="g:1 is gone: its connection broke"):
@@ -240,11 +242,66 @@ def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
             with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
                 work.wait()
         wait_until(lambda: b._engine.incarnation, "it is registered anew")
+        for lost in (lambda: b.send("after what A has not received", A), lambda: b.recv(A)):
+            with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
+                lost()
         b.send("fresh", A, async_op=True)
         a.send("fresh too", B, async_op=True)
         assert a.recv(B) == "fresh"
         assert b.recv(A) == "fresh too"
-        del unreceived
+        b.close()
+    proxy.close()
+
+
+def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew(one_road: Here) -> None:
+    a = one_road.worker(A)
+    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+    with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
+        real, held = client._registered_anew, []
+        client._registered_anew = lambda *args: held.append(args)  # type: ignore[method-assign]
+        b = Messenger(B, client, timeout_s=60.0)
+        waiting = a.recv(B, async_op=True)
+        proxy.cut()
+        with pytest.raises(WorkerLostError, match="g:1 is gone"):
+            waiting.wait()
+        proxy.heal()
+        wait_until(lambda: held, "it is registered anew")
+        sent = a.send("early", B, async_op=True)
+        assert sent is not None
+        wait_until(lambda: b._engine._until_registered, "the message is there")
+        real(*held[0])
+        assert b.recv(A) == "early"
+        sent.wait()
+        b.close()
+    proxy.close()
+
+
+def test_what_a_given_up_worker_is_reading_is_not_written_over(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still in the middle of a receive from memory that its sender had back meanwhile."""
+    a, c = one_road.worker(A), one_road.worker(address(2))
+    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+    reads, go_on, real = threading.Event(), threading.Event(), incoming.unpack
+
+    def stand_still(*args: Any, **kwargs: Any) -> Any:
+        if not reads.is_set():
+            reads.set()
+            assert go_on.wait(60)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(incoming, "unpack", stand_still)
+    with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
+        b = Messenger(B, client, timeout_s=60.0)
+        works = [b.recv(A, async_op=True)]
+        a.send(torch.full((BIG,), 1.0), B, async_op=True)
+        assert reads.wait(60)
+        proxy.cut()
+        with pytest.raises(WorkerLostError, match="g:1 is gone"):
+            a.recv(B)
+        a.send(torch.full((BIG,), 2.0), c.address, async_op=True)
+        go_on.set()
+        assert works[0].wait().sum() == BIG
+        assert c.recv(A).sum() == 2 * BIG
+        proxy.heal()
         b.close()
     proxy.close()
 

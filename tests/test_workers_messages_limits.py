@@ -296,6 +296,28 @@ def test_a_message_for_another_incarnation_is_dropped(one_road: Here) -> None:
     assert not lost.done()
 
 
+@pytest.mark.parametrize("end", ["incarnation", "receiver"])
+def test_parts_of_a_message_between_others_are_dropped(
+    one_road: Here, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A connection that was cut may bring them late, under the number of a message that is on its way."""
+    a, b = (one_road.worker(address(rank), shared_memory=False) for rank in range(2))
+    real = a._engine._serve
+
+    def serve_twice(name: str, pull: wire.Pull) -> None:
+        ends = {"incarnation": a._engine.incarnation, "receiver": b._engine.incarnation}
+        ends[end] -= 1
+        data = wire.Data(stream=pull.stream, number=pull.number, source="g:0", start=pull.start, **ends)
+        frames = (wire.encode(data), bytes(pull.nbytes))
+        a._engine._links.send(name, a._engine._peer(name).endpoint, frames, a._engine.outgoing.idle)
+        real(name, pull)
+
+    monkeypatch.setattr(a._engine, "_serve", serve_twice)
+    sent = torch.arange(4 * LARGE)
+    a.send(sent, B, async_op=True)
+    assert torch.equal(b.recv(A), sent)
+
+
 def test_a_port_that_was_something_else_s_is_tried_again(one_road: Here) -> None:
     (a,) = one_road.workers(1)
     client = one_road.client()

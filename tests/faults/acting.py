@@ -115,8 +115,10 @@ class _Watch(logging.Handler):
 def begin(name: str, folder: str, shared: Any, orders: list[Order], lives_on: str = "") -> Actor:
     """This process is an actor from now on. lives_on: the host it is to take itself to be on."""
     actor = Actor(name, folder, shared)
-    logging.getLogger("dataplane").addHandler(_Watch(actor))
-    logging.getLogger("dataplane").setLevel(logging.INFO)
+    watch = _Watch(actor)
+    for package in ("dataplane", "workers"):
+        logging.getLogger(package).addHandler(watch)
+        logging.getLogger(package).setLevel(logging.INFO)
     threading.excepthook = lambda gone: actor.fail("".join(traceback.format_exception(gone.exc_value)))
     if lives_on:
         _live_on(lives_on)

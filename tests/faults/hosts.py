@@ -42,8 +42,8 @@ def missing() -> str:
 _libc = ctypes.CDLL(None)
 
 
-def _end_with_me() -> None:
-    """The process is killed when the one that started it ends, however that does."""
+def end_with_parent() -> None:
+    """This process is killed when the one that started it ends, however that does."""
     _libc.prctl(1, signal.SIGKILL)
 
 
@@ -61,7 +61,7 @@ class Running:
             text=True,
             env=environment,
             cwd=_ROOT,
-            preexec_fn=_end_with_me,
+            preexec_fn=end_with_parent,
         )
 
     def line(self) -> str:

@@ -96,8 +96,10 @@ def message_seeds() -> list[bytes]:
         relay=messages.Relay("b:0", 5, "h:1", 1),
         passes_on=True,
     )
-    data = messages.Data(stream=b"", number=1, source="a:0", incarnation=2, start=0)
-    want = messages.Want(source="a:0", incarnation=2, serial=4, stream=b"s", number=1, receiver=5, start=0, nbytes=9)
+    data = messages.Data(stream=b"", number=1, source="a:0", incarnation=2, receiver=5, start=0)
+    want = messages.Want(
+        source="a:0", incarnation=2, serial=4, stream=b"s", number=1, asker=3, receiver=5, start=0, nbytes=9
+    )
     requests = [post, data, messages.Forget(inodes=(1, 2)), want]
     answers = [
         messages.Held(stream=b"", number=1, kept=True, busy=False),

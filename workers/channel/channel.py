@@ -58,9 +58,9 @@ class Channel:
     waits for a place. Every wait ends at its timeout (`timeout_s`, by default the handle's, which is `TIMEOUT_S`) with
     `ChannelTimeoutError`, and says every 30 s in the log what it waits for. A wait takes no processor time.
 
-    An item is the getter's once it has arrived there; if its process dies before, the next getter has it. Any Python
-    object that can be pickled is an item. Tensors come back on the CPU, those that were on a CUDA device on the
-    getter's current one, if it has any; they are the getter's own, and not views of what was put.
+    An item is the getter's once it has arrived there (and, of another host's broker, once that has said that it knows);
+    if its process dies before, the next getter has it. Any Python object that can be pickled is an item. Tensors come
+    back on the CPU, those of a CUDA device on the getter's current one, if any; they are its own, and no views.
 
     With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
     item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes.
@@ -310,7 +310,7 @@ class Channel:
             return finish(link.ask(make, what, self._until(timeout_s)))
         future: Future[Any]
         future, drop = link.begin(make, what, self._until(timeout_s))
-        work = AsyncWork(future, what, finish)
+        work = AsyncWork(future, what, finish, slow=lambda answer: getattr(answer, "remote", False))
         weakref.finalize(work, drop).atexit = False
         return work
 

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 CONNECT_S = 10.0
 GRACE_S = 10.0
 """How long a broker may take to confirm what was given up."""
+CONFIRM_S = 30.0
+"""The same for what has arrived, from another host. The kernel notices sooner that there is no network."""
+UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
 LOG_EVERY_S = 30.0
 
 Settle = Callable[[wire.Ack | wire.Nack], None]
@@ -50,20 +53,27 @@ class Arrived:
         """Of the get that brought them."""
         return self._answer.number
 
+    @property
+    def remote(self) -> bool:
+        """Whether `take` waits for the broker."""
+        return self._line.remote
+
     def take(self) -> list[Any]:
-        """Copy the items into this process's memory, acknowledge them and build them. `NotSerializableError` where one
-        cannot be built: it is gone; what came with it went back to where it was."""
+        """Copy the items into this process's memory, acknowledge them and build them. Blocks for `CONFIRM_S` at most
+        where the broker is on another host: items are this process's once it has said so, or they might be another's
+        too. `NotSerializableError` where one cannot be built: it is gone; what came with it went back to where it was.
+        """
         try:
             held = self._values()
             if len(held) > 1:
                 self._line.stream.check()
         except StreamLostError:
             # What sends knows why, and says so.
-            self._send(wire.Ack(self._answer.number))
+            self._send(wire.Ack(self.number))
             raise
         if len(held) > 1:
             return self._build_batch(held)
-        self._send(wire.Ack(self._answer.number))
+        self._send(self._ack)
         return [each.load() for each in held]
 
     def _build_batch(self, held: list[Unpacked]) -> list[Any]:
@@ -74,13 +84,16 @@ class Arrived:
                 built.append(each.load())
             except NotSerializableError as error:
                 errors[place] = error
-        number = self._answer.number
-        self._send(wire.Nack(number, tuple(errors)) if errors else wire.Ack(number))
+        self._send(wire.Nack(self.number, tuple(errors)) if errors else self._ack)
         if not errors:
             return built
         first = next(iter(errors.values()))
         first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
         raise first
+
+    @property
+    def _ack(self) -> wire.Ack:
+        return wire.Ack(self.number, confirm=self.remote)
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
@@ -99,7 +112,7 @@ class Arrived:
 class Line:
     """Connects at once: blocks for `CONNECT_S` at most. `StreamLostError`, or another OSError, where nothing answers.
 
-    local: the broker's memory is mapped.
+    local: the broker's memory is mapped; remote: it never was.
     """
 
     def __init__(self, endpoint: Endpoint, memory: WarmMemory) -> None:
@@ -110,6 +123,7 @@ class Line:
         self._writing = threading.Lock()
         self._shut = False
         self.local = False
+        self.remote = True
         until = time.monotonic() + CONNECT_S
         self.stream = _connect(endpoint)
         try:
@@ -135,7 +149,7 @@ class Line:
                 mapping = mmap.mmap(fds[0], answer.arena_bytes)
                 mapping.madvise(mmap.MADV_DONTDUMP)
                 self._arena = np.frombuffer(mapping, np.uint8)[answer.data_from :]
-                self.local = True
+                self.local, self.remote = True, False
         finally:
             for fd in fds:
                 os.close(fd)
@@ -221,6 +235,11 @@ class Line:
 
     def _send(self, request: wire.Ack | wire.Nack) -> None:
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
+        if isinstance(request, wire.Ack) and request.confirm:
+            try:
+                self.stream.receive(time.monotonic() + CONFIRM_S)
+            except (StreamLostError, StreamSilentError) as error:
+                raise StreamLostError(UNCONFIRMED) from error
 
     def shut(self) -> None:
         """From another thread: whoever uses this gets `StreamLostError`. Waits for a copy into the broker's memory to

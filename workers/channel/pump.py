@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from dataplane.control.waker import Waker
 from workers.channel import wire
 from workers.channel.errors import ChannelClosedError, ChannelTimeoutError
 from workers.channel.items import Parcel
-from workers.channel.line import GRACE_S, LOG_EVERY_S, Arrived, Line
+from workers.channel.line import CONFIRM_S, GRACE_S, LOG_EVERY_S, UNCONFIRMED, Arrived, Line
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE
 
@@ -83,6 +84,7 @@ class Pump:
         self._later_bytes = 0
         self._puts: set[int] = set()
         self._arrived: set[int] = set()
+        self._confirming: dict[int, Future[None]] = {}
         self._unwanted: deque[int] = deque()
         self._waker = Waker()
         # Reentrant: a finalizer may come while its thread is here already.
@@ -269,7 +271,7 @@ class Pump:
             return max(0, int((self._next_look - time.monotonic()) * 1000) + 1)
 
     def _over(self) -> bool:
-        return self._retiring and not (self._open or self._arrived)
+        return self._retiring and not (self._open or self._arrived or self._confirming)
 
     def _turn(self) -> tuple[BaseException | None, list[Callable[[], None]]]:
         """Take in what has come, and see to what is due. Why to end, or None; and the futures to complete."""
@@ -291,19 +293,39 @@ class Pump:
         return self.ended, done
 
     def _settle(self, request: wire.Ack | wire.Nack) -> None:
-        """Acknowledge items, or give them back. From any thread. What cannot be acknowledged is not ours: it goes to
-        the next getter, and its bytes may have been another's when they were read."""
+        """Acknowledge items, or give them back. From any thread, but for what has to be confirmed: not from the pump's
+        own. What cannot be acknowledged is not ours: it goes to the next getter, and its bytes may have been another's
+        when they were read."""
+        confirmed: Future[None] | None = None
         with self._guard:
             self._arrived.discard(request.number)
             if self.ended is None:
+                if isinstance(request, wire.Ack) and request.confirm:
+                    confirmed = self._confirming[request.number] = Future()
                 self._write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
             self._wake()
+        if confirmed is not None:
+            ended = self._unconfirmed(confirmed)
         if ended is not None:
             raise self._lost(f"taking an item of channel {self._channel!r}", ended)
 
+    def _unconfirmed(self, confirmed: Future[None]) -> BaseException | None:
+        """Why the broker's word did not come, once that is certain; None if it came."""
+        try:
+            return confirmed.exception(CONFIRM_S)
+        except FutureTimeout:
+            with self._guard:
+                error = self.ended = self.ended or StreamLostError(UNCONFIRMED)
+            self._wake()
+            return error
+
     def _answered(self, number: int, answer: Reply, done: list[Callable[[], None]]) -> None:
+        confirmed = self._confirming.pop(number, None)
+        if confirmed is not None:
+            confirmed.set_result(None)
+            return
         entry = self._open.pop(number, None)
         self._puts.discard(number)
         if entry is None:
@@ -366,10 +388,13 @@ class Pump:
         with self._guard:
             self.ended = error
             left, self._open = list(self._open.values()), {}
+            confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()
             self._later.clear()
             self._line.close()
             with self._waking:
                 self._waker.close()
+        for confirmed in confirming:
+            confirmed.set_exception(error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED))
         for entry in left:
             entry.future.set_exception(self._lost(entry.what, error))

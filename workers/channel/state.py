@@ -87,7 +87,7 @@ class Broker:
             case wire.Get():
                 self._get(client, request)
             case wire.Ack():
-                self._ack(client, request.number)
+                self._ack(client, request)
             case wire.Nack():
                 self._nack(client, request)
             case wire.Reserve():
@@ -278,8 +278,10 @@ class Broker:
 
     # --- what was handed out, and giving up
 
-    def _ack(self, client: Client, number: int) -> None:
-        lease = self._lease(client, number)
+    def _ack(self, client: Client, request: wire.Ack) -> None:
+        lease = self._lease(client, request.number)
+        if request.confirm:
+            self._answer(client, wire.Done(request.number))
         lease.queue.leased -= len(lease.taken)
         self._forget(lease.taken)
         if lease.queue.channel.closed or self._waiting or self._starved:

@@ -15,7 +15,7 @@ import msgspec
 
 from workers.decoding import reader
 
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<IQ")
 MAX_BODY_BYTES = 64 << 20
 NOWHERE = -1
@@ -99,7 +99,10 @@ class Get(Request, tag=7):
 
 
 class Ack(Request, tag=8):
-    """The items that `number` got have arrived. Not answered."""
+    """The items that `number` got have arrived. Answered by Done under `confirm`, else not: over a network it may not
+    reach the broker, which then gives the items to the next getter."""
+
+    confirm: bool = False
 
 
 class Nack(Request, tag=9):

@@ -346,8 +346,8 @@ class Engine:
         if entry.live:
             self.incarnation = entry.incarnation
             waiting, self._until_registered = self._until_registered, []
-            for look_at in waiting:
-                look_at()
+            for work in waiting:
+                self._attempt(work)
             return
         error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
         if not self.incarnation:
@@ -422,6 +422,10 @@ class Engine:
         match request:
             case Post():
                 peer = self._peer(request.source)
+                if request.receiver > self.incarnation:
+                    # Its sender knows already that this worker is registered anew.
+                    self._until_registered.append(partial(self._take, route, request, frames))
+                    return
                 if request.receiver != self.incarnation or request.incarnation < peer.incarnation:
                     return
                 self._renew(request.source, peer, request.incarnation)
@@ -459,15 +463,17 @@ class Engine:
         sending = self.outgoing.asked(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
+        peer = self._peer(name)
         part = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
         data = Data(
             stream=pull.stream,
             number=pull.number,
             source=self.name,
             incarnation=self.incarnation,
+            receiver=peer.incarnation,
             start=pull.start,
         )
-        self._links.send(name, self._peer(name).endpoint, (wire.encode(data), _frame(part)), self.outgoing.idle)
+        self._links.send(name, peer.endpoint, (wire.encode(data), _frame(part)), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()

@@ -111,6 +111,7 @@ class Incoming:
         self._postings: dict[Key, deque[Posting]] = {}
         self._fetches: dict[tuple[str, bytes, int], _Fetch] = {}
         self._unsettled: list[Arrival] = []
+        self._missed: dict[Key, Exception] = {}
 
     # --- receives -------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,10 @@ class Incoming:
         lives: the source is known to be who sent what is queued. Otherwise the receive waits until `match` or `lose`
         tells: under the name of one that died there may be another by now, whose messages come first.
         """
+        missed = self._missed.pop(posting.key, None)
+        if missed is not None:
+            posting.fail(missed)
+            return False
         self._contact(posting.source, posting.stream, posting.options)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if lives:
@@ -217,7 +222,7 @@ class Incoming:
         """A part of a message that is being pulled. One that makes no sense fails the receive, and its message."""
         key = (data.source, data.stream, data.number)
         fetch = self._fetches.get(key)
-        if fetch is None or fetch.arrival.post.incarnation != data.incarnation:
+        if fetch is None or _ends(fetch.arrival.post) != _ends(data):
             return
         part = np.frombuffer(body, dtype=np.uint8)
         end, expected = data.start + part.size, fetch.missing.get(data.start, part.size)
@@ -298,6 +303,8 @@ class Incoming:
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
+        """Every source is lost, with what came of it; the next receive from one of which something had come says so."""
+        self._missed.update(dict.fromkeys(self._arrivals, error))
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
         for fetch in self._fetches.values():
@@ -401,6 +408,7 @@ class Incoming:
             serial=post.serial,
             stream=post.stream,
             number=post.number,
+            asker=post.receiver,
             receiver=relay.incarnation,
             start=start,
             nbytes=nbytes,
@@ -454,6 +462,11 @@ class Incoming:
 
 def _order(arrival: Arrival) -> tuple[int, int]:
     return arrival.post.incarnation, arrival.post.number
+
+
+def _ends(said: Post | Data) -> tuple[int, int]:
+    """The incarnations of the source and of the receiver."""
+    return said.incarnation, said.receiver
 
 
 def _fits(post: Post, form: ObjectForm | TensorForm) -> bool:

@@ -95,7 +95,8 @@ class Messenger:
     `MessageBacklogError`; `MessengerClosedError`; ValueError or TypeError for arguments that cannot be, such as a wait
     without an end. After any of them the pair is as it was. A worker that stood still for so long that the directory
     gave it up (and told its peers) learns it when it goes on: what was under way raises `WorkerLostError` naming this
-    worker, and what comes after works, under another incarnation.
+    worker, and what comes after works, under another incarnation. What was delivered to it, or by it, and not received
+    is lost; where nothing was under way, the next operation on that pair says so by the same error.
 
     Descriptors: a connection per peer to which something was sent (the idlest of many are closed), one per peer that
     sends here, and one per large message that waits to be received, up to a bound: those beyond it are sent by the
@@ -361,10 +362,10 @@ class Messenger:
                 self._slabs.give_back(slab)
             raise
 
-        def free(slab: Any) -> None:
+        def free(slab: Any, unsure: bool) -> None:
             self._backlog.free(size)
             if slab is not None:
-                self._slabs.give_back(slab)
+                (self._slabs.abandon if unsure else self._slabs.give_back)(slab)
 
         return Snapshot(form, packed, slab, bytes(inline), receivers, free)
 

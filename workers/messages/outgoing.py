@@ -43,7 +43,7 @@ class Snapshot:
         slab: OwnSlab | None,
         inline: bytes,
         receivers: int,
-        free: Callable[[OwnSlab | None], None],
+        free: Callable[[OwnSlab | None, bool], None],
     ) -> None:
         self.form = form
         self.serial = next(_serials)
@@ -54,17 +54,19 @@ class Snapshot:
         self._left = receivers
         self._free = free
         self._guard = threading.Lock()
+        self._unsure = False
         if not receivers:
-            free(slab)
+            free(slab, False)
 
-    def release(self) -> None:
-        """One of the receivers needs it no more."""
+    def release(self, *, unsure: bool = False) -> None:
+        """One of the receivers needs it no more; unsure: that one was given up, and may be reading it."""
         with self._guard:
+            self._unsure = self._unsure or unsure
             self._left -= 1
             if self._left:
                 return
             slab, self.slab = self.slab, None
-        self._free(slab)
+        self._free(slab, self._unsure)
 
 
 @dataclass(eq=False)
@@ -122,7 +124,7 @@ class Outgoing:
         self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
         self._waited_for = 0
         self._numbers: dict[tuple[str, bytes], int] = {}
-        self._late: dict[str, DataPlaneError] = {}
+        self._late: dict[str, Exception] = {}
 
     def contact(self, peer: str, stream: bytes, options: CollectiveGroupOptions | None) -> Contact:
         """Of this pair or group; `options` count if it is the first."""
@@ -225,7 +227,7 @@ class Outgoing:
     def _found(self, peer: str, stream: bytes, number: int) -> Sending | None:
         return self._sent.get(peer, {}).get((stream, number))
 
-    def late_error(self, peer: str) -> DataPlaneError | None:
+    def late_error(self, peer: str) -> Exception | None:
         """What became known of a message after its `send` had returned; once."""
         return self._late.pop(peer, None)
 
@@ -242,23 +244,29 @@ class Outgoing:
         waiting = itertools.chain(self._all_sent(), *self._queued.values())
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
 
-    def lose(self, peer: str, error: Exception) -> None:
-        """That life of the peer is over: fail all that was to go to it, and forget what was agreed with it."""
+    def lose(self, peer: str, error: Exception) -> bool:
+        """That life of the peer is over: fail all that was to go to it, and forget what was agreed with it. Whether
+        somebody waited for any of it."""
+        waited = False
         for sending in self._queued.pop(peer, []):
-            sending.fail(error)
+            waited |= sending.fail(error)
             sending.snapshot.release()
         for sending in list(self._sent.get(peer, {}).values()):
-            self._drop(sending)
-            sending.fail(error)
+            self._drop(sending, unsure=True)
+            waited |= sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]
         for key in [key for key in self._numbers if key[0] == peer]:
             del self._numbers[key]
+        return waited
 
     def fail_all(self, error: Exception) -> None:
-        """Every peer is lost."""
+        """Every peer is lost. Where something had been delivered, and nobody waited for anything, the next operation
+        with that peer fails: it may not be received any more."""
         for peer in {*self._queued, *self._sent, *(peer for peer, _ in {*self.contacts, *self._numbers})}:
-            self.lose(peer, error)
+            delivered = peer in self._sent
+            if not self.lose(peer, error) and delivered:
+                self._late[peer] = error
 
     @property
     def waiting(self) -> bool:
@@ -281,9 +289,9 @@ class Outgoing:
     def _not_waited_for(self, _: Future[None]) -> None:
         self._waited_for -= 1
 
-    def _drop(self, sending: Sending) -> None:
+    def _drop(self, sending: Sending, *, unsure: bool = False) -> None:
         sent = self._sent[sending.to]
         del sent[sending.stream, sending.number]
         if not sent:
             del self._sent[sending.to]
-        sending.snapshot.release()
+        sending.snapshot.release(unsure=unsure)

@@ -146,6 +146,7 @@ class Relays:
             number=want.number,
             source=want.source,
             incarnation=want.incarnation,
+            receiver=want.asker,
             start=want.start,
         )
         self._reply(route, data, kept.memory[want.start : want.start + want.nbytes])

@@ -123,12 +123,21 @@ class Slabs:
             while self._idle and (self._closed or self._idle_bytes > self._most or len(self._idle) > IDLE_MOST):
                 self._let_go_of_the_oldest()
 
+    def abandon(self, slab: OwnSlab) -> None:
+        """Somebody who was given up may still read it: it is never used again, and goes when the last lets go of it."""
+        if slab.shared:
+            with self._guard:
+                self._let_go_of(slab)
+
     def _let_go_of_the_oldest(self) -> None:
         oldest = self._idle.pop(0)
         self._idle_bytes -= oldest.name.nbytes
+        self._let_go_of(oldest)
+
+    def _let_go_of(self, slab: OwnSlab) -> None:
         self._open -= 1
-        self._forgotten.append(oldest.name.inode)
-        oldest.close()
+        self._forgotten.append(slab.name.inode)
+        slab.close()
 
     def forgotten(self) -> tuple[int, ...]:
         """The inodes of slabs that went since this was last asked."""

@@ -155,12 +155,14 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of a Pull or a Want follow in a frame. source, incarnation: whose they are."""
+    """The bytes of a Pull or a Want follow in a frame. source: whose they are; incarnation, receiver: of both ends, as in
+    the Post; a connection that was cut may bring those of an earlier message of that number."""
 
     stream: bytes
     number: int
     source: str
     incarnation: int
+    receiver: int
     start: Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -172,13 +174,14 @@ class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Want(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """To a receiver that passes on. source, incarnation, serial: whose values; stream, number: of the message they are
-    for, at the one that asks; receiver: the incarnation of the one that is asked."""
+    for, at the one that asks; asker, receiver: the incarnations of the one that asks and the one that is asked."""
 
     source: str
     incarnation: int
     serial: int
     stream: bytes
     number: int
+    asker: int
     receiver: int
     start: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: Annotated[int, msgspec.Meta(gt=0)]

@@ -31,12 +31,20 @@ class AsyncWork(Generic[T]):
     """The outcome of an operation, as often as it is asked for. Thread-safe.
 
     future: done when the operation is; what: names it, for messages; finish: makes the result of the future's value,
-    called once, by whoever first asks for the result. While a wait lasts, a line every `LOG_EVERY_S` names what is
-    awaited. The operation has its own bound, so a wait without a timeout ends too.
+    called once, by whoever first asks for the result; slow: of that value, whether `finish` waits for another host, so
+    that event loops and the threads that end operations are spared it. While a wait lasts, a line every `LOG_EVERY_S`
+    names what is awaited. The operation has its own bound, so a wait without a timeout ends too.
     """
 
-    def __init__(self, future: Future[Any], what: str, finish: Callable[[Any], T] | None = None) -> None:
+    def __init__(
+        self,
+        future: Future[Any],
+        what: str,
+        finish: Callable[[Any], T] | None = None,
+        slow: Callable[[Any], bool] = lambda _: False,
+    ) -> None:
         self._future = future
+        self._slow = slow
         self._what = what
         self._finish = finish
         self._guard = threading.Lock()
@@ -93,14 +101,16 @@ class AsyncWork(Generic[T]):
             if timeout is not None and waited_s >= timeout:
                 raise MessageTimeoutError(what=self._what, waited_s=waited_s)
             _log.warning("%s: waiting for %.0f s so far", self._what, waited_s)
-        return self._result(self._future.result())
+        value = self._future.result()
+        return await asyncio.to_thread(self._result, value) if self._slow(value) else self._result(value)
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
         """Have `func(*args, **kwargs)` called once this is done; the work it returns has its result.
 
         An error here, such as a result that cannot be loaded, is that work's error, and `func` is not called. If `func`
         returns work, the result is that work's. The result is made, and `func` called, by the thread that ends the
-        operation (now, if it is done): it must not block.
+        operation (now, if it is done): it must not block. By a thread of its own where the result comes from the broker
+        of a channel on another host.
         """
         future: Future[Any] = Future()
 
@@ -116,7 +126,7 @@ class AsyncWork(Generic[T]):
             else:
                 future.set_result(made)
 
-        self._future.add_done_callback(call)
+        self._once_done(call)
         return AsyncWork(future, f"{self._what}, and what follows")
 
     def _pass_on(self, to: Future[Any]) -> None:
@@ -126,7 +136,16 @@ class AsyncWork(Generic[T]):
             except Exception as error:
                 to.set_exception(error)
 
-        self._future.add_done_callback(settle)
+        self._once_done(settle)
+
+    def _once_done(self, call: Callable[[Future[Any]], None]) -> None:
+        def begin(future: Future[Any]) -> None:
+            if future.exception() is None and self._slow(future.result()):
+                threading.Thread(target=call, args=(future,), name="tq-then", daemon=True).start()
+            else:
+                call(future)
+
+        self._future.add_done_callback(begin)
 
     def _result(self, value: Any) -> T:
         if self._finish is None:
