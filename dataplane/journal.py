@@ -33,7 +33,7 @@ from dataplane.log_end import LogEnd
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32

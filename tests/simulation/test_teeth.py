@@ -15,6 +15,8 @@ from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.claims import Claims
+from dataplane.ledger.commands import Compacted
+from dataplane.ledger.compaction import Compactions
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
@@ -205,6 +207,45 @@ def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drains, "_switch", forgetful)
 
 
+def compaction_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    relocate = Drains.relocate
+
+    def credulous(self: Drains, partition: Any, command: Any, room: Any, pinned: Any) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            moves_do_not_look_again(meanwhile)
+            relocate(self, partition, command, room, pinned)
+
+    patch.setattr(Drains, "relocate", credulous)
+
+
+def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    relocation = Compactions._relocation
+
+    def careless(self: Compactions, unit: Any, values: Any) -> Any:
+        found = relocation(self, unit, values)
+        self.state.extents.unpin(found.pinned)
+        found.pinned = found.pinned[:0]
+        return found
+
+    patch.setattr(Compactions, "_relocation", careless)
+
+
+def units_copy_as_often_as_they_are_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Unit, "copies_again", lambda self, number: True)
+
+
+def a_broken_link_ends_compaction(patch: pytest.MonkeyPatch) -> None:
+    lost = UnitReports.lost
+
+    def hasty(self: UnitReports, item: Any) -> None:
+        under_way = self.state.compactions.get(item.unit)
+        if under_way is not None:
+            self.compactions.compacted(Compacted(unit=item.unit, number=under_way.order.number, error="lost"))
+        lost(self, item)
+
+    patch.setattr(UnitReports, "lost", hasty)
+
+
 def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
     living = Partition.living
 
@@ -260,6 +301,10 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         moves_do_not_look_again,
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
+        compaction_does_not_look_again,
+        what_is_compacted_is_not_pinned,
+        units_copy_as_often_as_they_are_told,
+        a_broken_link_ends_compaction,
         a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
 )
