@@ -127,7 +127,8 @@ class SpaceChecks(ClaimChecks):
             for at, offset, nbytes in held:
                 if at == unit:
                     for granule in granules(offset, nbytes):
-                        assert granule not in used, f"{name} may write to granule {granule} of {used[granule]}"
+                        mine = used.get(granule, (name,))[0] == name
+                        assert mine, f"{name} may write to granule {granule} of {used[granule]}"
                         used[granule] = (name, "reserved", granule)
         return used
 

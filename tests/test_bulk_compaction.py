@@ -26,13 +26,18 @@ def order(number: int, *ranges: tuple[int, int, int]) -> c.CompactArena:
     return c.CompactArena(unit=UNIT, number=number, sources=sources, targets=targets, sizes=sizes)
 
 
+def report(unit: Unit) -> tuple[int, int, str | None]:
+    said = unit.expect(c.Compacted)
+    return said.unit, said.number, said.error
+
+
 def test_ranges_are_copied_step_by_step(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "STEP_BYTES", 100)
     unit.arena.data[: 64 * 100] = noise(64 * 100)
     before = unit.arena.data[: 64 * 100].copy()
     ranges = [(64 * i, MIB + 6400 - 64 * i, 60) for i in range(100)]
     unit.server.order(order(1, *ranges))
-    assert unit.expect(c.Compacted) == c.Compacted(unit=UNIT, number=1)
+    assert report(unit) == (UNIT, 1, None)
     for source, target, size in ranges:
         assert (unit.arena.data[target : target + size] == before[source : source + size]).all()
     assert (unit.arena.data[: 64 * 100] == before).all()
@@ -41,13 +46,13 @@ def test_ranges_are_copied_step_by_step(unit: Unit, monkeypatch: pytest.MonkeyPa
 def test_an_order_that_comes_again_is_reported_again_and_copies_nothing(unit: Unit) -> None:
     unit.arena.data[:64] = 1
     unit.server.order(order(3, (0, MIB, 64)))
-    assert unit.expect(c.Compacted).number == 3
+    assert report(unit) == (UNIT, 3, None)
     unit.arena.data[:64] = 2
     unit.server.order(order(3, (0, MIB, 64)))
-    assert unit.expect(c.Compacted) == c.Compacted(unit=UNIT, number=3)
+    assert report(unit) == (UNIT, 3, None)
     assert (unit.arena.data[MIB : MIB + 64] == 1).all()
     unit.server.order(order(2, (0, MIB, 64)))
-    assert "order 3" in (unit.expect(c.Compacted).error or "")
+    assert "order 3" in (report(unit)[2] or "")
     assert (unit.arena.data[MIB : MIB + 64] == 1).all()
 
 
@@ -55,10 +60,10 @@ def test_an_order_that_comes_again_is_reported_again_and_copies_nothing(unit: Un
 def test_ranges_that_are_not_backed_are_not_touched(unit: Unit, wrong: tuple[int, int, int]) -> None:
     unit.arena.data[:64] = 1
     unit.server.order(order(1, (0, MIB, 64), wrong))
-    first = unit.expect(c.Compacted)
-    assert "backed" in (first.error or "")
+    first = report(unit)
+    assert "backed" in (first[2] or "")
     assert not unit.arena.data[MIB : MIB + 64].any()
     unit.server.order(order(1, (0, MIB, 64), wrong))
-    assert unit.expect(c.Compacted) == first
+    assert report(unit) == first
     unit.server.order(order(2, (0, MIB, 64)))
-    assert unit.expect(c.Compacted).error is None
+    assert report(unit) == (UNIT, 2, None)

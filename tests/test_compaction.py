@@ -119,15 +119,17 @@ def test_who_begins_to_read_a_row_that_is_copied_keeps_its_old_bytes(server: Liv
 def test_rows_that_are_cleared_or_written_while_they_are_copied(server: Lives) -> None:
     with connect(server.address) as client:
         fill(client)
+        read(client, "s1")
         halt = Halt("unit.before_compacted")
         with putting(server.address) as put:
             halt.await_reached()
-            client.clear_samples(KEPT[:3], "p")
-            client.put_samples(KEPT[3:], "p", {"x": [row(name) for name in KEPT[3:]]}, mode="update")
-            client.put_samples(KEPT[:2], "p", {"x": [row(name) for name in KEPT[:2]]})
+            client.clear_samples(["s9", "s11"], "p")
+            client.put_samples(["s5", "s7"], "p", {"x": [row("s5"), row("s7")]}, mode="update")
+            client.put_samples(["s11"], "p", {"x": [row("s11")]})
+            assert not put.done()
             halt.go_on.set()
             put.result(WAIT_S)
-        client.put_samples(KEPT[2:3], "p", {"x": [row(KEPT[2])]})
+        client.put_samples(["s9"], "p", {"x": [row("s9")]})
         check(client)
 
 
