@@ -1,4 +1,4 @@
-"""Compaction in the model test: puts that wait for a larger piece, while what is copied for them is read and written."""
+"""Compaction in the model test: puts that wait for a larger piece, and what happens to rows that are copied for them."""
 
 from __future__ import annotations
 

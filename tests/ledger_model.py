@@ -7,7 +7,7 @@ up); those it only checks against the contract. `Faults` says which errors a com
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from dataplane.ledger.commands import (
@@ -24,8 +24,6 @@ from dataplane.ledger.commands import (
     Commit,
     CommitColumn,
     Committed,
-    CompactArena,
-    Compacted,
     Extend,
     FieldLocations,
     FindCells,
@@ -45,15 +43,12 @@ from dataplane.ledger.commands import (
     WhyBlocked,
 )
 from dataplane.types import GRANULE_BYTES, Scalar
-from tests.ledger_claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, matches
+from tests.ledger_claim_model import Faults, Held, Name, Partition, Place, Sample, matches
+from tests.ledger_copy_model import CopyModel
 from tests.ledger_values import placement_ranges, value_places
 
 
-COMPACTED: Counter[str] = Counter()
-"""Of all examples so far: orders to compact, cells that moved by them, and those that were gone by then."""
-
-
-class Model(ClaimModel):
+class Model(CopyModel):
     def __init__(self) -> None:
         super().__init__()
         self.commands: dict[Name, Command] = {}
@@ -68,7 +63,6 @@ class Model(ClaimModel):
         self.told: set[Name] = set()
         self.found: dict[Name, list[Place]] = {}
         self.draining: set[int] = set()
-        self.orders: dict[int, list[tuple[int, int, int]]] = {}
         self.past: deque[tuple[str, tuple[int, int], int]] = deque(maxlen=12)
 
     # --- what must happen ------------------------------------------------------------------------------------
@@ -366,39 +360,6 @@ class Model(ClaimModel):
         del self.reserved[reservation]
         self.pins.pop((name[0], command.located), None)
 
-    # --- compaction
-
-    def ordered(self, order: CompactArena) -> None:
-        """The unit is told to copy: (from, to, bytes)."""
-        parts = (order.sources.tolist(), order.targets.tolist(), order.sizes.tolist())
-        assert order.unit not in self.orders
-        ranges = self.orders[order.unit] = list(zip(*parts, strict=True))
-        cells = [cell for sample in self.all_samples() for cell in sample.cells.values() if cell.unit == order.unit]
-        COMPACTED["orders"] += 1
-        COMPACTED["gone"] += sum(copied(ranges, cell) is not None for cell in cells)
-
-    def all_samples(self) -> list[Sample]:
-        return [sample for partition in self.partitions.values() for sample in partition.samples.values()]
-
-    def copies(self) -> list[tuple[Name, list[tuple[int, int, int]]]]:
-        """(unit, offset, bytes) of where units write, by a name that no call has."""
-        return [
-            ((-unit, 0), [(unit, target, nbytes) for _, target, nbytes in ranges])
-            for unit, ranges in self.orders.items()
-        ]
-
-    def compacted(self, item: Compacted) -> None:
-        """Cells that live, and lie where the unit copied from, are at their copies."""
-        ranges = self.orders.pop(item.unit)
-        for sample in self.all_samples():
-            for name, cell in sample.cells.items():
-                offset = copied(ranges, cell) if cell.unit == item.unit else None
-                if offset is not None:
-                    value = ((-item.unit, item.number), name, offset)
-                    sample.cells[name] = dataclasses.replace(cell, offset=offset, value=value)
-                    COMPACTED["moved"] += 1
-                    COMPACTED["gone"] -= 1
-
     def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
         partition = self.partitions[command.partition]
         late = self.overdue(command)[0]
@@ -482,14 +443,6 @@ def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | Non
     if held is None:
         return True
     return held.until is None if claim is None else held.claim == claim != 0 and not held.acked
-
-
-def copied(ranges: list[tuple[int, int, int]], cell: Place) -> int | None:
-    """Where the copy of a cell lies; None if it is not copied."""
-    for source, target, nbytes in ranges if cell.nbytes else []:
-        if source <= cell.offset < source + nbytes:
-            return cell.offset - source + target
-    return None
 
 
 def handles(samples: Samples) -> list[tuple[int, int]]:

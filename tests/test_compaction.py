@@ -1,4 +1,4 @@
-"""Arenas that are compacted for a put that waits, through the whole service, with readers, and with processes that die."""
+"""Arenas that are compacted for a put that waits, through the whole service: with readers, and processes that die."""
 
 from __future__ import annotations
 
@@ -152,6 +152,7 @@ def test_the_controller_may_end_while_the_unit_copies(tmp_path: Path) -> None:
         lives.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["unit.mid_compaction", "unit.before_compacted"])
 def test_a_unit_that_is_killed_while_it_copies_does_it_again(tmp_path: Path, point: str) -> None:
     lives = Lives(tmp_path / "state")

@@ -49,9 +49,9 @@ from dataplane.types import FieldSpec
 from tests.ledger_budget_books import EVICTED
 from tests.ledger_claim_model import Name, Sample
 from tests.ledger_compactor import LedgerCompactor
+from tests.ledger_copy_model import COMPACTED
 from tests.ledger_evictor import LedgerEvictor
 from tests.ledger_machine import HOSTS
-from tests.ledger_model import COMPACTED
 from tests.ledger_mover import MOVED, LedgerMover
 from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s

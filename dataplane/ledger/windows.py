@@ -19,7 +19,7 @@ PARTS = (1, 8, 64)
 
 
 class Spans(NamedTuple):
-    """What lies in an arena of `end` bytes, by address: start, bytes and extent of each, and whether it can be moved."""
+    """What lies in an arena of `end` bytes, by address: start, bytes, extent, and whether it can be moved."""
 
     starts: Int64s
     sizes: Int64s

@@ -24,8 +24,8 @@ class Page(NamedTuple):
 
 
 class MoveBooks:
-    """`pages` are what each FindCells found. `orders` to compact are under way: the ranges of each (from, to, bytes), by
-    unit and number, and the values that lay there."""
+    """`pages` are what each FindCells found. Of orders to compact that are under way, by unit and number: `orders` are
+    the ranges (from, to, bytes), `sources` the cells that lay there."""
 
     def __init__(self, record: Recorder) -> None:
         self.record = record
@@ -105,7 +105,9 @@ class MoveBooks:
         """The unit does it. Nobody has been given what it writes to."""
         record, name = self.record, (order.unit, order.number)
         data = record.memory[order.unit].data
-        for source, target, nbytes in zip(*(part.tolist() for part in (order.sources, order.targets, order.sizes)), strict=True):
+        for source, target, nbytes in zip(
+            *(part.tolist() for part in (order.sources, order.targets, order.sizes)), strict=True
+        ):
             assert name in self.orders, f"order {name} is over, and is carried out"
             for at in granules(target, nbytes):
                 assert record.memory[order.unit].granted[at] is None, f"order {name} writes to granule {at}"

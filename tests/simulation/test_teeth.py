@@ -15,7 +15,6 @@ from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.claims import Claims
-from dataplane.ledger.commands import Compacted
 from dataplane.ledger.compaction import Compactions
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
@@ -230,22 +229,6 @@ def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Compactions, "_relocation", careless)
 
 
-def units_copy_as_often_as_they_are_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Unit, "copies_again", lambda self, number: True)
-
-
-def a_broken_link_ends_compaction(patch: pytest.MonkeyPatch) -> None:
-    lost = UnitReports.lost
-
-    def hasty(self: UnitReports, item: Any) -> None:
-        under_way = self.state.compactions.get(item.unit)
-        if under_way is not None:
-            self.compactions.compacted(Compacted(unit=item.unit, number=under_way.order.number, error="lost"))
-        lost(self, item)
-
-    patch.setattr(UnitReports, "lost", hasty)
-
-
 def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
     living = Partition.living
 
@@ -303,8 +286,6 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         moves_keep_what_was_pinned,
         compaction_does_not_look_again,
         what_is_compacted_is_not_pinned,
-        units_copy_as_often_as_they_are_told,
-        a_broken_link_ends_compaction,
         a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
 )

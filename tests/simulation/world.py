@@ -103,7 +103,8 @@ class Unit:
             case ShrinkArena():
                 self.world.report(self, self.shrink(order))
             case CompactArena(number=number):
-                if self.copies_again(number):
+                if number > self.compactions:
+                    self.compactions = number
                     self.world.record.moves.copy(order)
                 self.world.report(self, Compacted(unit=self.id, number=number))
             case _:
@@ -114,12 +115,6 @@ class Unit:
         self.epoch += 1
         self.fenced, self.attached, self.stopped = set(), {}, set()
         self.shrinks = self.compactions = 0
-
-    def copies_again(self, number: int) -> bool:
-        """Whether an order to copy is to be carried out: it was not in this life."""
-        new = number > self.compactions
-        self.compactions = max(number, self.compactions)
-        return new
 
     def shrink(self, order: ShrinkArena) -> Shrunk:
         """What the memory from there on held is gone."""
