@@ -1,4 +1,4 @@
-"""Compaction in the model test: puts that wait for a larger piece, and what happens to rows that are copied for them."""
+"""Compaction in the model test: puts that wait for a larger piece, and what becomes of rows copied for them."""
 
 from __future__ import annotations
 

@@ -357,8 +357,8 @@ class Ledger:
             self._state.touch(partition)
 
     def _tick(self, item: c.Tick) -> None:
-        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, those whose
-        time is over end, and arenas are compacted for those that are left."""
+        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, those end
+        whose time is over, and arenas are compacted for those that are left."""
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
