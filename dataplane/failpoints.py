@@ -53,6 +53,8 @@ NAMES = frozenset(
         "unit.fence.before",
         "unit.fence.after",
         "unit.before_grown",
+        "unit.mid_compaction",
+        "unit.before_compacted",
         # The controller.
         "journal.before_append",
         "journal.appended",

@@ -57,6 +57,14 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     return holders, offsets[firsts].tolist(), ends[lasts].tolist()
 
 
+def merge_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The same copies (from, to, bytes; none is empty) in fewer ranges: those that follow one another at both ends are
+    one."""
+    ends = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
+    firsts = np.concatenate((np.zeros(1, np.int64), ends + 1))
+    return sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts)
+
+
 def gather(
     buffers: Sequence[UInt8s],
     which: Int32s | None,

@@ -28,6 +28,8 @@ from dataplane.ledger.commands import (
     Command,
     Commit,
     Committed,
+    CompactArena,
+    Compacted,
     Consumption,
     Drain,
     Extend,
@@ -76,7 +78,7 @@ from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
 from tests.ledger_oracle import overlooked
 from tests.ledger_save_model import SaveBooks
-from tests.ledger_space_checks import RESERVE, SpaceChecks, Unit
+from tests.ledger_space_checks import RESERVE, SpaceChecks, Unit, granules
 from tests.ledger_values import canonical
 
 HOSTS = ("host0", "host1")
@@ -123,6 +125,8 @@ class LedgerDriver(SpaceChecks):
             if isinstance(answer.result, Allocated)
             and isinstance(command := self.model.commands[answer.session, answer.number], Allocate)
         )
+        if isinstance(item, Compacted):
+            self.model.compacted(item)
         answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
             name = (answer.session, answer.number)
@@ -132,7 +136,9 @@ class LedgerDriver(SpaceChecks):
         self.budgets.sync(self.ledger, spared)
         self.budgets.check_answers(self.ledger, answers)
         for output in outputs:
-            if isinstance(output, FenceSession | GrowArena):
+            if isinstance(output, CompactArena):
+                self.check_order(output)
+            if isinstance(output, FenceSession | GrowArena | CompactArena):
                 self.units[output.unit].orders.append(output)
         return outputs
 
@@ -329,7 +335,18 @@ class LedgerDriver(SpaceChecks):
         """Whether so many bytes were free, before this input gave some of them away, that the put must have waited for
         a piece that is large enough: it holds up nobody."""
         free = sum(size for unit in self.units for _, size in self.ledger.free_ranges(unit))
-        return free + self.granted_bytes >= wanted_bytes(waiting) and not self.budgets.is_over(self.ledger, waiting)
+        free += sum(each.taken_bytes for each in self.ledger._state.compactions.values()) + self.granted_bytes
+        over = not waiting.moving and self.budgets.is_over(self.ledger, waiting)
+        return free >= wanted_bytes(waiting) and not over
+
+    def check_order(self, order: CompactArena) -> None:
+        """The unit copies to where nothing is, by the model's books. Nobody is given that, or what it copies, until it
+        has."""
+        used = self.in_use(order.unit)
+        self.model.ordered(order)
+        for _, target, nbytes in self.model.orders[order.unit]:
+            for granule in granules(target, nbytes):
+                assert granule not in used, f"{order.number} copies over {used[granule]}"
 
     def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
         """The placements are free by the model's books."""
@@ -338,12 +355,13 @@ class LedgerDriver(SpaceChecks):
         self.check_granted(name, before)
 
     def grant_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
-        """The room is free by the model's books, a small part, and nobody waits for it."""
+        """The room is free by the model's books, a small part, and nobody who waits can miss it."""
         before = {unit: self.in_use(unit) for unit in self.units}
         self.model.allocated_ahead(name, command, result)
         self.check_granted(name, before)
-        for waiting in self.parked:
-            assert not isinstance(self.model.commands[waiting], Allocate), f"{name} was served before {waiting}"
+        for waiting in [self.model.commands[parked] for parked in self.parked]:
+            if isinstance(waiting, Allocate) and (waiting.moving or not self.budgets.is_over(self.ledger, waiting)):
+                assert self.may_be_fragmented(waiting), f"{name} was served before {waiting}"
         unit = self.units[command.unit]
         assert command.nbytes * LIMITS.ahead_part <= unit.capacity
         used = sum(size for at, _, size in self.ledger.held_ranges() if at == unit.id)
@@ -446,6 +464,9 @@ class LedgerDriver(SpaceChecks):
             assert unit.backed < order.backed_bytes <= unit.capacity
             unit.backed = order.backed_bytes
             self.feed(Grown(unit=unit.id, backed_bytes=order.backed_bytes))
+            return
+        if isinstance(order, CompactArena):
+            self.feed(Compacted(unit=unit.id, number=order.number))
             return
         assert isinstance(order, FenceSession)
         client = self.clients[order.session]

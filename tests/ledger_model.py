@@ -43,11 +43,12 @@ from dataplane.ledger.commands import (
     WhyBlocked,
 )
 from dataplane.types import GRANULE_BYTES, Scalar
-from tests.ledger_claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, matches
+from tests.ledger_claim_model import Faults, Held, Name, Partition, Place, Sample, matches
+from tests.ledger_copy_model import CopyModel
 from tests.ledger_values import placement_ranges, value_places
 
 
-class Model(ClaimModel):
+class Model(CopyModel):
     def __init__(self) -> None:
         super().__init__()
         self.commands: dict[Name, Command] = {}

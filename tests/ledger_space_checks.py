@@ -123,11 +123,12 @@ class SpaceChecks(ClaimChecks):
                 assert used.setdefault(granule, value)[:2] == value[:2], (
                     f"{value} shares a granule with {used[granule]}"
                 )
-        for name, held in self.model.reserved.items():
+        for name, held in [*self.model.reserved.items(), *self.model.copies()]:
             for at, offset, nbytes in held:
                 if at == unit:
                     for granule in granules(offset, nbytes):
-                        assert granule not in used, f"{name} may write to granule {granule} of {used[granule]}"
+                        mine = used.get(granule, (name,))[0] == name
+                        assert mine, f"{name} may write to granule {granule} of {used[granule]}"
                         used[granule] = (name, "reserved", granule)
         return used
 

@@ -167,7 +167,7 @@ def test_a_large_part_is_refused_and_so_is_any_once_half_is_used() -> None:
     client.put(["a"], {"x": [40 * 64]})
 
 
-def test_nobody_gets_room_ahead_while_puts_wait(driver: Driver, client: Client) -> None:
+def test_nobody_gets_room_ahead_while_puts_wait_for_memory(driver: Driver, client: Client) -> None:
     # Only what is beyond the reserve waits: a little room for others is left.
     client.put(["a"], {"x": [MIB * 84 // 100]})
     client.waits(client.allocate({"x": [MIB // 4]}))
@@ -176,6 +176,31 @@ def test_nobody_gets_room_ahead_while_puts_wait(driver: Driver, client: Client) 
     client.waits(client.allocate({"x": [MIB * 4 // 5]}))
     with pytest.raises(CapacityTimeoutError):
         client.raise_(c.AllocateAhead(unit=1, nbytes=64))
+
+
+def test_a_put_that_waits_for_its_budget_keeps_nobody_from_room_ahead(client: Client) -> None:
+    client.register("full", budget_bytes=128)
+    client.put(["a"], {"x": [64]}, partition="full")
+    waiting = client.waits(client.allocate({"x": [64]}, "full"))
+    room, start = allocate(client)
+    client.call(c.Committed, commit(room, start, "b"))
+    assert client.result(waiting) is None
+    client.clear("a", partition="full")
+    assert isinstance(client.result(waiting), c.Allocated)
+
+
+def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_wants_only() -> None:
+    driver = Driver(capacity=100 * 64, limits=Limits(ahead_part=8), reserve_fraction=0.0)
+    client = driver.client(attach=[1])
+    client.register(fields=["x"])
+    for i in range(10):
+        client.put([f"s{i}"], {"x": [10 * 64]})
+    client.clear("s0", "s2", "s4", "s6", "s8", "s9")
+    waiting = client.waits(client.allocate({"x": [55 * 64]}))
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.AllocateAhead(unit=1, nbytes=6 * 64))
+    allocate(client, 5 * 64)
+    assert client.result(waiting) is None
 
 
 def test_room_comes_back_when_its_session_is_proven_gone(driver: Driver, client: Client) -> None:

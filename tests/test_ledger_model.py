@@ -48,6 +48,8 @@ from dataplane.ledger.commands import (
 from dataplane.types import FieldSpec
 from tests.ledger_budget_books import EVICTED
 from tests.ledger_claim_model import Name, Sample
+from tests.ledger_compactor import LedgerCompactor
+from tests.ledger_copy_model import COMPACTED
 from tests.ledger_evictor import LedgerEvictor
 from tests.ledger_machine import HOSTS
 from tests.ledger_mover import MOVED, LedgerMover
@@ -57,7 +59,7 @@ from tests.ledger_writer import SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
-class LedgerMachine(LedgerSaver, LedgerMover):
+class LedgerMachine(LedgerSaver, LedgerCompactor):
     # --- rules: partitions -----------------------------------------------------------------------------------
 
     @precondition(LedgerWriter.speaking)
@@ -458,3 +460,18 @@ def test_cells_are_moved() -> None:
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
     assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) > 100, MOVED
+
+
+def test_arenas_are_compacted() -> None:
+    """Often enough, and enough of what was copied had been written or cleared meanwhile."""
+    COMPACTED.clear()
+    for seed in range(40):
+        machine, chance = LedgerCompactor(), Random(seed)
+        machine.start([chance.choice([20, 33, 40])] * chance.choice([1, 1, 2]), 64)
+        for _ in range(3):
+            machine.open_session(HOSTS[0])
+            machine.squeeze(chance, 30)
+            machine.check_all()
+            machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
+        machine.teardown()
+    assert min(COMPACTED["orders"], COMPACTED["moved"], COMPACTED["gone"]) > 20, COMPACTED

@@ -21,9 +21,9 @@ import zmq
 from google.protobuf.message import DecodeError
 
 from dataplane.arena import Arena
+from dataplane.bulk.arena_orders import ArenaOrder, ArenaOrders
 from dataplane.bulk.endpoints import bind
 from dataplane.bulk.frames import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
-from dataplane.bulk.growth import Growth
 from dataplane.bulk.in_frames import UnitFrames
 from dataplane.bulk.lock import lock_directories as default_lock_directories
 from dataplane.bulk.payloads import Fill, Offer, UnitPayloads
@@ -39,15 +39,7 @@ from dataplane.errors import (
     to_wire,
 )
 from dataplane.failpoints import hit
-from dataplane.ledger.commands import (
-    FenceSession,
-    GrowArena,
-    Input,
-    SessionAlive,
-    SessionAttached,
-    SessionGone,
-    ShrinkArena,
-)
+from dataplane.ledger.commands import FenceSession, Input, SessionAlive, SessionAttached, SessionGone
 from dataplane.listeners import listens_at, listens_no_more_at
 from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
@@ -71,7 +63,7 @@ EARLY = 4096
 """Clients that may attach before the unit has its number, and wait for it."""
 STOP_WAIT_S = 30.0
 
-Order = FenceSession | GrowArena | ShrinkArena
+Order = FenceSession | ArenaOrder
 
 
 class BulkServer:
@@ -120,7 +112,7 @@ class BulkServer:
         self._admission: Admission | None = None
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
-        self._growth = Growth(arena, report)
+        self._arena_orders = ArenaOrders(arena, report)
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -242,8 +234,8 @@ class BulkServer:
                 self._guarded("orders", self._obey)
                 if self._router in ready:
                     self._serve_some()
-                if self._growth.under_way:
-                    self._guarded("GrowArena", self._growth.step)
+                if self._arena_orders.under_way:
+                    self._guarded("an order", self._arena_orders.step)
         except BaseException:
             log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
             self._router.close()
@@ -251,8 +243,8 @@ class BulkServer:
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """What is there to do. Goes on with transfers meanwhile."""
         pause_s = None if self._engine is None else self._engine.step()
-        if pause_s is None or self._growth.under_way:
-            return dict(poller.poll(0 if self._growth.under_way else None))
+        if pause_s is None or self._arena_orders.under_way:
+            return dict(poller.poll(0 if self._arena_orders.under_way else None))
         ready = dict(poller.poll(int(pause_s * 1000)))
         if not ready and pause_s < 0.001:
             time.sleep(pause_s)
@@ -270,18 +262,16 @@ class BulkServer:
             for peer, request in early:
                 self._answer(peer, request)
         while self._orders:
-            match self._orders.popleft():
-                case FenceSession() as order:
-                    gone = self._fenced(order)
-                    self._counts.fences += gone
-                    if gone and self._engine is not None:
-                        self._engine.forget(order.session)
-                    hit("unit.fence.after")
-                    self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
-                case GrowArena() as order:
-                    self._growth.begin(order)
-                case ShrinkArena() as order:
-                    self._growth.shrink(order)
+            order = self._orders.popleft()
+            if not isinstance(order, FenceSession):
+                self._arena_orders.begin(order)
+                continue
+            gone = self._fenced(order)
+            self._counts.fences += gone
+            if gone and self._engine is not None:
+                self._engine.forget(order.session)
+            hit("unit.fence.after")
+            self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
 
     def _fenced(self, order: FenceSession) -> bool:
         """Whether nothing of the session can touch the arena any more. Where that cannot be told it may live: the

@@ -66,6 +66,7 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.SessionAlive,
     c.Grown,
     c.Shrunk,
+    c.Compacted,
     c.RowsChecked,
     c.Tick,
 )

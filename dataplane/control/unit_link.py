@@ -188,6 +188,8 @@ class UnitLink:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
                 case c.Shrunk(number=number, backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=backed, shrinks=number)
+                case c.Compacted(number=number) if self._add is not None:
+                    self._add = msgspec.structs.replace(self._add, compactions=number)
             self._outbox.put(item)
 
     def close(self) -> None:

@@ -7,7 +7,9 @@ from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 
-Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk | c.RowsChecked
+Report = (
+    c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk | c.Compacted | c.RowsChecked
+)
 
 _REPORTS: dict[str, type[c.Input]] = {
     "add": c.AddUnit,
@@ -17,6 +19,7 @@ _REPORTS: dict[str, type[c.Input]] = {
     "grown": c.Grown,
     "shrunk": c.Shrunk,
     "checked": c.RowsChecked,
+    "compacted": c.Compacted,
 }
 _ORDERS: dict[str, type[c.Output]] = {
     "added": c.UnitAdded,
@@ -24,6 +27,7 @@ _ORDERS: dict[str, type[c.Output]] = {
     "grow": c.GrowArena,
     "shrink": c.ShrinkArena,
     "check": c.CheckRows,
+    "compact": c.CompactArena,
 }
 _REPORT_NAMES = {value: name for name, value in _REPORTS.items()}
 _ORDER_NAMES = {value: name for name, value in _ORDERS.items()}

@@ -15,6 +15,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.commits import check_tags
+from dataplane.ledger.compaction import Compactions
 from dataplane.ledger.drops import drop
 from dataplane.ledger.limits import check_limit
 from dataplane.ledger.liveness import Liveness
@@ -132,10 +133,13 @@ class Partitions:
 
 
 class UnitReports:
-    def __init__(self, state: State, rooms: Rooms, liveness: Liveness, shrinks: Shrinks) -> None:
+    def __init__(
+        self, state: State, rooms: Rooms, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
+    ) -> None:
         self.state = state
         self.rooms = rooms
         self.shrinks = shrinks
+        self.compactions = compactions
         self.liveness = liveness
         self.recheck = Recheck(state)
         self.cookies: dict[str, int] = {}
@@ -197,8 +201,10 @@ class UnitReports:
         unit.awaited = False
         counts = self.shrinks.offered(unit, item.shrinks)
         unit.back(item.backed_bytes if counts else unit.space.backed_bytes)
+        unit.compactions = max(item.compactions, unit.compactions)
         self._added(unit)
         self.shrinks.order_again(unit)
+        self.compactions.order_again(unit)
         self.liveness.unit_back(unit.number)
         if recheck:
             self.recheck.begin(unit)
@@ -275,6 +281,7 @@ class UnitReports:
             partition.lose(rows, f"with storage unit {unit.number} ({unit.offer.name})")
             state.touch(partition)
         self.shrinks.gone(unit.number)
+        state.compactions.pop(unit.number, None)
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]

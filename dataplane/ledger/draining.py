@@ -164,17 +164,12 @@ class Drains:
         rows = np.flatnonzero(self._on(unit, field.extents) & (field.extents > 0)).astype(np.int64)
         if not len(rows):
             return None
-        offsets = field.offsets[rows]
         if len(rows) > command.max_cells:
+            offsets = field.offsets[rows]
             last = np.partition(offsets, command.max_cells - 1)[command.max_cells - 1]
-            rows, offsets = rows[offsets <= last], offsets[offsets <= last]
-        lengths = field.lengths_of(rows)
-        order = np.lexsort((lengths, offsets))[: self.state.limits.samples]
-        rows, offsets, lengths = rows[order], offsets[order], lengths[order]
-        new = np.ones(len(rows), np.bool_)
-        new[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
-        index, firsts = np.cumsum(new) - 1, np.flatnonzero(new)
-        ends = np.cumsum(lengths[firsts] * field.unit_bytes)
+            rows = rows[offsets <= last]
+        rows, index, firsts = page_of(field, rows, self.state.limits.samples)
+        ends = np.cumsum(field.bytes_of(rows[firsts]))
         values = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)
         return Page(rows[index < values], index[index < values], firsts[:values])
 
@@ -213,14 +208,35 @@ class Drains:
         except Exception:
             self.state.free_reservation(session, command.reservation)
             raise
-        pinned = session.pins.pop(command.located)
-        if field is None or not len(kept):
-            self.state.extents.unpin(pinned)
-            self.state.free_reservation(session, command.reservation)
-        else:
-            del session.reservations[command.reservation]
-            self._switch(partition, field, command, held, kept, pinned)
+        del session.reservations[command.reservation]
+        self._finish(partition, field, command, held, kept, session.pins.pop(command.located))
         return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
+
+    def relocate(self, partition: Partition, command: Move, room: Reservation, pinned: Int32s) -> None:
+        """The same for cells that their unit has copied into `room` itself; `pinned` are the extents where they lay."""
+        field = None if partition.dropped else partition.fields.get(command.field)
+        kept = self._unchanged(command, partition, field, pinned)
+        self._finish(partition, field, command, room, kept, pinned)
+
+    def drop_copies(self, room: Reservation, pinned: Int32s) -> None:
+        """The cells stay where they are."""
+        self.state.extents.unpin(pinned)
+        if any(room.pieces):
+            self.state.extents.free(room.extents())
+
+    def _finish(
+        self,
+        partition: Partition,
+        field: Field | None,
+        command: Move,
+        room: Reservation,
+        kept: Int64s,
+        pinned: Int32s,
+    ) -> None:
+        if field is None or not len(kept):
+            self.drop_copies(room, pinned)
+        else:
+            self._switch(partition, field, command, room, kept, pinned)
 
     def _check(self, session: Session, command: Move, room: Reservation) -> tuple[Partition, Field | None]:
         """The cells' partition and field. Raises for a move that makes no sense."""
@@ -280,6 +296,16 @@ class Drains:
                 extents.trim(number)
         if unused:
             extents.free(np.array(unused, np.int32))
+
+
+def page_of(field: Field, rows: Int64s, most: int) -> Page:
+    """The first `most` of these rows' cells by address; every row has one."""
+    offsets, lengths = field.offsets[rows], field.lengths_of(rows)
+    order = np.lexsort((lengths, offsets))[:most]
+    offsets, lengths = offsets[order], lengths[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
+    return Page(rows[order], np.cumsum(new) - 1, np.flatnonzero(new))
 
 
 def _held(found: FoundCells) -> bool:

@@ -195,6 +195,26 @@ class Extents:
         if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
             self._trim(number, several)
 
+    def spans(self, unit: int) -> tuple[Int64s, Int64s, Int32s]:
+        """Start, bytes and extent of everything that holds bytes of the unit, by address; an extent that was trimmed
+        has several."""
+        numbers = self.of_unit(unit)
+        numbers = numbers[self.sizes[numbers] > 0]
+        trimmed = [n for n in numbers[self.is_several[numbers]].tolist() if self.several[n].pieces is not None]
+        parts = [(start, size, n) for n in trimmed for start, size in self.several[n].pieces or ()]
+        whole = numbers[~np.isin(numbers, trimmed)]
+        starts = np.concatenate((self.starts[whole], np.array([part[0] for part in parts], np.int64)))
+        sizes = np.concatenate((self.sizes[whole], np.array([part[1] for part in parts], np.int64)))
+        holders = np.concatenate((whole, np.array([part[2] for part in parts], np.int32)))
+        order = starts.argsort()
+        return starts[order], sizes[order], holders[order]
+
+    def tighten(self, numbers: Int32s) -> None:
+        """Trim these, however little of them has died, when their last pin is gone."""
+        for number in numbers[self.is_several[numbers]].tolist():
+            several = self.several[number]
+            several.whole_bytes = 2 * several.live_bytes + 1
+
     def pin(self, numbers: Int32s) -> None:
         """`numbers` has no repeats."""
         self.pins[numbers] += 1

@@ -22,6 +22,7 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.administration import Partitions, UnitReports
 from dataplane.ledger.claims import Claims
 from dataplane.ledger.commits import Commits
+from dataplane.ledger.compaction import Compactions
 from dataplane.ledger.digest import digest
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.image import ImageError, dump, load
@@ -82,8 +83,9 @@ class Ledger:
         self._saves = Saves(self._state, self._partitions)
         self._shrinks = Shrinks(self._state)
         self._drains = Drains(self._state, self._commits)
+        self._compactions = Compactions(self._state, self._drains)
         self._pressure = Pressure(self._state)
-        self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks)
+        self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks, self._compactions)
         self._handlers = self._command_table()
         self._reports = self._report_table()
 
@@ -121,6 +123,7 @@ class Ledger:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""
         state = self._state
         times = [self._liveness.next_look, self._rooms.retry_at(), state.leases.next_end()]
+        times.append(self._compactions.next_look())
         times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
         if state.sessions:
             times.append(state.now + state.heartbeat_s)
@@ -186,6 +189,7 @@ class Ledger:
             c.DropUnit: self._units.drop,
             c.Grown: self._units.grown,
             c.Shrunk: self._shrinks.shrunk,
+            c.Compacted: self._compactions.compacted,
             c.RowsChecked: self._units.rows_checked,
             c.Restarted: self._restart,
             c.Tick: self._tick,
@@ -357,8 +361,8 @@ class Ledger:
             self._state.touch(partition)
 
     def _tick(self, item: c.Tick) -> None:
-        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, and then
-        those whose time is over end."""
+        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, those end
+        whose time is over, and arenas are compacted for those that are left."""
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
@@ -374,6 +378,8 @@ class Ledger:
             parked = None if session is None else session.parked.get(call)
             if parked is not None:
                 self._time_out(parked)
+        self._settle()
+        self._compactions.look()
 
     def _time_out(self, parked: Parked) -> None:
         try:

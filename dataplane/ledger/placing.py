@@ -147,6 +147,24 @@ def _by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[P
     return pieces
 
 
+def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
+    """Pieces of one unit, at most so many, that cover the values of one column; None (nothing was taken) where there
+    are none. No value is empty."""
+    pieces: list[Piece] = []
+    first, ends = 0, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+    while first < len(sizes):
+        last = int(np.searchsorted(ends, ends[first] + unit.space.largest_bytes, side="right")) - 1
+        if last == first or len(pieces) == most:
+            give_back(pieces)
+            return None
+        size = granules_up(int(ends[last] - ends[first]))
+        offset = unit.space.take(size)
+        assert offset is not None, size
+        pieces.append(Piece(0, first, last, unit, offset, size))
+        first = last
+    return pieces
+
+
 def give_back(pieces: list[Piece]) -> None:
     """What was taken for these is free again."""
     for piece in pieces:

@@ -32,7 +32,7 @@ from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_again, growth_ahead, place
 from dataplane.ledger.sessions import ParkedAllocate, Reservation, RoomAhead, Session
-from dataplane.ledger.shortage import is_fragmented, out_of_room
+from dataplane.ledger.shortage import out_of_room, waits_for_larger_piece, waits_for_memory
 from dataplane.ledger.space import granules_up
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
@@ -89,18 +89,14 @@ class Rooms:
             behind = behind or self._holds_up(parked)
         return False, behind
 
-    def _for_memory(self, parked: ParkedAllocate) -> bool:
-        """Whether this put waits for memory of the units, not for its partition's budget."""
-        return over(self.state, parked.partition, parked.total, update=parked.command.update) <= 0
-
     def _holds_up(self, parked: ParkedAllocate) -> bool:
         """Whether all that come after this put, of other partitions too, wait for it."""
-        return self._for_memory(parked) and self._in_line(parked)
+        return waits_for_memory(self.state, parked) and self._in_line(parked)
 
     def _in_line(self, parked: ParkedAllocate) -> bool:
         """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
         that are too small for it: nobody who fits into one takes what it could have."""
-        return not (self._for_memory(parked) and is_fragmented(self.state, parked.total, update=parked.command.update))
+        return not waits_for_larger_piece(self.state, parked)
 
     def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
@@ -145,16 +141,16 @@ class Rooms:
         return self._reserve(parked, pieces)
 
     def allocate_ahead(self, session: Session, number: int, command: AllocateAhead) -> AllocatedAhead:
-        """Room ahead, only where nobody needs it more."""
+        """Room ahead, only where it takes nothing from a put that waits."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to a storage unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of room ahead: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
-        wanted_elsewhere = any(self.state.room_waiters.values()) or not unit.open
         plenty = nbytes * self.state.limits.ahead_part <= limit and unit.used_bytes + nbytes <= limit // 2
-        offset = unit.space.take(nbytes) if plenty and not wanted_elsewhere else None
+        spare = plenty and unit.open and self._is_spare(nbytes)
+        offset = unit.space.take(nbytes) if spare else None
         if offset is None:
             raise CapacityTimeoutError(
                 wanted_bytes=nbytes, free_bytes=max(unit.room(update=False), 0), waited_s=0.0, holders=[]
@@ -163,6 +159,15 @@ class Rooms:
         session.reservations[number] = RoomAhead(unit.number, unit.epoch, extent, offset)
         self.grow_ahead(unit)
         return AllocatedAhead(offset=offset, checksums=are_wanted(self.state, session, [unit]))
+
+    def _is_spare(self, nbytes: int) -> bool:
+        """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is
+        not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
+        waiting = [parked for line in self.state.room_waiters.values() for parked in line.values()]
+        return all(
+            not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
+            for parked in waiting
+        )
 
     def judge(self) -> None:
         """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
@@ -229,7 +234,8 @@ class Rooms:
         return granted
 
     def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
-        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown."""
+        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown, or
+        compacted."""
         partition = parked.partition
         if want.moving:
             return parked.command.on_full is OnFull.REJECT and not self._growing(want)
@@ -239,8 +245,10 @@ class Rooms:
 
     def _growing(self, want: Want) -> bool:
         units = [unit for unit in self.state.units.values() if unit.open]
-        room = sum(max(unit.room_asked(update=want.update), 0) for unit in units)
-        return room >= want.total and any(unit.asked for unit in units)
+        compacting = [self.state.compacting_bytes(unit) for unit in units]
+        asked = [unit.room_asked(update=want.update) for unit in units]
+        room = sum(max(more + held, 0) for more, held in zip(asked, compacting, strict=True))
+        return room >= want.total and (any(compacting) or any(unit.asked for unit in units))
 
     def _room(self, want: Want) -> int:
         units = [unit for unit in self.state.units.values() if unit.open]

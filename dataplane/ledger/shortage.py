@@ -7,6 +7,7 @@ from dataplane.ledger.arrays import some
 from dataplane.ledger.budgets import limit_of, over
 from dataplane.ledger.commands import Int32s
 from dataplane.ledger.partition import Partition
+from dataplane.ledger.sessions import ParkedAllocate
 from dataplane.ledger.state import State
 
 NAMED = 3
@@ -53,9 +54,23 @@ def out_of_room(
 
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
-    """Whether so many bytes are free in open units: if a put of them finds no room all the same, it is in pieces."""
+    """Whether so many bytes are free in open units: if a put of them finds no room all the same, it is in pieces. What
+    a compaction has taken is free again when it has ended."""
     units = [unit for unit in state.units.values() if unit.open]
-    return sum(max(min(unit.room(update=update), unit.space.free_bytes), 0) for unit in units) >= wanted
+    free = [min(unit.room(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units]
+    return sum(max(nbytes, 0) for nbytes in free) >= wanted
+
+
+def waits_for_memory(state: State, parked: ParkedAllocate) -> bool:
+    """Whether this call waits for memory of the units, not for its partition's budget, which moves do not count for."""
+    command = parked.command
+    return command.moving or over(state, parked.partition, parked.total, update=command.update) <= 0
+
+
+def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int = 0) -> bool:
+    """Whether bytes enough are free for this call that waits, with `spare` left, but in pieces that are too small."""
+    wanted = parked.total + spare
+    return waits_for_memory(state, parked) and is_fragmented(state, wanted, update=parked.command.update)
 
 
 def _ranked(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:

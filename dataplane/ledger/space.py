@@ -94,6 +94,14 @@ class FreeSpace:
         position = next(i for i, size in enumerate(self._sizes[block]) if size >= need)
         return self._cut(block, position, need)
 
+    def take_at(self, offset: int, nbytes: int) -> None:
+        """The first `nbytes`, whole granules, of the fragment that begins at `offset` are in use."""
+        block = bisect_right(self._firsts, offset) - 1
+        position = bisect_left(self._starts[block], offset)
+        assert self._starts[block][position] == offset, (offset, nbytes)
+        assert nbytes <= self._sizes[block][position], (offset, nbytes)
+        self._cut(block, position, nbytes)
+
     def take_largest(self, max_bytes: int, min_bytes: int) -> tuple[int, int] | None:
         """(offset, nbytes) of `max_bytes` if they fit somewhere, else of the largest fragment, whole granules both
         times; None if that is smaller than `min_bytes`."""

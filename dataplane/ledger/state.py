@@ -10,6 +10,7 @@ from dataplane.ledger.extents import Extents
 from dataplane.ledger.leases import Leases
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.partition import Partition
+from dataplane.ledger.relocations import Compaction
 from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
@@ -24,7 +25,8 @@ class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `births` and `serials` only grow; births
     begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
      of this. `touched` are the partitions whose parked claims must be judged again. `room_waiters` are the puts that
-     wait, updates apart, and `room_wanted` says how many, by the account of their partition.
+     wait, updates apart, and `room_wanted` says how many, by the account of their partition. `compactions` are those
+     under way, by unit; for puts that wait since, one is looked for at `compact_at` at the earliest.
      `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
      `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
 
@@ -62,6 +64,8 @@ class State:
         self.parked = 0
         self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}
         self.room_wanted: dict[int, int] = {}
+        self.compactions: dict[int, Compaction] = {}
+        self.compact_at = 0.0
         self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
@@ -84,6 +88,11 @@ class State:
             known = ", ".join(map(str, list(self.units)[:8])) or "none"
             raise InvalidRequestError(f"there is no storage unit {number}; there are: {known}")
         return found
+
+    def compacting_bytes(self, unit: Unit) -> int:
+        """What is free in the unit but for the compaction under way there."""
+        compaction = self.compactions.get(unit.number)
+        return 0 if compaction is None else compaction.taken_bytes
 
     def spread(self) -> bool:
         """Whether sessions and units are on more than one host."""

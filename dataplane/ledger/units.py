@@ -13,8 +13,8 @@ class Unit:
     still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
     may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
     give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
-    it says of its backing is from before. `problem` says why growing failed last; it is tried
-    again at `retry_at` at the earliest. `peak_bytes` is the most that was ever used."""
+    it says of its backing is from before. `compactions` counts the orders to compact. `problem` says why growing failed
+    last; it is tried again at `retry_at` at the earliest. `peak_bytes` is the most that was ever used."""
 
     draining = False
 
@@ -27,6 +27,7 @@ class Unit:
         self.asked = 0
         self.shrinks = offer.shrinks
         self.shrinking = False
+        self.compactions = offer.compactions
         self.problem = ""
         self.retry_at = 0.0
         self.peak_bytes = 0

@@ -401,7 +401,7 @@ class ByeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitReport(_message.Message):
-    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk", "checked")
+    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk", "checked", "compacted")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class UnitReport(_message.Message):
     GROWN_FIELD_NUMBER: _ClassVar[int]
     SHRUNK_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
+    COMPACTED_FIELD_NUMBER: _ClassVar[int]
     add: AddUnit
     attached: SessionAttached
     gone: SessionGone
@@ -416,24 +417,27 @@ class UnitReport(_message.Message):
     grown: Grown
     shrunk: Shrunk
     checked: RowsChecked
-    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ..., checked: _Optional[_Union[RowsChecked, _Mapping]] = ...) -> None: ...
+    compacted: Compacted
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ..., checked: _Optional[_Union[RowsChecked, _Mapping]] = ..., compacted: _Optional[_Union[Compacted, _Mapping]] = ...) -> None: ...
 
 class UnitOrder(_message.Message):
-    __slots__ = ("added", "fence", "grow", "shrink", "check")
+    __slots__ = ("added", "fence", "grow", "shrink", "check", "compact")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
     SHRINK_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    COMPACT_FIELD_NUMBER: _ClassVar[int]
     added: UnitAdded
     fence: FenceSession
     grow: GrowArena
     shrink: ShrinkArena
     check: CheckRows
-    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ...) -> None: ...
+    compact: CompactArena
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ..., compact: _Optional[_Union[CompactArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew", "compactions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +454,7 @@ class AddUnit(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHRINKS_FIELD_NUMBER: _ClassVar[int]
     ANEW_FIELD_NUMBER: _ClassVar[int]
+    COMPACTIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -466,7 +471,8 @@ class AddUnit(_message.Message):
     protocol_version: int
     shrinks: int
     anew: bool
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ...) -> None: ...
+    compactions: int
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ..., compactions: _Optional[int] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit")
@@ -583,6 +589,30 @@ class Shrunk(_message.Message):
     backed_bytes: int
     error: str
     def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CompactArena(_message.Message):
+    __slots__ = ("unit", "number", "sources", "targets", "sizes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    sources: bytes
+    targets: bytes
+    sizes: bytes
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., sources: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+
+class Compacted(_message.Message):
+    __slots__ = ("unit", "number", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class CheckRows(_message.Message):
     __slots__ = ("unit", "partition", "field", "rows", "births", "offsets", "sizes", "checksums")

@@ -92,6 +92,8 @@ ELSEWHERE = {
     "move.mid_copy": "tests/contract/test_drain.py",
     "put.before_force": "tests/faults/test_client_death.py",
     "unit.start_over": "tests/faults/test_lost_state.py",
+    "unit.mid_compaction": "tests/test_compaction.py",
+    "unit.before_compacted": "tests/test_compaction.py",
     "fetch.between_header_and_payload": "tests/test_workers_mixin.py",
 }
 """Places that no process of a storm comes by, and the tests that do."""

@@ -15,6 +15,7 @@ from dataplane.errors import StaleSampleError
 from dataplane.ledger import liveness, saves
 from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.claims import Claims
+from dataplane.ledger.compaction import Compactions
 from dataplane.ledger.draining import Drains
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.ledger import Ledger
@@ -205,6 +206,29 @@ def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drains, "_switch", forgetful)
 
 
+def compaction_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    relocate = Drains.relocate
+
+    def credulous(self: Drains, partition: Any, command: Any, room: Any, pinned: Any) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            moves_do_not_look_again(meanwhile)
+            relocate(self, partition, command, room, pinned)
+
+    patch.setattr(Drains, "relocate", credulous)
+
+
+def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    relocation = Compactions._relocation
+
+    def careless(self: Compactions, unit: Any, values: Any) -> Any:
+        found = relocation(self, unit, values)
+        self.state.extents.unpin(found.pinned)
+        found.pinned = found.pinned[:0]
+        return found
+
+    patch.setattr(Compactions, "_relocation", careless)
+
+
 def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
     living = Partition.living
 
@@ -260,6 +284,8 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         moves_do_not_look_again,
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
+        compaction_does_not_look_again,
+        what_is_compacted_is_not_pinned,
         a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
 )

@@ -16,6 +16,8 @@ from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
     AddUnit,
     Answer,
+    CompactArena,
+    Compacted,
     FenceSession,
     GrowArena,
     Grown,
@@ -69,6 +71,7 @@ class Unit:
     attached: dict[int, Client] = field(default_factory=dict)
     stopped: set[Name] = field(default_factory=set)
     shrinks: int = 0
+    compactions: int = 0
 
     def offer(self) -> AddUnit:
         """How it presents itself, at first and whenever its link to the controller was lost."""
@@ -82,6 +85,7 @@ class Unit:
             endpoints=(f"ipc://unit{self.index}",),
             arena_path=f"/nowhere/unit{self.index}",
             shrinks=self.shrinks,
+            compactions=self.compactions,
         )
 
     def order(self, order: Output) -> None:
@@ -98,13 +102,19 @@ class Unit:
                 self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed, shrinks=self.shrinks))
             case ShrinkArena():
                 self.world.report(self, self.shrink(order))
+            case CompactArena(number=number):
+                if number > self.compactions:
+                    self.compactions = number
+                    self.world.record.moves.copy(order)
+                self.world.report(self, Compacted(unit=self.id, number=number))
             case _:
                 raise AssertionError(order)
 
     def restart(self) -> None:
         """kill -9, and another life that goes on with the arena: it has seen nobody attach, and fenced nobody."""
         self.epoch += 1
-        self.fenced, self.attached, self.stopped, self.shrinks = set(), {}, set(), 0
+        self.fenced, self.attached, self.stopped = set(), {}, set()
+        self.shrinks = self.compactions = 0
 
     def shrink(self, order: ShrinkArena) -> Shrunk:
         """What the memory from there on held is gone."""
@@ -275,7 +285,12 @@ class World:
                 case Opened(nonce=nonce):
                     client = next(client for client in self.clients if client.name == nonce.split(".")[0])
                     self.send("opened", partial(client.opened, output), to=client)
-                case FenceSession(unit=number) | GrowArena(unit=number) | ShrinkArena(unit=number):
+                case (
+                    FenceSession(unit=number)
+                    | GrowArena(unit=number)
+                    | ShrinkArena(unit=number)
+                    | CompactArena(unit=number)
+                ):
                     unit = self.unit(number)
                     link = ("order", number)
                     self.send("order", partial(unit.order, output), lossy=False, link=link)

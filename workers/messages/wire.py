@@ -155,8 +155,8 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of a Pull or a Want follow in a frame. source: whose they are; incarnation, receiver: of both ends, as in
-    the Post; a connection that was cut may bring those of an earlier message of that number."""
+    """The bytes of a Pull or a Want follow in a frame. source: whose they are; incarnation, receiver: of both ends, as
+    in the Post; a connection that was cut may bring those of an earlier message of that number."""
 
     stream: bytes
     number: int

@@ -2,8 +2,8 @@
 
 Inputs are either a `Call` (a numbered command of a client's session) or one of the unnumbered reports of the shell
 and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `RowsChecked`, `Restarted`, `Tick`). Outputs are answers (`Answer`,
-`Opened`, `UnitAdded`), orders to units (`UnitOrder`) and words for the log (`Notice`).
+`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Compacted`, `RowsChecked`, `Restarted`, `Tick`). Outputs are answers
+(`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and words for the log (`Notice`).
 
 Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
 with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
@@ -13,6 +13,7 @@ the arena), units int32, checksums uint32.
 from dataplane.ledger.commands.inputs import (
     AddUnit,
     Call,
+    Compacted,
     DropUnit,
     Grown,
     Heartbeat,
@@ -48,6 +49,7 @@ from dataplane.ledger.commands.inspection import (
 from dataplane.ledger.commands.outputs import (
     Answer,
     CheckRows,
+    CompactArena,
     FenceSession,
     GrowArena,
     Notice,
@@ -184,6 +186,8 @@ __all__ = [
     "Commit",
     "CommitColumn",
     "Committed",
+    "CompactArena",
+    "Compacted",
     "Consumption",
     "Describe",
     "Described",

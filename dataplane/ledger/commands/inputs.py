@@ -58,7 +58,8 @@ class AddUnit(Input, frozen=True, kw_only=True):
     anew. `forced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
     read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `anew`: it had one and
     cannot tell which; if that cookie is unknown too, it is what lost units of its name (those of its host, if there
-    are some) had. `shrinks` is the number of the last `ShrinkArena` it has carried out. Output: `UnitAdded`."""
+    are some) had. `shrinks` is the number of the last `ShrinkArena` it has carried out, `compactions` that of the last
+    `CompactArena`. Output: `UnitAdded`."""
 
     name: str
     host: str
@@ -75,6 +76,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     curve_key: str = ""
     shrinks: int = 0
     anew: bool = False
+    compactions: int = 0
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
@@ -131,6 +133,15 @@ class Shrunk(Input, frozen=True, kw_only=True):
     unit: int
     number: int
     backed_bytes: int
+    error: str | None = None
+
+
+class Compacted(Input, frozen=True, kw_only=True):
+    """The unit has carried out `CompactArena` of this `number` (again, perhaps). `error` says why the copies cannot be
+    used."""
+
+    unit: int
+    number: int
     error: str | None = None
 
 

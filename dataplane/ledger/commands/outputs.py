@@ -74,6 +74,17 @@ class ShrinkArena(Output, frozen=True, kw_only=True):
     backed_bytes: int
 
 
+class CompactArena(Output, frozen=True, kw_only=True):
+    """To `unit`: copy `sizes[i]` bytes from `sources[i]` to `targets[i]` of the arena, then report `Compacted`. Only
+    report it if an order of this `number` was carried out already. No range overlaps another."""
+
+    unit: int
+    number: int
+    sources: Int64s
+    targets: Int64s
+    sizes: Int64s
+
+
 class CheckRows(Output, frozen=True, kw_only=True):
     """To `unit`: compare these rows of one field with their checksums, then report `RowsChecked`. Row `rows[i]` is
     `sizes[i]` bytes at `offsets[i]` of the arena."""
@@ -88,4 +99,4 @@ class CheckRows(Output, frozen=True, kw_only=True):
     checksums: UInt32s
 
 
-UnitOrder = FenceSession | GrowArena | ShrinkArena | CheckRows
+UnitOrder = FenceSession | GrowArena | ShrinkArena | CompactArena | CheckRows

@@ -1,0 +1,73 @@
+"""Copies within a unit's arena, as ordered, a step at a time. No sockets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from dataplane.arena import Arena
+from dataplane.failpoints import hit
+from dataplane.ledger.commands import CompactArena, Compacted, Input
+
+log = logging.getLogger(__name__)
+
+STEP_BYTES = 8 << 20
+STEP_RANGES = 1024
+"""After so much the server looks at what else there is to do."""
+
+
+class Copies:
+    """One thread only: the unit's. `report` gets the outcomes. An order may come again, but is carried out once: where
+    it copied to may be another's by then."""
+
+    def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
+        self._arena = arena
+        self._report = report
+        self._order: CompactArena | None = None
+        self._steps: Iterator[bool] = iter(())
+        self._last: Compacted | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a step to make."""
+        return self._order is not None
+
+    def begin(self, order: CompactArena) -> None:
+        """Copy, unless that was or is being done."""
+        if self._last is not None and order.number == self._last.number:
+            self._report(self._last)
+        elif self._last is not None and order.number < self._last.number:
+            error = f"order {self._last.number} was carried out already"
+            self._report(Compacted(unit=order.unit, number=order.number, error=error))
+        elif self._order is None or order.number != self._order.number:
+            self._order, self._steps = order, self._copy(order)
+
+    def step(self) -> None:
+        """Some more of it."""
+        order, error = self._order, None
+        assert order is not None
+        try:
+            if next(self._steps, False):
+                return
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            log.exception("unit %d cannot copy within its arena", order.unit)
+        self._order, self._last = None, Compacted(unit=order.unit, number=order.number, error=error)
+        hit("unit.before_compacted")
+        self._report(self._last)
+
+    def _copy(self, order: CompactArena) -> Iterator[bool]:
+        sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
+        for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
+            if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
+                raise ValueError(f"bytes {first} to {first + size} are outside the {self._arena.backed_bytes} backed")
+        copied = 0
+        for place, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
+            self._arena.data[target : target + size] = self._arena.data[source : source + size]
+            copied += size
+            if copied >= STEP_BYTES or not place % STEP_RANGES:
+                copied = 0
+                hit("unit.mid_compaction")
+                yield True
+        if self._arena.forced:
+            self._arena.force(targets, sizes)
