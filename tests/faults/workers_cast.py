@@ -12,8 +12,9 @@ from typing import Any
 from tests.faults import board as places
 from tests.faults.board import LANES, board
 from tests.faults.books import StormError, bad
-from tests.faults.cast import LOOK_S, PROGRESS_S, START_S
+from tests.faults.cast import PROGRESS_S, START_S
 from tests.faults.launcher import Launcher
+from tests.faults.workers_roles import LOOK_S
 
 
 class Member:

@@ -51,8 +51,8 @@ CREATE_S = 90.0
 """A broker is waited for for a minute, and noticed to be gone within a quarter of one."""
 LATE_S = 60.0
 """So much later than its stated time an operation may end, on a machine that is busy."""
-PACE_S = 0.06
-LOOK_S = 0.01
+PACE_S = 0.08
+LOOK_S = 0.04
 SMALL, MIDDLE, LARGE, ITEM = 16, 20_000, 800_000, 120_000
 """Numbers of 8 bytes in a body: of a message that carries its bytes, of one in shared memory, of one that comes from
 another host in parts; and of a large item."""

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from tests.faults import board as places
 from tests.faults.books import StormError
-from tests.faults.cast import LOOK_S, PROGRESS_S
+from tests.faults.cast import PROGRESS_S
 from tests.faults.hosts import Host, Hosts, missing
 from tests.faults.launcher import Launcher
 from tests.faults.workers_books import WorkersBooks
 from tests.faults.workers_cast import Member
-from tests.faults.workers_roles import CHANNELS, WORKERS, lanes
+from tests.faults.workers_roles import CHANNELS, LOOK_S, WORKERS, lanes
 
 BROKERS = ("broker-0", "broker-1")
 """By the rank of the node."""
