@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import pty
@@ -12,10 +15,13 @@ import threading
 
 import pytest
 import torch
+from msgspec.structs import replace
+from rich.console import Console
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
-from dataplane.cli.watching import Rates, look, rates
+from dataplane.cli.top import frame
+from dataplane.cli.watching import Look, Rates, look, rates
 from dataplane.control.channel import Channel
 from tests.children import Child
 from tests.cli_service import filled  # noqa: F401
@@ -47,6 +53,27 @@ def test_who_waits_is_shown(filled: DataPlaneClient, capsys: pytest.CaptureFixtu
     filled.put_samples(["b"], "train", {"logprobs": [torch.zeros(2)]})
     waiter.join(60)
     assert not waiter.is_alive()
+
+
+def test_many_units_leave_room_for_the_rest(filled: DataPlaneClient) -> None:
+    with contextlib.closing(Channel.open(filled.config)) as channel:
+        seen = look(channel)
+    (unit,) = seen.report.units
+    units = [replace(unit, unit=n, used_bytes=n * unit.capacity_bytes // 200) for n in range(1, 129)]
+    units[6] = replace(units[6], connected=False)
+    many = dataclasses.replace(seen, report=replace(seen.report, units=tuple(units)))
+    assert [line.split()[0] for line in lines_of_units(many, None)] == [str(n) for n in range(1, 129)]
+    *shown, left = lines_of_units(many, 5)
+    assert [line.split()[0] for line in shown] == ["7", "125", "126", "127", "128"]
+    assert left == "and 123 more units; `tq status` lists them"
+
+
+def lines_of_units(seen: Look, most: int | None) -> list[str]:
+    """What `tq top` says of them."""
+    printed = Console(width=150, file=io.StringIO())
+    printed.print(frame("here:1", seen, seen, most_units=most))
+    lines = printed.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in lines[3 : lines.index("", 3)]]
 
 
 def test_rates_are_of_what_came_and_went(filled: DataPlaneClient) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +124,23 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
         ),
         CALLS,
     )
+
+
+def test_a_crowd_finds_room_in_the_queue_of_the_port() -> None:
+    """A client connects twice: a thousand that come in one second must not be turned away by the kernel."""
+    door = ZmqDoor("127.0.0.1", 0)
+    try:
+        most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+        assert queue_of_port(door.port) == min(4096, most)
+    finally:
+        door.close()
+
+
+def queue_of_port(port: int) -> int:
+    """How many connections to a port of this process may wait to be taken."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as listener:
+            if listener.family == socket.AF_INET and listener.getsockname()[1] == port:
+                info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
+    raise AssertionError(f"nothing of this process listens on port {port}")

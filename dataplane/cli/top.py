@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _BAR = 20
 """Characters of a bar that shows how full a unit is."""
+_LEAST_UNITS = 4
+"""Shown on a terminal however low it is; a third of a higher one is theirs."""
 _UNIT_COLUMNS = ("unit", "", ">used", ">of", ">at most", ">pinned", ">extents", "")
 _PARTITION_COLUMNS = (
     "partition",
@@ -119,18 +121,21 @@ def _live(address: str, frames: Iterator[tuple[Look, Look]], screen: Console) ->
 
     with Live(f"looking at {address} ...", console=screen, screen=True, auto_refresh=False) as live:
         for before, after in frames:
-            live.update(frame(address, before, after), refresh=True)
+            live.update(frame(address, before, after, most_units=max(screen.height // 3, _LEAST_UNITS)), refresh=True)
 
 
-def frame(address: str, before: Look, after: Look) -> Group:
-    """All there is to see after an interval."""
+def frame(address: str, before: Look, after: Look, *, most_units: int | None = None) -> Group:
+    """All there is to see after an interval. most_units: where there are more, those in trouble and the fullest."""
     from rich.console import Group
     from rich.text import Text
 
     report, going = after.report, rates(before, after)
     parts: list[RenderableType] = [Text(_summary(address, after, going), style="bold")]
     parts += [] if after.flow is None else [Text(_through(after.flow), style="bold")]
-    parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in report.units])] if report.units else []
+    units = _foremost(report.units, most_units)
+    parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in units])] if units else []
+    left = len(report.units) - len(units)
+    parts += [f"and {counted(left, 'more unit')}; `tq status` lists them"] if left else []
     partitions = [_partition(part, going[part.partition]) for part in report.partitions]
     parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
     parts += [not_shown(report)] if not_shown(report) else []
@@ -140,6 +145,17 @@ def frame(address: str, before: Look, after: Look) -> Group:
     parts += ["", table(_WAIT_COLUMNS, waits)] if waits else []
     parts += [waits_not_shown(after.waits)] if waits_not_shown(after.waits) else []
     return Group(*parts)
+
+
+def _foremost(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
+    """So many at most, in the order in which they came."""
+    if most is None or len(units) <= most:
+        return units
+    by_need = sorted(
+        units, key=lambda unit: (unit.connected and not unit.problem, -unit.used_bytes / unit.capacity_bytes)
+    )
+    chosen = {unit.unit for unit in by_need[:most]}
+    return [unit for unit in units if unit.unit in chosen]
 
 
 def _summary(address: str, after: Look, going: dict[str, Rates]) -> str:

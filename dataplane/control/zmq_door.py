@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 BEFORE_DISCONNECTS = 256
 """At most so many requests are handled before the ends of connections are."""
-BACKLOG = 1024
+BACKLOG = 4096
+"""A client connects twice, and a thousand may come in one second."""
 GOODBYE_MS = 500
 """How long closing waits for the last replies to leave."""
 
