@@ -319,6 +319,16 @@ def test_a_disk_that_is_full_for_the_manifest(
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
+def test_a_path_that_cannot_be(client: DataPlaneClient, tmp_path: Path) -> None:
+    for call in (client.checkpoint, client.restore):
+        with pytest.raises(CheckpointError, match="NUL"):
+            call(tmp_path / "a\0b")
+    with pytest.raises(CheckpointWriteError, match="too long"):
+        client.checkpoint(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match="too long"):
+        client.restore(tmp_path / ("x" * 300))
+
+
 def test_a_directory_that_cannot_be_made(client: DataPlaneClient, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointWriteError, match="Not a directory"):

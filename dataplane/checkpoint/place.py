@@ -44,11 +44,11 @@ class Place:
     the file system; `CheckpointWriteError` where that fails."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = _absolute(path)
         self._tag = secrets.token_hex(8)
         self._placed = False
         self._lock: int | None = None
-        self._inside = self.path.exists()
+        self._inside = os.path.exists(self.path)  # False for a name that is too long, which `prepare` then names
         self.directory = self.path if self._inside else self._beside(self._tag)
         self.data = f"data-{self._tag}"
 
@@ -168,7 +168,7 @@ class Reading:
     """A checkpoint that is being read: until `close` its files stay, whatever is saved to its path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.directory = Path(path).absolute()
+        self.directory = _absolute(path)
         self._locks: list[int] = []
 
     def open(self) -> manifest.Manifest:
@@ -200,6 +200,12 @@ class Reading:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    if "\0" in os.fspath(path):
+        raise CheckpointError(file=repr(os.fspath(path)), why="no path has a NUL character")
+    return Path(path).absolute()
 
 
 def _locked(directory: Path, how: int) -> int | None:

@@ -93,7 +93,8 @@ class Messenger:
     their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
     first contact; `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
     `MessageBacklogError`; `MessengerClosedError`; ValueError or TypeError for arguments that cannot be, such as a wait
-    without an end. After any of them the pair is as it was. A worker that stood still for so long that the directory
+    without an end. After any of them the pair is as it was, but for a send whose time is over: its message may have
+    arrived, and is received. A worker that stood still for so long that the directory
     gave it up (and told its peers) learns it when it goes on: what was under way raises `WorkerLostError` naming this
     worker, and what comes after works, under another incarnation. What was delivered to it, or by it, and not received
     is lost; where nothing was under way, the next operation on that pair says so by the same error.
