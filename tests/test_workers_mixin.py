@@ -81,6 +81,20 @@ def test_other_shapes(
         assert prints == fingerprints(client.get_batch(metas[rank], **arguments))
 
 
+def fetch_patches(rank: int, address: str, meta: KVBatchMeta) -> list[int]:
+    worker = worker_on(rank, "tp2", address)
+    batch = worker._fetch(meta)
+    worker.close_data_plane()
+    return list(batch["patches"].shape)
+
+
+def test_images_without_a_per_token_column_are_padded_to_their_own_longest_row(
+    pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition).with_fields(["patches"])
+    assert pair.run(fetch_patches, server.address, meta) == [[8, 72, 4]] * 2
+
+
 def fetch_alone(rank: int, address: str, meta: KVBatchMeta) -> list[str]:
     """A group of one rank is no group, and no collective runs."""
     worker = worker_on(rank, "dp2", address)
