@@ -86,7 +86,7 @@ class Model(CopyModel):
             return self.move_faults(session, command)
         partition = self.partitions.get(getattr(command, "partition", ""))
         if partition is None:
-            known = not hasattr(command, "partition") or isinstance(command, Register | Clear)
+            known = not getattr(command, "partition", "") or isinstance(command, Register | Clear)
             if isinstance(command, Clear) and command.samples is not None:
                 return Faults(may={"PartitionNotFoundError"})
             return Faults(set() if known else {"PartitionNotFoundError"}, {"InvalidRequestError"})

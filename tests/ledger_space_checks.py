@@ -74,7 +74,7 @@ class SpaceChecks(ClaimChecks):
         for name, put in puts:
             before = [
                 other
-                for earlier, other in puts
+                for earlier, other in all_puts
                 if self.turns[earlier] < self.turns[name] and other.update == put.update
             ]
             passed = all(o.partition != put.partition and self.budgets.is_over(self.ledger, o) for o in before)

@@ -101,7 +101,7 @@ def test_the_ledgers_refusal_is_raised() -> None:
 
 def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[import_grpc_door().__module__], "MAX_CALLS", 1)
-    monkeypatch.setattr(unit_link, "keys_of", lambda *asked, **more: OPEN)
+    monkeypatch.setattr(unit_link, "keys_of", lambda address, *asked, **more: replace(OPEN, address=address))
     with Controller(CONFIG, ledger=ledger, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
         beats: queue.SimpleQueue[pb.HeartbeatRequest | None] = queue.SimpleQueue()
         beats.put(pb.HeartbeatRequest(session=1))

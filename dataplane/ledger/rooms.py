@@ -45,7 +45,7 @@ RETRY_S = 1.0
 class Rooms:
     """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
     its partition's budget is passed over by those of other partitions, and one for which there are bytes enough, but in
-    too small pieces, by all others. Moves come last, whatever the budget says."""
+    too small pieces, by all others (where its partition has a budget, by those of other partitions). Moves come last, whatever the budget says."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -91,12 +91,12 @@ class Rooms:
 
     def _holds_up(self, parked: ParkedAllocate) -> bool:
         """Whether all that come after this put, of other partitions too, wait for it."""
-        return waits_for_memory(self.state, parked) and self._in_line(parked)
+        return waits_for_memory(self.state, parked) and not waits_for_larger_piece(self.state, parked)
 
     def _in_line(self, parked: ParkedAllocate) -> bool:
         """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
-        that are too small for it: nobody who fits into one takes what it could have."""
-        return not waits_for_larger_piece(self.state, parked)
+        that are too small for it: who fits into one takes nothing that it could have, but of a budget."""
+        return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
     def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory

@@ -131,7 +131,8 @@ def test_samples_go_to_ranks_on_their_own_host(
         monkeypatch.setattr(policy, "_hosts", [boot_id(), "there"])
         assert policy.train_from_meta(meta, "loss")["all_mb_metrics"]["ids"] == [0, 1, 2, 3, 4, 5, 6, 7]
         monkeypatch.setitem(policy.cfg, "prefer_local_samples", True)
-        assert policy.train_from_meta(meta, "loss")["all_mb_metrics"]["ids"] == [0, 5, 6, 7, 1, 2, 3, 4]
+        ids = policy.train_from_meta(meta, "loss")["all_mb_metrics"]["ids"]
+        assert (sorted(ids), set(ids[:4]) > {5, 6, 7}) == ([*range(8)], True)
         policy.finish_step(meta)
 
 
