@@ -44,8 +44,9 @@ RETRY_S = 1.0
 
 class Rooms:
     """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
-    its partition's budget is passed over by those of other partitions, and one for which there are bytes enough, but in
-    too small pieces, by all others (where its partition has a budget, by those of other partitions). Moves come last, whatever the budget says."""
+    its partition's budget is passed over by those of other partitions; so is one for which there are bytes enough, but
+    in too small pieces, and by those of its own, too, where that has no budget. Moves come last, whatever the budget
+    says."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
