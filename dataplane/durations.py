@@ -9,7 +9,7 @@ from typing import Any
 from dataplane.errors import InvalidRequestError
 
 LONGEST_S = 1e9
-"""What is longer counts as this, 31 years: clocks, conditions and polls take no more."""
+"""What is longer counts as this, 31 years: clocks and conditions take it."""
 
 
 def seconds(name: str, value: Any, *, positive: bool = False) -> float:

@@ -27,6 +27,9 @@ class Service:
         )
         assert self.process.stdout is not None
         self.first_line = self.process.stdout.readline() if await_ready else ""
+        if await_ready and not self.first_line:
+            _, errors = self.process.communicate(timeout=60)
+            pytest.fail(f"tq serve ended with {self.process.returncode}: {errors}")
         self.address = (self.first_line.split() or [""])[-1]
 
     @property

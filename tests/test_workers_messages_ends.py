@@ -20,7 +20,7 @@ from workers.errors import (
     NameInUseError,
     WorkerLostError,
 )
-from workers.messages import Messenger, incoming
+from workers.messages import Messenger, deliveries
 
 pytestmark = pytest.mark.slow
 
@@ -280,7 +280,7 @@ def test_what_a_given_up_worker_is_reading_is_not_written_over(one_road: Here, m
     """It stood still in the middle of a receive from memory that its sender had back meanwhile."""
     a, c = one_road.worker(A), one_road.worker(address(2))
     proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
-    reads, go_on, real = threading.Event(), threading.Event(), incoming.unpack
+    reads, go_on, real = threading.Event(), threading.Event(), deliveries.unpack
 
     def stand_still(*args: Any, **kwargs: Any) -> Any:
         if not reads.is_set():
@@ -288,7 +288,7 @@ def test_what_a_given_up_worker_is_reading_is_not_written_over(one_road: Here, m
             assert go_on.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(incoming, "unpack", stand_still)
+    monkeypatch.setattr(deliveries, "unpack", stand_still)
     with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
         b = Messenger(B, client, timeout_s=60.0)
         works = [b.recv(A, async_op=True)]

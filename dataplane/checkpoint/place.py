@@ -177,7 +177,7 @@ class Reading:
         while True:
             content = manifest.read(self.directory)
             self._lock({entry.name.partition("/")[0] for entry in content.files})
-            # A manifest that still counts now is switched, and its files are removed, after they were locked.
+            # If it still counts, its files were locked before anybody could replace it and remove them.
             if manifest.read(self.directory) == content:
                 return content
             self.close()

@@ -147,7 +147,7 @@ class Health:
         yield await self._status()
 
     async def _status(self) -> Message:
-        """Of the process now. Who asks while somebody looks gets what that finds: strangers start no threads."""
+        """Of the process now. Callers share a look that is under way, so strangers start no threads."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._why_not))
         why = await asyncio.shield(self._looking)

@@ -85,6 +85,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
         peer = context.peer()
         if peer not in self._peers:
             self._called += 1
-            self._peers[peer] = None
-            if len(self._peers) > PEERS:
-                del self._peers[next(iter(self._peers))]
+        self._peers.pop(peer, None)
+        self._peers[peer] = None
+        if len(self._peers) > PEERS:
+            del self._peers[next(iter(self._peers))]

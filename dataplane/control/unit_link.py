@@ -43,7 +43,7 @@ LONGEST_PAUSE_S = 2.0
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
 """Refusals that trying again would not change."""
 PASSING = (ServiceRestartedError, ServiceUnavailableError)
-"""What a unit that is being opened is refused with, and offers itself once more."""
+"""Refusals after which a unit that is being opened offers itself again."""
 
 
 class Outbox:
@@ -189,7 +189,7 @@ class UnitLink:
                 case c.Shrunk(number=number, backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=backed, shrinks=number)
                 case c.Compacted(number=number) if self._add is not None:
-                    self._add = msgspec.structs.replace(self._add, compactions=number)
+                    self._add = msgspec.structs.replace(self._add, compactions=max(number, self._add.compactions))
             self._outbox.put(item)
 
     def close(self) -> None:

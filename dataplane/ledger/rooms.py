@@ -96,7 +96,7 @@ class Rooms:
 
     def _in_line(self, parked: ParkedAllocate) -> bool:
         """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
-        that are too small for it: who fits into one takes nothing that it could have, but of a budget."""
+        that are too small for it: a put that fits into one takes nothing from it but budget."""
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
     def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:

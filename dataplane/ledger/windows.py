@@ -15,7 +15,7 @@ FIXED = 1 << 40
 CHEAPEST = 3
 """So many windows of the wanted length are tried."""
 PARTS = (1, 8, 64)
-"""Then the longest of which all, an eighth, or a 64th of the bytes that may be moved have to be."""
+"""Then the longest that need at most all, an eighth or a 64th of the bytes that may be moved."""
 
 
 class Spans(NamedTuple):

@@ -34,8 +34,7 @@ from workers.channel.hosted import HostedBroker
 from workers.channel.line import UNCONFIRMED
 from workers.directory import Directory, DirectoryClient
 from workers.errors import DirectoryLostError, MessageTimeoutError, NameInUseError, NameNotFoundError, WorkerLostError
-from workers.messages import Messenger
-from workers.messages import incoming as incoming_module
+from workers.messages import Messenger, deliveries
 
 GROUP = "w"
 WORKERS = ("near", "far", "aside")
@@ -212,7 +211,7 @@ def _forever(life: Life, act: Callable[..., None], lane: int, other: str, with_w
 def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
     """Have this process stop itself in the middle of a large send or receive when it is told to: of one in memory that
     it shares with its sender, unless it is alone on its host."""
-    unpack, write = incoming_module.unpack, values.Packed.write
+    unpack, write = deliveries.unpack, values.Packed.write
 
     def stop(order: int, nbytes: int) -> None:
         if shared[places.ORDER] == order and nbytes >= LARGE_BYTES:
@@ -229,7 +228,7 @@ def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
         stop(places.STOP_IN_SEND, packed.nbytes)
         write(packed, memory)
 
-    incoming_module.unpack = stopping_unpack
+    deliveries.unpack = stopping_unpack
     values.Packed.write = stopping_write  # type: ignore[method-assign]
 
 

@@ -73,8 +73,12 @@ class ChannelBroker:
         self._thread: threading.Thread | None = None
         with OpenFilesError.of("a broker of channels"):
             self._memory = ChannelMemory(capacity_bytes, directory=directory)
-            self._epoll = select.epoll()
-            self._waker = Waker()
+            try:
+                self._epoll = select.epoll()
+                self._waker = Waker()
+            except BaseException:
+                self._memory.close()
+                raise
             try:
                 self._epoll.register(self._waker.fd, select.EPOLLIN)
                 self.endpoint = str(self._listen(host))

@@ -32,7 +32,7 @@ CONNECT_S = 10.0
 GRACE_S = 10.0
 """How long a broker may take to confirm what was given up."""
 CONFIRM_S = 30.0
-"""The same for what has arrived, from another host. The kernel notices sooner that there is no network."""
+"""The same for items that arrived from another host. A lost network is noticed sooner, by the kernel."""
 UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
 LOG_EVERY_S = 30.0
 

@@ -32,6 +32,9 @@ class ChannelMemory:
         self._arena = Arena.create(directory, capacity_bytes or default_capacity(directory), epoch=1)
         try:
             self.fd = os.open(self._arena.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            self._arena.close(unlink=False)
+            raise
         finally:
             self._arena.path.unlink()
         self._space = FreeSpace(self._arena.capacity_bytes)

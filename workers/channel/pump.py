@@ -312,7 +312,7 @@ class Pump:
             raise self._lost(f"taking an item of channel {self._channel!r}", ended)
 
     def _unconfirmed(self, confirmed: Future[None]) -> BaseException | None:
-        """Why the broker's word did not come, once that is certain; None if it came."""
+        """Why the broker did not confirm, once that is certain; None if it did."""
         try:
             return confirmed.exception(CONFIRM_S)
         except FutureTimeout:

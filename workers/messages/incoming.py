@@ -247,7 +247,7 @@ class Incoming:
             self._deliver(fetch.posting, fetch.arrival)
 
     def absent(self, absent: Absent) -> None:
-        """Whoever was to pass on these values does not."""
+        """The relay does not pass on these values."""
         fetch = self._fetches.get((absent.source, absent.stream, absent.number))
         if fetch is not None:
             self._turn_to_source(fetch)

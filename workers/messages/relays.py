@@ -57,7 +57,7 @@ class Tree:
 
 @dataclass
 class _Kept:
-    """Values that are passed on, as they come. came: bytes by where they start; waiting: who asked for what has not."""
+    """Values that are passed on. came: bytes of each part here, by its start; waiting: requests for other parts."""
 
     memory: Bytes
     used: float
@@ -85,11 +85,12 @@ class Relays:
 
     def arrived(self, post: Post) -> list[tuple[bytes, Want]]:
         """A message whose values may be passed on is here: what was asked for of them before."""
-        self._latest[post.source] = post.incarnation, post.serial
+        latest = post.incarnation, post.serial
+        self._latest[post.source] = max(latest, self._latest.get(post.source, latest))
         return self._early.pop(_key(post), [])
 
     def is_early(self, route: bytes, want: Want) -> bool:
-        """Whether its message may be on its way: then it waits for that, for `RELAY_S`."""
+        """Whether its message may still come: the request then waits, for `RELAY_S`."""
         if (want.incarnation, want.serial) <= self._latest.get(want.source, (-1, -1)):
             return False
         if _key(want) not in self._early:

@@ -52,7 +52,7 @@ class AsyncWork(Generic[T]):
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether the operation has ended."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> T:
