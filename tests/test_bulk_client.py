@@ -1,5 +1,4 @@
 import contextlib
-import errno
 import gc
 import os
 import signal
@@ -30,6 +29,7 @@ from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttache
 from tests.alone import alone
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Process, Unit, changed, interrupt_when, noise
 from tests.lives import wait_until
+from tests.open_files import exhausted
 
 pytestmark = pytest.mark.integration
 
@@ -75,12 +75,8 @@ def test_many_chunks_there_and_back(unit, connection):
 
 
 def test_too_few_open_files_are_a_named_error(unit, connection, monkeypatch):
-    def exhausted(*_, **__):
-        raise zmq.ZMQError(errno.EMFILE)
-
     data = noise(100)
-    with monkeypatch.context() as patch:
-        patch.setattr(client_module, "Wire", exhausted)
+    with exhausted(monkeypatch, client_module, "Wire", zmq.ZMQError), monkeypatch.context() as patch:
         patch.setattr(connection, "_idle", [])
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             connection.write([64], [data], reservation=1, timeout_s=WAIT_S)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +18,7 @@ from dataplane.control.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger
+from tests.open_files import exhausted
 
 pytestmark = pytest.mark.integration
 
@@ -181,23 +180,11 @@ def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch
     run(controller, script)
 
 
-@contextlib.contextmanager
-def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process may open no more files."""
-
-    def none_left(*_: object) -> Any:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(achannel, "door_socket", none_left)
-        yield
-
-
 def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch):
+        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await channel.call(c.Seal(partition="p"))
             channel.post(c.Release(located=1))
@@ -218,7 +205,7 @@ def test_too_few_open_files_when_the_session_moved(
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = asyncio.create_task(channel.call(CLAIM))
         await seen(ledger, c.Claim)
-        with exhausted(monkeypatch):
+        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
             channel._look_again()
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await waiting
@@ -233,7 +220,7 @@ def test_too_few_open_files_to_say_goodbye(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch):
+        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
             await channel.close()
 
     run(scripted, script)

@@ -17,6 +17,7 @@ from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.control_service import Open, ScriptedLedger, ledger, open_channel, scripted  # noqa: F401
 from tests.lives import wait_until
+from tests.open_files import exhausted
 
 pytestmark = pytest.mark.integration
 
@@ -101,12 +102,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, open_channel: Open, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = open_channel(scripted)
-
-    def exhausted(*arguments: Any) -> zmq.Socket[bytes]:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(door, "door_socket", exhausted)
+    with exhausted(monkeypatch, door, "door_socket", zmq.ZMQError):
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
         channel.post(c.Release(located=1))
@@ -122,18 +118,12 @@ def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
 ) -> None:
     channel = open_channel(scripted)
     channel.call(c.Seal(partition="p"))
-
-    def exhausted(*_: object) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(door, "Waker", exhausted)
+    with exhausted(monkeypatch, door, "Waker"):
         channel._look_again()
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
     channel.call(c.Seal(partition="p"))
-    with monkeypatch.context() as patch:
-        patch.setattr(sync_channel, "door_socket", exhausted)
+    with exhausted(monkeypatch, sync_channel, "door_socket"):
         channel.close()
 
 
@@ -146,14 +136,14 @@ def test_too_few_open_files_to_look_for_the_service(
     real = keeper.go_on
     left = [2]
 
-    def exhausted(*arguments: Any) -> Any:
+    def none_left_at_first(*arguments: Any) -> Any:
         asked.set()
         if left[0]:
             left[0] -= 1
             raise zmq.ZMQError(errno.EMFILE)
         return real(*arguments)
 
-    monkeypatch.setattr(keeper, "go_on", exhausted)
+    monkeypatch.setattr(keeper, "go_on", none_left_at_first)
     channel._keeper.check()
     assert asked.wait(60)
     channel.call(c.Seal(partition="p"))

@@ -24,7 +24,7 @@ import zmq
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import StreamEnded, StreamReset
+from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
@@ -236,17 +236,18 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
 
         with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as peer:
             call_and_take_nothing(peer, controller.address, method, calls=4)
-            wait_until(is_busy, "the calls to be under way")
+            assert is_busy()
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(connect, controller.address, token=TOKEN)
                 assert wait([asked], SILENT_S).not_done
                 peer.shutdown(socket.SHUT_RDWR)
                 asked.result(WAIT_S).close()
-        assert not is_busy()
+        wait_until(lambda: not is_busy(), "the calls to have ended")
 
 
 def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, calls: int) -> None:
-    """Calls whose answers the other end may not send: the caller has no room for them."""
+    """Calls whose answers the other end may not send: the caller has no room for them. Returns when all are under way:
+    the headers of an answer need no room."""
     connection = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
     connection.initiate_connection()
     connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
@@ -256,6 +257,11 @@ def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, cal
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, [*headers.items(), ("te", "trailers"), *asks])
     peer.sendall(connection.data_to_send())
+    while calls:
+        received = peer.recv(1 << 16)
+        assert received, "the service closed the connection"
+        calls -= sum(isinstance(event, ResponseReceived) for event in connection.receive_data(received))
+        peer.sendall(connection.data_to_send())
 
 
 def test_an_older_client_is_named_in_the_log() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,6 +13,7 @@ import pytest
 from tests.channels import CAPACITY, broker, make
 from tests.lives import wait_until
 from tests.messengers import Here, address, one_road
+from tests.open_files import exhausted
 from workers.channel import Channel, ChannelBroker
 from workers.directory import Directory, DirectoryClient
 from workers.errors import OpenFilesError
@@ -22,16 +21,6 @@ from workers.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
 __all__ = ["broker", "make", "one_road"]
-
-
-@contextlib.contextmanager
-def exhausted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Iterator[None]:
-    def none_left(*_: object, **__: object) -> Any:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, none_left)
-        yield
 
 
 def _refused(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, work: Callable[[], Any]) -> None:

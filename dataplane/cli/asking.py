@@ -48,8 +48,7 @@ def stats(channel: Channel, limit: int = PARTITIONS) -> c.StatsReport:
 
 def not_shown(report: c.StatsReport) -> str:
     """How many partitions are not in the report, as a line; "" for none."""
-    left = report.partition_count - len(report.partitions)
-    return f"and {left:,} more partitions" if left > 0 else ""
+    return _more(report.partition_count - len(report.partitions), "partitions")
 
 
 def waits(channel: Channel, partition: str = "", task: str = "") -> c.WaitList:
@@ -61,8 +60,11 @@ def waits(channel: Channel, partition: str = "", task: str = "") -> c.WaitList:
 
 def waits_not_shown(found: c.WaitList) -> str:
     """How many calls are not in the list, as a line; "" for none."""
-    left = found.total - len(found.waits)
-    return f"and {left:,} more calls" if left > 0 else ""
+    return _more(found.total - len(found.waits), "calls")
+
+
+def _more(left: int, what: str) -> str:
+    return f"and {left:,} more {what}" if left > 0 else ""
 
 
 def partition_stats(channel: Channel, name: str) -> c.PartitionStats:

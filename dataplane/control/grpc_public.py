@@ -41,8 +41,6 @@ WATCHES_PER_PEER = 16
 LOOK_S = 2.0
 """How soon a watcher learns that the service does not serve any more, or does again."""
 _STATUS = health_pb2.HealthCheckResponse
-
-
 CALLS = 2048
 CALLS_PER_PEER = 512
 """Calls without the token under way at once, in all and from one address: few of the calls that the door has."""

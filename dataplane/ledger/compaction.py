@@ -11,6 +11,7 @@ Until then nothing that it reads is given to anybody, and nobody else writes whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -74,16 +75,17 @@ class Compactions:
         units = [unit for unit in state.units.values() if unit.open]
         if any(unit.asked or unit.number in state.compactions for unit in units):
             return
-        for parked in islice(filter(self._waits_for_larger_piece, self._waiting()), PUTS):
+        for parked in islice(self._waiting(), PUTS):
             want = Want(parked.session, parked.command)
             if any(self._compact(unit, want) for unit in want.order(units) if not unit.checking):
                 return
 
-    def _waiting(self) -> list[ParkedAllocate]:
-        return [parked for update in (True, False) for parked in self.state.room_waiters[update].values()]
-
-    def _waits_for_larger_piece(self, parked: ParkedAllocate) -> bool:
-        return waits_for_larger_piece(self.state, parked)
+    def _waiting(self) -> Iterator[ParkedAllocate]:
+        """Puts that wait for a larger piece, updates first."""
+        for update in (True, False):
+            for parked in self.state.room_waiters[update].values():
+                if waits_for_larger_piece(self.state, parked):
+                    yield parked
 
     # --- ordering
 
@@ -97,8 +99,9 @@ class Compactions:
             return False
         for window in windows(self._spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
             found = self._found(window)
-            if found and self._placed(unit, window, found):
-                self._begin(unit, window, found)
+            copies = self._placed(unit, window, found) if found else None
+            if copies is not None:
+                self._begin(unit, window, found, copies)
                 return True
         return False
 
@@ -130,8 +133,9 @@ class Compactions:
                     found.append(_Values(partition, name, page_of(field, rows, len(rows)), []))
         return found
 
-    def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> bool:
-        """Take what is free in the window, and room elsewhere for the values. If there is none, nothing is taken."""
+    def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> list[Int64s] | None:
+        """Take what is free in the window, and room elsewhere for the values: source, target and bytes of every range
+        to be copied. None if there is no room; nothing is taken then."""
         for start, nbytes in window.free:
             unit.space.take_at(start, nbytes)
         for values in found:
@@ -140,19 +144,19 @@ class Compactions:
                 break
             values.pieces.extend(pieces)
         else:
-            if sum(len(copies[0]) for copies in map(_copies, found)) <= MOST_RANGES:
-                return True
+            copies = [np.concatenate(parts) for parts in zip(*map(_copies, found), strict=True)]
+            if len(copies[0]) <= MOST_RANGES:
+                return copies
         for values in found:
             give_back(values.pieces)
         for start, nbytes in window.free:
             unit.space.give(start, nbytes)
-        return False
+        return None
 
-    def _begin(self, unit: Unit, window: Window, found: list[_Values]) -> None:
+    def _begin(self, unit: Unit, window: Window, found: list[_Values], copies: list[Int64s]) -> None:
         """Everything is taken: pin the values, and tell the unit."""
         extents = self.state.extents
         unit.compactions += 1
-        copies = [np.concatenate(parts) for parts in zip(*map(_copies, found), strict=True)]
         order = CompactArena(
             unit=unit.number, number=unit.compactions, sources=copies[0], targets=copies[1], sizes=copies[2]
         )

@@ -7,6 +7,7 @@ so do its waits, and what it had not acknowledged goes to the next getter.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -71,21 +72,16 @@ class ChannelBroker:
         self._owner = os.getpid()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        with OpenFilesError.of("a broker of channels"):
+        with OpenFilesError.of("a broker of channels"), contextlib.ExitStack() as undo:
             self._memory = ChannelMemory(capacity_bytes, directory=directory)
-            try:
-                self._epoll = select.epoll()
-                self._waker = Waker()
-            except BaseException:
-                self._memory.close()
-                raise
-            try:
-                self._epoll.register(self._waker.fd, select.EPOLLIN)
-                self.endpoint = str(self._listen(host))
-            except BaseException:
-                self._waker.close()
-                self._let_go()
-                raise
+            undo.callback(self._memory.close)
+            self._epoll = select.epoll()
+            undo.callback(self._let_go)
+            self._waker = Waker()
+            undo.callback(self._waker.close)
+            self._epoll.register(self._waker.fd, select.EPOLLIN)
+            self.endpoint = str(self._listen(host))
+            undo.pop_all()
         self._state = Broker(self._memory)
         self._thread = threading.Thread(target=self._run, name="tq-channels", daemon=True)
         self._thread.start()

@@ -142,13 +142,11 @@ class Link:
         return line
 
     def _connect(self, what: str) -> Line:
-        try:
-            with OpenFilesError.of(what):
+        with OpenFilesError.of(what):
+            try:
                 return Line(self.endpoint, self._memory)
-        except OpenFilesError:
-            raise
-        except OSError as error:
-            raise self._gone(what, error) from error
+            except OSError as error:
+                raise self._gone(what, error) from error
 
     def _put_back(self, line: Line) -> None:
         with self._guard:

@@ -17,6 +17,8 @@ from workers.values import Bytes, Unpacked, copy_into, unpack
 
 Key = tuple[str, bytes]
 """Where messages queue: by source and stream."""
+MessageId = tuple[str, bytes, int]
+"""Source, stream and number: one message of the source's present life."""
 
 
 @dataclass(eq=False)
@@ -34,6 +36,10 @@ class Arrival:
     @property
     def key(self) -> Key:
         return self.post.source, self.post.stream
+
+    @property
+    def id(self) -> MessageId:
+        return self.post.source, self.post.stream, self.post.number
 
 
 @dataclass(eq=False)

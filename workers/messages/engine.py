@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -41,10 +41,11 @@ from workers.values import Bytes
 KEEP_BYTES = 1 << 30
 """Memory of received tensors that were dropped, kept for the next ones, at most."""
 _JOIN_S = 10.0
-_FRAMES: dict[type[wire.Request | wire.Answer], int] = {Post: 2, Data: 1}
+_FRAMES: dict[type, int] = {Post: 2, Data: 1}
 """How many follow the head of each; none, the others'."""
 
 _log = logging.getLogger(__name__)
+M = TypeVar("M")
 
 
 class _Known(enum.Enum):
@@ -408,9 +409,7 @@ class Engine:
             except zmq.Again:
                 return
             try:
-                request = wire.decode_request(frames[0].buffer if frames else b"")
-                if len(frames) - 1 != _FRAMES.get(type(request), 0):
-                    raise msgspec.DecodeError(f"{type(request).__name__} with {len(frames) - 1} frames")
+                request = _decoded(wire.decode_request, frames)
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
                 continue
@@ -442,9 +441,7 @@ class Engine:
         while (heard := self._links.receive()) is not None:
             name, frames = heard
             try:
-                answer = wire.decode_answer(frames[0].buffer if frames else b"")
-                if len(frames) - 1 != _FRAMES.get(type(answer), 0):
-                    raise msgspec.DecodeError(f"{type(answer).__name__} with {len(frames) - 1} frames")
+                answer = _decoded(wire.decode_answer, frames)
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
                 continue
@@ -479,6 +476,14 @@ class Engine:
         inodes = self._slabs.forgotten()
         if inodes:
             self._links.send_to_all((wire.encode(Forget(inodes=inodes)),))
+
+
+def _decoded(decode: Callable[[Any], M], frames: list[zmq.Frame]) -> M:
+    """What the first frame says. `msgspec.DecodeError`: nothing of ours, or not with this number of frames after it."""
+    said = decode(frames[0].buffer if frames else b"")
+    if len(frames) - 1 != _FRAMES.get(type(said), 0):
+        raise msgspec.DecodeError(f"{type(said).__name__} with {len(frames) - 1} frames")
+    return said
 
 
 def _frame(body: Any) -> zmq.Frame:

@@ -18,7 +18,7 @@ import numpy as np
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.warm import WarmMemory
 from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError
-from workers.messages.deliveries import Arrival, Delivery, Key, Posting
+from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import RELAY_S, Later, Relays
@@ -66,10 +66,6 @@ class _Fetch:
     got: int = 0
     missing: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def key(self) -> tuple[str, bytes, int]:
-        return *self.arrival.key, self.arrival.post.number
-
 
 Reply = Callable[[bytes, Answer], None]
 
@@ -109,7 +105,7 @@ class Incoming:
         self._lives = lives
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self._fetches: dict[tuple[str, bytes, int], _Fetch] = {}
+        self._fetches: dict[MessageId, _Fetch] = {}
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
 
@@ -265,11 +261,11 @@ class Incoming:
         for arrival in self._arrivals.get((want.source, want.stream), ()):
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
-                if post.passes_on and arrival.memory is None and (*arrival.key, post.number) not in self._fetches:
+                if post.passes_on and arrival.memory is None and arrival.id not in self._fetches:
                     self._begin(None, arrival)
                 return
 
-    def _give_up(self, key: tuple[str, bytes, int], why: str) -> None:
+    def _give_up(self, key: MessageId, why: str) -> None:
         fetch = self._fetches.pop(key)
         self._relays.interrupted(fetch.arrival.post)
         error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
@@ -363,10 +359,8 @@ class Incoming:
         self._refuse(arrival, error)
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
-        post = arrival.post
-        key = (post.source, post.stream, post.number)
-        if key in self._fetches:
-            self._fetches[key].posting = posting
+        if arrival.id in self._fetches:
+            self._fetches[arrival.id].posting = posting
             return
         try:
             self._begin(posting, arrival)
@@ -383,7 +377,7 @@ class Incoming:
         if posting is None and not passed_on:
             return
         fetch = _Fetch(posting, arrival, staging, post.relay, passed_on)
-        self._fetches[fetch.key] = fetch
+        self._fetches[arrival.id] = fetch
         for _ in range(CHUNKS_AHEAD):
             self._ask_for_more(fetch)
         if fetch.relay is not None:
@@ -428,7 +422,7 @@ class Incoming:
         self._later(min(RELAY_S * relay.depth, left_s / 4), partial(self._look_at, fetch, fetch.got))
 
     def _look_at(self, fetch: _Fetch, got: int) -> None:
-        if fetch.relay is None or self._fetches.get(fetch.key) is not fetch:
+        if fetch.relay is None or self._fetches.get(fetch.arrival.id) is not fetch:
             return
         if fetch.got > got:
             self._watch(fetch, fetch.relay)
@@ -452,7 +446,7 @@ class Incoming:
         self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
-        if self._fetches.pop((*arrival.key, arrival.post.number), None) is not None:
+        if self._fetches.pop(arrival.id, None) is not None:
             self._relays.interrupted(arrival.post)
         self._reply(arrival.route, refused(arrival.post, error))
 

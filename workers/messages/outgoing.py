@@ -16,7 +16,7 @@ import zmq
 from dataplane.errors import DataPlaneError, InternalError
 from workers.errors import GroupOptionsError, MessageTimeoutError
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.relays import Tree
+from workers.messages.relays import Later, Tree
 from workers.messages.slabs import OwnSlab
 from workers.messages.wire import Done, Form, Held, Post, Pull, Refused, Settled, error_of
 from workers.values import Packed
@@ -109,7 +109,6 @@ class Contact:
 
 Transmit = Callable[[str, Post, Snapshot], None]
 """Sends a post to a receiver that is known."""
-Later = Callable[[float, Callable[[], None]], None]
 
 
 class Outgoing:
