@@ -315,9 +315,9 @@ class DataPlaneClient:
         return self._run(claiming.claim, command, dp_rank)
 
     def ack(self, meta: KVBatchMeta) -> list[str]:
-        """The leased samples of `meta` are done with. Gives the ids of those that were cleared meanwhile.
-        StaleSampleError, once the others are acknowledged, has in `samples` all those that the claim of `meta` has no
-        lease on any more. ValueError for a meta that no claim returned."""
+        """Mark the leased samples of `meta` as consumed. Returns the ids of those that were cleared meanwhile.
+        StaleSampleError: the claim of `meta` has lost its lease on `error.samples`; the others are acknowledged.
+        ValueError: no claim returned `meta`."""
         return self._run(claiming.about_claimed, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> list[str]:

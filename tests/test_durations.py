@@ -96,6 +96,6 @@ def test_settings_are_times(name: str, value: float) -> None:
 @pytest.mark.parametrize("parser", [duration, _interval])
 @pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400", "-1", "soon", ""])
 def test_flags_are_times(parser: Callable[[str], float], text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is no time; write a number of seconds"):
+    with pytest.raises(typer.BadParameter, match="is not a duration; write a number of seconds"):
         parser(text)
     assert parser("0.5") == 0.5

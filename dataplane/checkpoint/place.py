@@ -13,10 +13,10 @@ mode, and directories that are made above PATH get what the umask says.
 
 A crash before the rename leaves PATH as it was, and PATH.partial-XXXX or PATH/data-XXXX beside it; one after it leaves
 the new checkpoint, and perhaps the files of the older one. The next checkpoint to PATH removes what is left over. Locks
-on directories, which go with the process, tell what is in use: an exclusive one on PATH (or PATH.partial-XXXX) what is
-being written, a shared one on PATH/data-XXXX what is being read. A file system without locks (some NFS) keeps left-over
-files until somebody removes them, so that reading needs no lock there; locks that hold on one host only protect what is
-read on that host only.
+on directories, which end with their process, show what is in use: a writer holds an exclusive lock on PATH (or
+PATH.partial-XXXX), a reader a shared lock on PATH/data-XXXX. On a file system without locks (some NFS), left-over files
+stay until they are removed by hand, so that a reader needs no lock. Where locks hold on one host only, only readers on
+that host are protected.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Place:
 
 
 class Reading:
-    """A checkpoint that is being read: until `close` its files stay, whatever is saved to its path."""
+    """An open checkpoint. Its files are kept until `close`, even if another checkpoint is saved to its path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory = _absolute(path)

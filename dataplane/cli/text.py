@@ -30,7 +30,7 @@ def duration(text: str) -> float:
     try:
         return seconds("it", float(text))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no time; write a number of seconds, 0 or more") from None
+        raise typer.BadParameter(f"{text!r} is not a duration; write a number of seconds, 0 or more") from None
 
 
 def readable(count: float) -> str:

@@ -148,7 +148,7 @@ def frame(address: str, before: Look, after: Look, *, most_units: int | None = N
 
 
 def _foremost(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
-    """So many at most, in the order in which they came."""
+    """At most `most` units, those with problems and the fullest first to be kept, in their original order."""
     if most is None or len(units) <= most:
         return units
     by_need = sorted(

@@ -18,7 +18,7 @@ REPORT_S = 60.0
 """How often the log says how many there were. It is also the time that a connection has for its first call, which is
 more than its handshake may take."""
 PEERS = 4096
-"""So many connections that have made a call are known; of more, some are counted again."""
+"""How many connections that have made a call are remembered. Beyond it, one may be counted twice."""
 
 
 class Handshakes(grpc.aio.ServerInterceptor):
