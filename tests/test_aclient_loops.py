@@ -112,10 +112,17 @@ def test_beside_a_loop_that_runs_only_that_one_works(server: Server, looking: Da
         assert there(client.stats()).sessions
         asyncio.run(client.close())
         wait_until(lambda: sessions(looking) == before, "the session ended in its own loop")
+        there(others_end())
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def others_end() -> None:
+    """The tasks of this loop but this one, of which one may be closing a connection."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=60)
 
 
 def test_closing_after_a_failed_connection_raises_nothing() -> None:
