@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tests.faults.acting import Order
 from tests.faults.books import StormError
 from tests.faults.cast import PROGRESS_S, Player
+from tests.faults.command import Part, Say, main
 from tests.faults.scene import Scene
 from tests.faults.weather import AT_START, CONTROLLER_AT_START, UNIT_AT_START, Fault, every_fault
 
@@ -52,7 +52,7 @@ have to do with the unit of their own host before all."""
 class Storm:
     """`seed` decides what happens to whom, and when. part: (k, n), the k-th (from 0) of n storms that share faults."""
 
-    def __init__(self, seed: int, part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, seed: int, part: Part = (0, 1)) -> None:
         self._deal, self._part = random.Random(seed), part
         self.random = random.Random(f"{seed} {part}")
         self.scene = Scene(self.random.choice(["process", "process", "machine"]))
@@ -187,9 +187,9 @@ class Course:
         self,
         count: int,
         seed: int,
-        say: Callable[[str], None],
+        say: Say,
         *,
-        part: tuple[int, int] = (0, 1),
+        part: Part = (0, 1),
         every_line: bool = False,
         minutes: float = 0.0,
     ) -> None:
@@ -243,50 +243,12 @@ class Course:
                 self._storm.scene.more_clients()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = len(list(every_fault()))
-    parser.add_argument("--faults", type=int, default=every, help=f"how many (there are {every} different ones)")
-    parser.add_argument("--seed", type=int, default=None, help="decides what happens to whom; random if not given")
-    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long, with more and more clients")
-    parser.add_argument("--parts", type=int, default=1, help="how many storms share the faults and run side by side")
-    parser.add_argument("--part", type=int, default=None, help="only this one of them, from 0")
-    parser.add_argument("--verbose", action="store_true", help="a line for every fault")
-    arguments = parser.parse_args()
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
-    if arguments.part is None:
-        print(f"a storm of {arguments.faults} faults, seed {arguments.seed}", flush=True)
-        if arguments.parts > 1:
-            return _side_by_side(arguments)
-    return _storm(arguments, (arguments.part or 0, arguments.parts))
-
-
-def _side_by_side(arguments: argparse.Namespace) -> int:
-    """Run every part in a process of its own."""
-    command = [sys.executable, "-m", "tests.faults.storm", *sys.argv[1:], "--seed", str(arguments.seed)]
-    running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(arguments.parts)]
-    return max(process.wait() for process in running)
-
-
-def _storm(arguments: argparse.Namespace, part: tuple[int, int]) -> int:
-    name = f"part {part[0]}: " if part[1] > 1 else ""
-    course = Course(
-        arguments.faults,
-        arguments.seed,
-        lambda text: print(name + text, flush=True),
-        part=part,
-        every_line=arguments.verbose,
-        minutes=arguments.minutes,
-    )
-    try:
-        course.run()
-    except StormError as error:
-        again = f"--faults {arguments.faults} --seed {arguments.seed} --parts {part[1]} --part {part[0]}"
-        print(f"{name}{error}\nagain: python -m tests.faults.storm {again}", file=sys.stderr)
-        return 1
-    return 0
+def _storm(arguments: argparse.Namespace, part: Part, say: Say) -> None:
+    seed, verbose, minutes = arguments.seed, arguments.verbose, arguments.minutes
+    Course(arguments.faults, seed, say, part=part, every_line=verbose, minutes=minutes).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    every = len(list(every_fault()))
+    which = f"how many (there are {every} different ones)"
+    sys.exit(main("tests.faults.storm", __doc__, _storm, faults=every, which=which))

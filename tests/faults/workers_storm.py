@@ -12,16 +12,15 @@ left of descriptors, memory and processes. Exit code 1, and what went wrong, oth
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tests.faults import board as places
 from tests.faults.books import StormError
+from tests.faults.command import Part, Say, main
 from tests.faults.workers_scene import WorkersScene
 
 SHORT_S = 3.0
@@ -85,7 +84,7 @@ DIRECTORY_DIES = WorkersFault("kill", "directory")
 class WorkersStorm:
     """`seed` decides the order. part: (k, n), the k-th (from 0) of n storms that share faults."""
 
-    def __init__(self, seed: int, part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, seed: int, part: Part = (0, 1)) -> None:
         self._deal, self._part = random.Random(seed), part
         self.random = random.Random(f"{seed} {part}")
         self.scene = WorkersScene()
@@ -149,9 +148,9 @@ class WorkersCourse:
     def __init__(
         self,
         seed: int,
-        say: Callable[[str], None],
+        say: Say,
         *,
-        part: tuple[int, int] = (0, 1),
+        part: Part = (0, 1),
         minutes: float = 0.0,
         most: int | None = None,
     ) -> None:
@@ -192,56 +191,14 @@ class WorkersCourse:
         yield DIRECTORY_DIES
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=None, help="decides the order; random if not given")
-    parser.add_argument("--faults", type=int, default=None, help="only so many of them")
-    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long")
-    parser.add_argument("--parts", type=int, default=1, help="how many storms share the faults and run side by side")
-    parser.add_argument("--part", type=int, default=None, help="only this one of them, from 0")
-    parser.add_argument("--verbose", action="store_true", help="a line for every fault")
-    arguments = parser.parse_args()
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
-    if arguments.part is None:
-        print(f"a storm over workers, seed {arguments.seed}", flush=True)
-        if arguments.parts > 1:
-            return _side_by_side(arguments)
-    return _storm(arguments, (arguments.part or 0, arguments.parts))
-
-
-def _side_by_side(arguments: argparse.Namespace) -> int:
-    """Run every part in a process of its own."""
-    running = []
-    for part in range(arguments.parts):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                code = _storm(arguments, (part, arguments.parts))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        running.append(pid)
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in running)
-
-
-def _storm(arguments: argparse.Namespace, part: tuple[int, int]) -> int:
-    name = f"part {part[0]}: " if part[1] > 1 else ""
-
-    def say(text: str) -> None:
+def _storm(arguments: argparse.Namespace, part: Part, say: Say) -> None:
+    def say_some(text: str) -> None:
         if arguments.verbose or "faults  " not in text:
-            print(name + text, flush=True)
+            say(text)
 
-    try:
-        WorkersCourse(arguments.seed, say, part=part, minutes=arguments.minutes, most=arguments.faults).run()
-    except StormError as error:
-        again = f"--seed {arguments.seed} --parts {part[1]} --part {part[0]}"
-        print(f"{name}{error}\nagain: python -m tests.faults.workers_storm {again}", file=sys.stderr)
-        return 1
-    return 0
+    WorkersCourse(arguments.seed, say_some, part=part, minutes=arguments.minutes, most=arguments.faults).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    which = "at most this many of them"
+    sys.exit(main("tests.faults.workers_storm", __doc__, _storm, faults=None, which=which))
