@@ -15,6 +15,14 @@ from dataplane import DataPlaneClient, connect, serve
 from dataplane.config import MIB
 from tests.conftest import our_files
 
+BUSY = ("stood still", "did not answer goodbye", "did not close within")
+"""What programs of ours say where the machine is too busy for one of their ends."""
+
+
+def complaints(errors: str) -> list[str]:
+    """The lines that a program wrote on standard error, but for those of a busy machine."""
+    return [line for line in errors.splitlines() if not any(said in line for said in BUSY)]
+
 
 class Service:
     """A `tq serve` process; `address` is what it printed, unless it is not waited for until it is ready."""
@@ -34,8 +42,7 @@ class Service:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines that it wrote on stderr until its end, but for those of a busy machine."""
-        return [line for line in self.errors.splitlines() if "stood still" not in line]
+        return complaints(self.errors)
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)

@@ -14,6 +14,7 @@ from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
+from tests.lives import WAIT_S
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 
@@ -63,7 +64,7 @@ class ScriptedLedger:
     def next_deadline(self) -> float | None:
         return self.deadline
 
-    def wait_until(self, come: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_until(self, come: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
         """Until `come()`, looked at after each input."""
         with self._changed:
             assert self._changed.wait_for(come, timeout_s)
@@ -78,7 +79,7 @@ class ScriptedLedger:
             return [item for item in self.inputs if isinstance(item, c.Call) and isinstance(item.command, kind)]
         return [item for item in self.inputs if isinstance(item, kind)]
 
-    def wait_for(self, kind: type[Any], count: int = 1, timeout_s: float = 20.0) -> list[Any]:
+    def wait_for(self, kind: type[Any], count: int = 1, timeout_s: float = WAIT_S) -> list[Any]:
         """Those inputs, once there are so many."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, timeout_s), f"no {kind.__name__} came"

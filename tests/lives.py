@@ -115,8 +115,9 @@ class Proxy:
 
     def __init__(self, target: int, port: int = 0) -> None:
         self._target = target
-        self._listener = self._listen(port)
-        self.port: int = self._listener.getsockname()[1]
+        self._held = self._bound(port)
+        self.port: int = self._held.getsockname()[1]
+        self._listener = self._listen()
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._state = "healthy"
@@ -127,10 +128,15 @@ class Proxy:
         self._thread.start()
 
     @staticmethod
-    def _listen(port: int) -> socket.socket:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+    def _bound(port: int) -> socket.socket:
+        """A socket that does not listen. While it is open the kernel gives the port to nobody else."""
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        return bound
+
+    def _listen(self) -> socket.socket:
+        listener = self._bound(self.port)
         listener.listen()
         return listener
 
@@ -146,6 +152,7 @@ class Proxy:
     def close(self) -> None:
         self._become("closed")
         self._thread.join(WAIT_S)
+        self._held.close()
 
     def _become(self, state: str) -> None:
         with self._changed:
@@ -169,7 +176,7 @@ class Proxy:
                 self._drop(each)
             self._pairs.clear()
         elif self._listener.fileno() < 0:
-            self._listener = self._listen(self.port)
+            self._listener = self._listen()
             self._selector.register(self._listener, selectors.EVENT_READ)
         with self._changed:
             self._state = state

@@ -202,8 +202,8 @@ def test_a_client_killed_before_it_attached_leaves_no_file_either(unit):
     code = "from dataplane.bulk.lock import SessionLock; lock = SessionLock.create(); print(lock.path, flush=True)"
     with Process(f"{code}; input()") as process:
         path = process.line()
+        assert os.path.exists(path)
         process.kill()
-    assert os.path.exists(path)
     unit.server.order(FenceSession(unit=UNIT, session=5))
     unit.expect(SessionGone)
     assert not os.path.exists(path)
@@ -441,5 +441,5 @@ def test_an_answer_that_makes_no_sense_is_a_lost_unit(unit):
         nonsense = threading.Thread(target=lambda: router.send_multipart([router.recv_multipart()[0], b"\xff"]))
         nonsense.start()
         with pytest.raises(StorageUnitError, match="makes no sense"):
-            UnitConnection(changed(unit.info, endpoints=(f"tcp://127.0.0.1:{port}",)), session=1)
+            UnitConnection(changed(unit.info, endpoints=(f"tcp://127.0.0.1:{port}",)), session=1, timeout_s=WAIT_S)
         nonsense.join()

@@ -8,6 +8,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.bulk.endpoints import bind, candidates
 from dataplane.errors import ServiceUnavailableError
 from tests.bulk_unit import WAIT_S
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -54,10 +55,12 @@ def test_names_are_resolved_and_another_may_be_told(context, router):
 
 
 def test_a_port_is_had_or_named(context, router):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"):
-            bind(router, "127.0.0.1", tcp_port=port, guarded=False)
+    port = free_ports()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"),
+    ):
+        bind(router, "127.0.0.1", tcp_port=port, guarded=False)
     _, tcp = bind(router, "127.0.0.1", tcp_port=port, guarded=False)
     assert tcp == f"tcp://127.0.0.1:{port}"
     assert is_heard(context, router, tcp)

@@ -281,7 +281,7 @@ def test_a_failure_leaves_what_was_there_and_pins_nothing(
         client.checkpoint(tmp_path / "c")
     assert [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()] == before
     assert names(tmp_path) == (["c"] if older else [])
-    assert released(client)
+    wait_until(lambda: released(client))
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -297,7 +297,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(client: DataPlaneClient, tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == before
-    assert released(client)
+    wait_until(lambda: released(client))
     failpoints.disarm()
     client.checkpoint(tmp_path / "c")
 

@@ -24,6 +24,7 @@ from dataplane import serve
 from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import CheckpointError, PartitionDroppedError, SchemaError, UnsupportedValueError
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -222,15 +223,23 @@ def test_a_field_keeps_its_dtype_and_tags_are_small_scalars(client: tq.TransferQ
 # --- batches
 
 
-def test_get_meta_waits_on_the_service_and_says_what_was_missing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "4")
+def claims_wait() -> bool:
+    return any(one.waiting_claims for one in current_client()._performer.client.stats().partitions)
+
+
+def test_get_meta_waits_on_the_service(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "60")
     start()
     client = tq.get_client()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.get_meta, ["v", "w"], 2, "later", task_name="t")
+        wait_until(claims_wait)
         made = client.put(values(2), partition_id="later")
         client.put(TensorDict({"w": torch.ones(2)}, batch_size=2), metadata=made)
-        assert waiting.result(30).global_indexes == made.global_indexes
+        assert waiting.result(60).global_indexes == made.global_indexes
+
+
+def test_get_meta_says_what_was_missing(client: tq.TransferQueueClient) -> None:
     with pytest.raises(tq.FetchTimeoutError, match="'later'") as caught:
         client.get_meta(["v"], 1, "later", task_name="t")
     assert isinstance(caught.value, RuntimeError)
@@ -246,20 +255,12 @@ def test_who_waits_for_a_partition_that_is_cleared_is_told(start: Start, monkeyp
     start()
     client = tq.get_client()
     client.put(values(1), partition_id="p")
-    parked = threading.Event()
-
-    def wait() -> None:
-        parked.set()
-        client.get_meta(["v"], 5, "p", task_name="t")
-
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        parked.wait(10)
-        while not any(one.waiting_claims for one in current_client()._performer.client.stats().partitions):
-            pass
+        waiting = pool.submit(client.get_meta, ["v"], 5, "p", task_name="t")
+        wait_until(claims_wait)
         client.clear_partition("p")
         with pytest.raises(PartitionDroppedError):
-            waiting.result(30)
+            waiting.result(60)
 
 
 @pytest.mark.parametrize("polling", [True, False])
@@ -270,7 +271,7 @@ def test_each_sample_goes_to_one_batch_of_a_task(start: Start, polling: bool) ->
     begin = threading.Barrier(6)
 
     def take() -> list[int]:
-        begin.wait(30)
+        begin.wait(60)
         metas = [client.get_meta(["v"], 2, "p", task_name="t") for _ in range(5)]
         return [index for meta in metas for index in meta.global_indexes]
 
@@ -286,7 +287,7 @@ def test_processes_of_a_rank_get_the_same_batch_whoever_asks_first(start: Start)
     begin = threading.Barrier(len(clients))
 
     def ask(number: int) -> tuple[int, list[int]]:
-        begin.wait(30)
+        begin.wait(60)
         config = {"dp_rank": number % 2, "batch_index": 0}
         meta = clients[number].get_meta(["v"], 3, "p", task_name="t", sampling_config=config)
         return number % 2, meta.global_indexes

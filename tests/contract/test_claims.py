@@ -17,6 +17,7 @@ from dataplane.errors import (
     StaleSampleError,
     TaskNotFoundError,
 )
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -384,8 +385,7 @@ def test_dropping_the_partition_ends_waiting_claims(
     other = open_client()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.claim_meta, partition, "train", ["x"], 4, timeout_s=60.0)
-        while not any(part.waiting_claims for part in client.stats().partitions if part.partition == partition):
-            assert not waiting.done()
+        wait_until(lambda: any(p.waiting_claims for p in client.stats().partitions if p.partition == partition))
         client.clear_samples(None, partition)
         with pytest.raises(ValueError, match="dropped"):
             waiting.result(60)

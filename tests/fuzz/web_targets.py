@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from unittest import mock
 
 from dataplane.errors import DataPlaneError, PartitionNotFoundError
 from dataplane.host import split_address
 from dataplane.ledger import commands as c
 from dataplane.metrics.recorder import Recorder
+from dataplane.web import server as web_server
 from dataplane.web.api import api, health
 from dataplane.web.auth import Guard
 from dataplane.web.server import HttpServer
@@ -27,6 +29,7 @@ def _answer(command: c.Command) -> c.Result:
 
 
 def _begin(ends: ExitStack) -> HttpServer:
+    ends.enter_context(mock.patch.object(web_server, "READ_S", WAIT_S))  # for a request that a busy machine delays
     site = Guarded(
         Guard(TOKEN, secure=False, local=True), {**page(), **api(_answer, Recorder())}, {"/healthz": health(lambda: "")}
     )
