@@ -16,7 +16,7 @@ def free_ports(count: int = 1) -> int:
     """The first of `count` neighbouring ports on loopback that are free, that no socket is given by itself, and that
     the other test processes of this run do not choose."""
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    each = max((given - FIRST) // SLICES, 2 * count)
+    each = max((given - FIRST) // SLICES, 500)
     start = FIRST + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SLICES * each
     chance = random.SystemRandom()
     for _ in range(100):
