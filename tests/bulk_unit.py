@@ -72,7 +72,7 @@ class Unit:
         return changed(self.info, endpoints=tuple(each for each in self.info.endpoints if each.startswith(road)))
 
     def connect(self, road: str = "ipc", *, session: int = 1, **more: Any) -> UnitConnection:
-        return UnitConnection(self.by(road), session=session, token=TOKEN, **more)
+        return UnitConnection(self.by(road), session=session, token=TOKEN, **({"timeout_s": WAIT_S} | more))
 
     def expect(self, kind: type[Report]) -> Report:
         """The next report, which must be a `kind`."""

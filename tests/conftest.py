@@ -18,11 +18,12 @@ from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from dataplane import failpoints
+from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.lockfile import is_held, open_own
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
-from tests.lives import wait_until
+from tests.lives import WAIT_S, wait_until
 from tests.parallel import ByPlace, rank
 from tests.profiles import budget
 
@@ -34,6 +35,9 @@ IMPURE = ("integration", "slow", "ray", "gpu", "browser")
 # As a service of ours does it, before a test imports grpc itself: with gRPC's fork support, which is on by default, a
 # forked child dies now and then.
 import_grpc_door()
+
+# A test process may stand still on a busy machine for longer than users wait for a connection.
+DataPlaneConfig.__init__.__kwdefaults__["connect_timeout_s"] = WAIT_S
 
 settings.register_profile("ours", budget(100))
 settings.load_profile("ours")
