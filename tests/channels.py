@@ -94,7 +94,7 @@ def alongside(work: Callable[[], Any]) -> Iterator[list[Any]]:
     thread = threading.Thread(target=run)
     thread.start()
     yield outcome
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
 
 

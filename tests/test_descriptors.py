@@ -50,7 +50,7 @@ def test_a_client_that_cannot_be_opened(left: int) -> None:
 
 
 def test_a_storage_unit_that_cannot_be_reached_and_then_can() -> None:
-    with serve({"capacity_bytes": 8 * MIB}) as server, connect(server.address, call_timeout_s=5.0) as client:
+    with serve({"capacity_bytes": 8 * MIB}) as server, connect(server.address) as client:
         client.register_partition("p", ["x"], 1, ["t"])
         with only(3), pytest.raises(ServiceUnavailableError, match=NONE_LEFT):
             client.put_samples(["a"], "p", {"x": torch.arange(1)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from tests.channels import CAPACITY
 from tests.lives import wait_until
 from workers.channel import Channel, line
 from workers.channel import channel as channel_module
+from workers.channel.endpoint import Endpoint
 from workers.channel.errors import ChannelLostError, ChannelSettingsError
 from workers.channel.hosted import HostedBroker
 from workers.channel.settings import broker_name
@@ -27,10 +29,11 @@ AWAY = 1
 
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
-    """param: after how many ms of silence it gives a process up."""
-    for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", getattr(request, "param", 1000)), ("GRACE_S", 0.1)):
+    """param: after how many ms of silence a connection ends; a process that goes on is back before it is given up."""
+    for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", getattr(request, "param", 1000))):
         monkeypatch.setattr(directory_server, name, value)
-    monkeypatch.setattr(line, "CONNECT_S", 0.5)
+    monkeypatch.setattr(channel_module, "NOTICE_S", 60.0)
+    monkeypatch.setattr(line, "CONNECT_S", 60.0)
     with Directory.serve() as server, DirectoryClient(server.address) as client:
         yield client
 
@@ -44,31 +47,57 @@ def others(directory: DirectoryClient) -> Iterator[None]:
         each.close()
 
 
-def _host(directory: str) -> None:
-    kept()["broker"] = HostedBroker(directory, AWAY, capacity_bytes=CAPACITY)
+def _host(directory: str) -> str:
+    broker = kept()["broker"] = HostedBroker(directory, AWAY, capacity_bytes=CAPACITY)
+    return broker.endpoint
+
+
+class Away:
+    """The process of a broker, which is to go away."""
+
+    def __init__(self, directory: DirectoryClient) -> None:
+        self.peer = Peer()
+        self.endpoint = Endpoint.parse(self.peer.call(_host, directory.address))
+        self.still = False
+
+    def stop(self) -> None:
+        self.still = True
+        self.peer.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.still = False
+        with contextlib.suppress(ProcessLookupError):
+            self.peer.signal(signal.SIGCONT)
+
+    def answers_within(self, endpoint: Endpoint) -> float:
+        """How long to wait for an answer from there: not long for one that will not come."""
+        return 0.5 if self.still and endpoint == self.endpoint else line.CONNECT_S
 
 
 @pytest.fixture
-def away(directory: DirectoryClient) -> Iterator[Peer]:
-    """The process of a broker, which is to go away."""
-    peer = Peer()
-    peer.call(_host, directory.address)
-    yield peer
-    with contextlib.suppress(ProcessLookupError):
-        peer.signal(signal.SIGCONT)
-    peer.stop()
+def away(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
+    made = Away(directory)
+    real = line.Line._shake_hands
+
+    def shake_hands(each: line.Line, endpoint: Endpoint, _: float) -> None:
+        real(each, endpoint, time.monotonic() + made.answers_within(endpoint))
+
+    monkeypatch.setattr(line.Line, "_shake_hands", shake_hands)
+    yield made
+    made.go_on()
+    made.peer.stop()
 
 
 def _brokers(directory: DirectoryClient) -> set[str]:
     return {entry.name for entry in directory.listing(Kind.CHANNEL)}
 
 
-def _kill(peer: Peer) -> None:
-    peer.kill()
+def _kill(away: Away) -> None:
+    away.peer.kill()
 
 
-def _stop(peer: Peer) -> None:
-    peer.signal(signal.SIGSTOP)
+def _stop(away: Away) -> None:
+    away.stop()
 
 
 ways = pytest.mark.parametrize("go_away", [_kill, _stop])
@@ -82,7 +111,7 @@ def _works(channel: Channel) -> None:
 @ways
 @pytest.mark.usefixtures("others")
 def test_it_is_made_of_the_others_and_stays_what_its_name_means(
-    directory: DirectoryClient, away: Peer, go_away: Callable[[Peer], None]
+    directory: DirectoryClient, away: Away, go_away: Callable[[Away], None]
 ) -> None:
     go_away(away)
     made = Channel.create("c", distributed=True, directory=directory, here=0)
@@ -92,7 +121,7 @@ def test_it_is_made_of_the_others_and_stays_what_its_name_means(
     if go_away is _kill:
         back = HostedBroker(directory.address, AWAY, capacity_bytes=CAPACITY)
     else:
-        away.signal(signal.SIGCONT)
+        away.go_on()
     wait_until(lambda: broker_name(AWAY) in _brokers(directory), "the directory has the broker again")
     found = Channel.create("c", distributed=True, directory=directory, here=AWAY)
     assert found.get(key="k", timeout_s=30) == "early"
@@ -111,7 +140,7 @@ def test_it_is_made_of_the_others_and_stays_what_its_name_means(
 @pytest.mark.parametrize("directory", [600_000], indirect=True)
 @pytest.mark.usefixtures("others")
 def test_one_that_the_directory_still_has_is_a_named_error(
-    directory: DirectoryClient, away: Peer, monkeypatch: pytest.MonkeyPatch
+    directory: DirectoryClient, away: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing is left of the channel that could not be made."""
     monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
@@ -123,11 +152,11 @@ def test_one_that_the_directory_still_has_is_a_named_error(
         return real(link, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(channel_module.Link, "ask_after_puts", ask_after_puts)
-    _stop(away)
+    away.stop()
     with pytest.raises(ChannelLostError, match=r"creation of channel 'c': .* \(it does not answer\)"):
         Channel.create("c", distributed=True, directory=directory, here=0)
     assert len(asked) == 1, "the part that was made is closed; the one that is away is not waited for again"
-    away.signal(signal.SIGCONT)
+    away.go_on()
     made = Channel.create("c", distributed=True, directory=directory, here=0)
     _works(made)
     made.close()

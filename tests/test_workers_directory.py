@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,7 +21,8 @@ from tests.late import Late
 from tests.logs import logged
 from tests.processor import costs_little
 from workers.address import WorkerAddress
-from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State, server
+from workers.directory import client as client_module
 from workers.directory.process import has_ended, this_process
 from workers.directory.state import Registry
 from workers.directory.wire import (
@@ -220,10 +222,13 @@ def test_a_lookup_waits_until_the_name_comes(client: DirectoryClient, other: Dir
     future = other.ask(Kind.CHANNEL, "late", 30.0)
     assert client.listing(Kind.CHANNEL) == []
     entry = client.register_channel("late", (), {})
-    assert future.result(10) == (entry,)
+    assert future.result(60) == (entry,)
 
 
-def test_a_closed_client_takes_its_own_with_it(directory: Directory, client: DirectoryClient) -> None:
+def test_a_closed_client_takes_its_own_with_it(
+    directory: Directory, client: DirectoryClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_BYE_S", 60.0)
     told: list[Entry] = []
     heard = threading.Event()
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
@@ -233,7 +238,7 @@ def test_a_closed_client_takes_its_own_with_it(directory: Directory, client: Dir
     client.lookup_worker(G0)
     leaving.close()
     leaving.close()
-    assert heard.wait(10)
+    assert heard.wait(60)
     assert [(entry.name, entry.state) for entry in told] == [("g:0", State.ENDED)]
     assert client.lookup_group("g").live
     with pytest.raises(WorkerLostError, match="g:0 is gone: it was closed"):
@@ -254,7 +259,11 @@ def _hold(address: str, pipe: Connection, environment: bool) -> None:
 
 
 @pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_dies_is_noticed(directory: Directory, client: DirectoryClient, fatal: signal.Signals) -> None:
+def test_a_process_that_dies_is_noticed(
+    directory: Directory, client: DirectoryClient, fatal: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its end: nobody waits to see whether it comes back."""
+    monkeypatch.setattr(server, "GRACE_S", 600.0)
     told: list[Entry] = []
     heard = threading.Event()
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
@@ -266,7 +275,7 @@ def test_a_process_that_dies_is_noticed(directory: Directory, client: DirectoryC
     pid = ours.recv()
     client.lookup_worker(G0)
     os.kill(pid, fatal)
-    assert heard.wait(20)
+    assert heard.wait(60)
     process.join()
     assert told[0].state is State.LOST
     assert f"process {pid} died" in told[0].why
@@ -290,10 +299,11 @@ def test_a_directory_that_ends_is_noticed() -> None:
 
 
 def test_no_directory_at_the_address() -> None:
-    with Directory.serve() as directory:
-        address = directory.address
-    with DirectoryClient(address) as client, pytest.raises(DirectoryLostError, match=address):
-        client.lookup_group("g", wait_s=60)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with DirectoryClient(address) as client, pytest.raises(DirectoryLostError, match=address):
+            client.lookup_group("g", wait_s=60)
 
 
 def test_outside_of_a_job_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

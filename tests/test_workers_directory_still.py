@@ -38,7 +38,7 @@ def _serve_until_told(pipe: Connection) -> None:
 
 
 def _hurry() -> None:
-    server.HEARTBEAT_MS, server.SILENCE_MS = 100, 500
+    server.HEARTBEAT_MS, server.SILENCE_MS, server.GRACE_S = 100, 500, 60.0
 
 
 @pytest.fixture
@@ -81,10 +81,14 @@ class Frozen:
         self._pipe.close()
 
 
+def _until_taken(client: DirectoryClient) -> None:
+    """Its silence was noticed, and the kernel took another connection for the process that stands still."""
+    wait_until(lambda: client._away_since is not None and client._taken, "the silence is noticed")
+
+
 def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes_on(
     frozen: Frozen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "AWAY_S", 0.2)
     with DirectoryClient(frozen.address) as client, DirectoryClient(frozen.address) as other:
         told: list[Entry] = []
         client.subscribe(told.append)
@@ -92,11 +96,13 @@ def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes
         waiting = other.ask(Kind.GROUP, "late", 60.0)
         frozen.stop()
         for each in (client, other):
-            wait_until(lambda each=each: each._away_since is not None, "the silence is noticed")
+            _until_taken(each)
+        monkeypatch.setattr(client_module, "AWAY_S", 0.2)
         asked = client._ask_register(Kind.GROUP, "late", (), {}, owned=False)
         again = other.ask(Kind.WORKER, "g:0", 0.0)
         time.sleep(1.0)
         assert not asked.done()
+        monkeypatch.undo()
         frozen.go_on()
         assert waiting.result(60) == asked.result(60)
         (found,) = again.result(60)
@@ -107,14 +113,16 @@ def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes
 def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
     frozen: Frozen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "AWAY_S", 0.2)
-    monkeypatch.setattr(client_module, "STILL_S", 1.0)
     with DirectoryClient(frozen.address) as client:
         client.register_group("g", {})
         waiting = client.ask(Kind.GROUP, "never", 600.0)
         frozen.stop()
-        with pytest.raises(DirectoryLostError, match="said nothing for 1 s"):
-            waiting.result(60)
+        _until_taken(client)
+        with monkeypatch.context() as hurried:
+            hurried.setattr(client_module, "AWAY_S", 0.2)
+            hurried.setattr(client_module, "STILL_S", 1.0)
+            with pytest.raises(DirectoryLostError, match="said nothing for 1 s"):
+                waiting.result(60)
         with pytest.raises(DirectoryLostError, match="said nothing"):
             client.lookup_group("g")
         frozen.go_on()
@@ -123,8 +131,10 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
 
 
 @pytest.fixture
-def apart(directory: Directory) -> Iterator[Proxy]:
-    """What lies between the directory and some of its clients."""
+def apart(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What lies between the directory and some of its clients, which wait for it for as long as a test takes."""
+    monkeypatch.setattr(client_module, "AWAY_S", 600.0)
+    monkeypatch.setattr(client_module, "_BYE_S", 60.0)
     proxy = Proxy(int(directory.address.rpartition(":")[2]))
     yield proxy
     proxy.close()
@@ -200,12 +210,13 @@ def test_what_was_asked_before_a_short_break_is_answered_once(
 def test_a_registration_that_nobody_waits_for_any_more_is_undone(
     directory: Directory, client: DirectoryClient, apart: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_S", 0.1)
     with DirectoryClient(f"127.0.0.1:{apart.port}") as other:
         wait_until(lambda: other._away_since is None, "it is connected")
         apart.pause()
-        with pytest.raises(DirectoryLostError, match=r"waited 0.1 s for registering group 'g'"):
-            other.register_group("g", {})
+        with monkeypatch.context() as hurried:
+            hurried.setattr(client_module, "ANSWER_S", 0.1)
+            with pytest.raises(DirectoryLostError, match=r"waited 0.1 s for registering group 'g'"):
+                other.register_group("g", {})
         apart.heal()
 
         def is_free() -> bool:
@@ -214,7 +225,6 @@ def test_a_registration_that_nobody_waits_for_any_more_is_undone(
             except NameInUseError:
                 return False
 
-        monkeypatch.undo()
         wait_until(lambda: not other._calls, "the late answer came")
         wait_until(is_free, "the name is free again")
 

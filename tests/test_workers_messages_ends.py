@@ -15,18 +15,27 @@ from tests.alone import alone, leaves_nothing_open
 from tests.lives import Proxy, wait_until
 from tests.messengers import Here, address, elsewhere, here, one_road, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
+from workers.directory import client as client_module
 from workers.errors import (
     MessengerClosedError,
     NameInUseError,
     WorkerLostError,
 )
-from workers.messages import Messenger, deliveries
+from workers.messages import Messenger, deliveries, messenger
 
 pytestmark = pytest.mark.slow
 
 A, B = address(0), address(1)
 BIG = 3 << 20
 """float32 values that take several chunks."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker takes the directory for lost, and none closes before what it sent is received, however slow the
+    machine is."""
+    monkeypatch.setattr(client_module, "AWAY_S", 600.0)
+    monkeypatch.setattr(messenger, "LINGER_S", 60.0)
 
 
 def _wait(messenger: Messenger, pipe: Any) -> None:
@@ -233,6 +242,7 @@ def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
         assert unreceived is not None
         unreceived.wait()
         unmet = b.send("to one who never comes", address(7), async_op=True)
+        a.send("what B has not received", B)
         proxy.cut()
         with pytest.raises(WorkerLostError, match="g:1 is gone: its connection broke"):
             until_it_fails(lambda: a.send("are you there", B))

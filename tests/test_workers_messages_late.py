@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.lives import wait_until
 from tests.messengers import Here, address, until_it_fails
 from workers.errors import MessageMismatchError, MessageTimeoutError
 from workers.messages import Messenger
@@ -70,8 +72,10 @@ def _send(sender: Messenger, value: Any) -> None:
 
 
 def _give_up(receiver: Messenger, dam: Dam) -> None:
-    waiting = receiver.recv(A, async_op=True, timeout_s=0.5)
+    """Its time is over once its message was asked for, whenever that is."""
+    waiting = receiver.recv(A, async_op=True, timeout_s=600.0)
     assert dam.asked.wait(60)
+    receiver._engine.call(lambda: receiver._engine.incoming.expire(time.monotonic() + 601.0))
     with pytest.raises(MessageTimeoutError):
         waiting.wait()
 
@@ -133,7 +137,7 @@ def test_one_of_another_form_refuses_it(far: Here, monkeypatch: pytest.MonkeyPat
     with pytest.raises(MessageMismatchError):
         b.recv_tensor(torch.zeros(3), A)
     dam.open()
-    assert not b._engine.incoming._fetches
+    wait_until(lambda: not b._engine.incoming._fetches, "nothing comes any more")
     with pytest.raises(MessageMismatchError):
         until_it_fails(lambda: a.send("fine", B))
     a.send("fine", B)

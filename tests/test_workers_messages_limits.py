@@ -274,6 +274,8 @@ def test_idle_connections_are_closed_and_made_again(here: Here, monkeypatch: pyt
             work.wait()
             other.send("taken", first.address)
             assert first.recv(other.address) == "taken"
+            # What it answers comes by another connection than what it sends.
+            wait_until(lambda: first._engine.outgoing.idle(other.address.get_name()), "nothing is under way to it")  # noqa: B023
     assert len(first._engine._links) <= 2
     busy = [first.send(rank, other.address, async_op=True) for rank, other in enumerate(others)]
     assert [other.recv(first.address) for other in others] == list(range(len(others))), "those in use stay"
@@ -396,3 +398,4 @@ def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(
         b.send(1, A)
     with pytest.raises(InternalError, match="a defect"):
         a.recv(B)
+    a._engine.settled().result(60)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from workers.errors import (
     MessageMismatchError,
     NotSerializableError,
 )
-from workers.messages import CollectiveGroupOptions, all_of
+from workers.messages import CollectiveGroupOptions, all_of, outgoing
 
 pytestmark = pytest.mark.integration
 
@@ -42,11 +44,21 @@ def _mismatches() -> list[Any]:
     ]
 
 
+@contextlib.contextmanager
+def _settling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile a send at first contact waits for its receive, however late that begins."""
+    with monkeypatch.context() as patient:
+        patient.setattr(outgoing, "SETTLE_S", 60.0)
+        yield
+
+
 @pytest.mark.parametrize(("send", "recv"), _mismatches())
-def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(here: Here, send: Any, recv: Any) -> None:
+def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(
+    here: Here, send: Any, recv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = here.workers(2)
     receiving = here.start(recv, b)
-    with pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
+    with _settling(monkeypatch), pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
         send(a)
     with pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
         receiving.result(60)
@@ -85,10 +97,11 @@ def test_what_is_refused_after_send_returned_is_said_in_the_next_operation(
         got = b.recv(A)
 
 
-def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here) -> None:
+def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = here.workers(2)
     receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4))
-    with pytest.raises(GroupOptionsError, match=r"g:0 made first contact with g:1 .*accel_max_ctas=2"):
+    theirs = r"g:0 made first contact with g:1 .*accel_max_ctas=2"
+    with _settling(monkeypatch), pytest.raises(GroupOptionsError, match=theirs):
         a.send(1, B, options=CollectiveGroupOptions(accel_max_ctas=2))
     with pytest.raises(GroupOptionsError, match=r"g:1 made first contact with g:0 .*accel_max_ctas=4"):
         receiving.result(60)

@@ -15,7 +15,7 @@ from tests.lives import wait_until
 from tests.messengers import Here, address, one_road
 from tests.open_files import exhausted
 from workers.channel import Channel, ChannelBroker
-from workers.directory import Directory, DirectoryClient
+from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import OpenFilesError
 from workers.ports import PortKeeper
 
@@ -42,6 +42,7 @@ def test_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_messages(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     client = one_road.client()
+    assert client.listing(Kind.WORKER) == [], "it is connected"
     monkeypatch.setattr(one_road, "client", lambda: client)
     _refused(monkeypatch, os, "eventfd", lambda: one_road.worker(address(0)))
     a = one_road.worker(address(0))

@@ -37,4 +37,4 @@ def nothing_but(before: set[str]) -> bool:
 def call_until_dead(method: Any, *args: Any) -> None:
     """Raises `RayActorError` once the method's actor is dead. Ray ends one soon after it is told to, not at once."""
     while True:
-        ray.get(method.remote(*args), timeout=30)
+        ray.get(method.remote(*args), timeout=60)

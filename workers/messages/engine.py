@@ -155,7 +155,7 @@ class Engine:
     def settled(self) -> Future[None]:
         """Done once this end can go away without harm to what it sent."""
         future: Future[None] = Future()
-        self.call(lambda: self._leaving.append(future))
+        self.call(lambda: self._leaving.append(future) if self._ended is None else future.set_result(None))
         return future
 
     def close(self) -> None:
