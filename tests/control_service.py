@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from dataplane.config import DataPlaneConfig
+from dataplane.control import achannel, calls, opening
+from dataplane.control import channel as sync_channel
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
+NEVER_S = 600.0
+STILL = replace(QUICK, heartbeat_s=NEVER_S)
+"""No heartbeat comes, so none is late on a busy machine, which would have the session looked for and calls repeated."""
 
 Open = Callable[..., Channel]
 Answer = Callable[[c.Call], c.Result | DataPlaneError | None]
@@ -63,7 +68,7 @@ class ScriptedLedger:
     def next_deadline(self) -> float | None:
         return self.deadline
 
-    def wait_until(self, come: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_until(self, come: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Until `come()`, looked at after each input."""
         with self._changed:
             assert self._changed.wait_for(come, timeout_s)
@@ -78,7 +83,7 @@ class ScriptedLedger:
             return [item for item in self.inputs if isinstance(item, c.Call) and isinstance(item.command, kind)]
         return [item for item in self.inputs if isinstance(item, kind)]
 
-    def wait_for(self, kind: type[Any], count: int = 1, timeout_s: float = 20.0) -> list[Any]:
+    def wait_for(self, kind: type[Any], count: int = 1, timeout_s: float = 60.0) -> list[Any]:
         """Those inputs, once there are so many."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, timeout_s), f"no {kind.__name__} came"
@@ -114,11 +119,21 @@ def open_channel() -> Iterator[Open]:
 
 
 @pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel does nothing only because the machine is slow: it repeats no call, goes round no door and leaves no
+    goodbye unanswered. `STILL` says that of its heartbeats."""
+    monkeypatch.setattr(calls, "RESEND_S", NEVER_S)
+    monkeypatch.setattr(opening, "IPC_WAIT_S", 60.0)
+    for module in (sync_channel, achannel):
+        monkeypatch.setattr(module, "CLOSE_S", 60.0)
+
+
+@pytest.fixture
 def ledger() -> ScriptedLedger:
     return ScriptedLedger()
 
 
 @pytest.fixture
 def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
-    with Controller(QUICK, ledger=ledger, epoch=ledger.epoch) as controller:
+    with Controller(STILL, ledger=ledger, epoch=ledger.epoch) as controller:
         yield controller
