@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from dataplane.config import DataPlaneConfig
+from dataplane.control import achannel, calls, opening
+from dataplane.control import channel as sync_channel
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
@@ -17,6 +19,9 @@ from dataplane.ledger import commands as c
 from tests.lives import WAIT_S
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
+NEVER_S = 600.0
+STILL = replace(QUICK, heartbeat_s=NEVER_S)
+"""No heartbeat comes, so none is late on a busy machine, which would have the session looked for and calls repeated."""
 
 Open = Callable[..., Channel]
 Answer = Callable[[c.Call], c.Result | DataPlaneError | None]
@@ -115,11 +120,21 @@ def open_channel() -> Iterator[Open]:
 
 
 @pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel does nothing only because the machine is slow: it repeats no call, goes round no door and leaves no
+    goodbye unanswered. `STILL` says that of its heartbeats."""
+    monkeypatch.setattr(calls, "RESEND_S", NEVER_S)
+    monkeypatch.setattr(opening, "IPC_WAIT_S", 60.0)
+    for module in (sync_channel, achannel):
+        monkeypatch.setattr(module, "CLOSE_S", 60.0)
+
+
+@pytest.fixture
 def ledger() -> ScriptedLedger:
     return ScriptedLedger()
 
 
 @pytest.fixture
 def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
-    with Controller(QUICK, ledger=ledger, epoch=ledger.epoch) as controller:
+    with Controller(STILL, ledger=ledger, epoch=ledger.epoch) as controller:
         yield controller

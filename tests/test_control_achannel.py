@@ -17,26 +17,14 @@ from dataplane.control.achannel import AsyncChannel
 from dataplane.control.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
-from tests.control_service import ScriptedLedger
+from tests.control_service import QUICK, STILL, ScriptedLedger, ledger, scripted, unhurried  # noqa: F401
 from tests.open_files import exhausted
 
 pytestmark = pytest.mark.integration
 
-QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1, timeout_s=60.0)
 
 Script = Callable[[AsyncChannel], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def ledger() -> ScriptedLedger:
-    return ScriptedLedger()
-
-
-@pytest.fixture
-def scripted(ledger: ScriptedLedger) -> Iterator[Controller]:
-    with Controller(QUICK, ledger=ledger, epoch=ledger.epoch) as controller:
-        yield controller
 
 
 @pytest.fixture
@@ -45,11 +33,11 @@ def real() -> Iterator[Controller]:
         yield controller
 
 
-def run(controller: Controller, script: Script) -> None:
+def run(controller: Controller, script: Script, config: DataPlaneConfig = QUICK) -> None:
     """Run `script` with a channel, in a loop of its own."""
 
     async def main() -> None:
-        channel = await AsyncChannel.open(replace(QUICK, address=controller.address))
+        channel = await AsyncChannel.open(replace(config, address=controller.address))
         try:
             await script(channel)
         finally:
@@ -75,7 +63,7 @@ def test_many_calls_at_once(real: Controller) -> None:
     run(real, script)
 
 
-def test_cancelling_a_call_undoes_it(scripted: Controller, ledger: ScriptedLedger) -> None:
+def test_cancelling_a_call_undoes_it(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = asyncio.create_task(channel.call(CLAIM))
@@ -86,7 +74,7 @@ def test_cancelling_a_call_undoes_it(scripted: Controller, ledger: ScriptedLedge
         (undo,) = await seen(ledger, c.Unclaim)
         assert (undo.command.claimed, undo.watermark) == (1, 1)
 
-    run(scripted, script)
+    run(scripted, script, STILL)
 
 
 def test_a_lost_answer_is_asked_for_again(
@@ -117,7 +105,7 @@ def test_no_answer_in_time(scripted: Controller, ledger: ScriptedLedger) -> None
     run(scripted, script)
 
 
-def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedger) -> None:
+def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = [asyncio.create_task(channel.call(CLAIM)) for _ in range(2)]
@@ -129,7 +117,7 @@ def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedge
         with pytest.raises(ClientClosedError):
             channel.post(c.Release(located=1))
 
-    run(scripted, script)
+    run(scripted, script, STILL)
     assert len(ledger.of(c.Bye)) == 1
 
 

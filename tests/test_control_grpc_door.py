@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dataplane.config import DataPlaneConfig
+from dataplane.control import grpc_door, health
 from dataplane.control.controller import Controller
 from dataplane.control.statuses import DETAILS_KEY, from_status
 from dataplane.errors import InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
@@ -29,6 +30,13 @@ pytestmark = pytest.mark.integration
 CONFIG = DataPlaneConfig(heartbeat_s=5.0)
 WAIT_S = 60.0
 OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no service that is not well, and calls under way at its end are answered."""
+    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
+    monkeypatch.setattr(grpc_door, "GRACE_S", WAIT_S)
 
 
 @pytest.fixture

@@ -62,6 +62,12 @@ def answers(controller: Controller) -> tuple[int, int]:
     return checked.status, ask(controller.http_address, "/healthz").status
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no service that is not well."""
+    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "FRESH_S", 0.0)
@@ -79,7 +85,6 @@ def test_a_ledger_that_stands_still_is_not_serving(
 ) -> None:
     ledger = Frozen()
     controller = started(ledger)
-    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
     with grpc.insecure_channel(controller.address) as channel:
         watched = stub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert next(watched).status == SERVING

@@ -13,14 +13,23 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataplane import connect, serve
-from dataplane.control import grpc_door, keys
+from dataplane.control import grpc_door, health, keys
 from dataplane.control.controller import Controller
 from dataplane.control.http2 import BusyError
 from dataplane.control.keys import keys_of
 from dataplane.control.statuses import from_status
 from dataplane.errors import CallTimeoutError, ServiceUnavailableError
 from dataplane.ledger import commands as c
-from tests.control_service import Open, ScriptedLedger, done, ledger, open_channel, scripted  # noqa: F401
+from tests.control_service import (  # noqa: F401
+    NEVER_S,
+    Open,
+    ScriptedLedger,
+    done,
+    ledger,
+    open_channel,
+    scripted,
+    unhurried,
+)
 from tests.lives import CONFIG
 from tests.test_control_door import counted_sockets
 
@@ -34,8 +43,8 @@ def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monke
     opened = counted_sockets(monkeypatch)
     threads = 4
     with (
-        serve({"capacity_bytes": 16 << 20}) as server,
-        connect(server.address, heartbeat_s=60.0) as client,
+        serve({"capacity_bytes": 16 << 20, "heartbeat_s": NEVER_S}) as server,
+        connect(server.address, heartbeat_s=NEVER_S) as client,
         ThreadPoolExecutor(threads) as pool,
     ):
         client.register_partition("p", ["x"], None, ["t"])
@@ -55,11 +64,15 @@ def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monke
 
 
 def test_a_socket_that_brought_no_answer_is_not_used_again(
-    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
+    scripted: Controller,
+    ledger: ScriptedLedger,
+    open_channel: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    unhurried: None,
 ) -> None:
     """It may have no connection, as the process may open no more files."""
     opened = counted_sockets(monkeypatch)
-    channel = open_channel(scripted, call_timeout_s=0.2)
+    channel = open_channel(scripted, call_timeout_s=0.2, heartbeat_s=NEVER_S)
     ledger.answer = lambda call: None
     with pytest.raises(CallTimeoutError):
         channel.call(c.Seal(partition="p"))
@@ -70,6 +83,7 @@ def test_a_socket_that_brought_no_answer_is_not_used_again(
 
 def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_door, "MAX_CALLS", 2)
+    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
     busy, ask = threading.Event(), keys._ask
 
     def asked(*question: Any) -> bytes:

@@ -108,8 +108,10 @@ def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.
         control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         held = control.KeepSession(iter(beats.get, None))
         assert next(held)
+        late = UnitLink(controller.address, None, timeout_s=WAIT_S)
+        monkeypatch.setattr(late._answered, "wait", lambda rest_s: not wait_until(lambda: late._busy, "a refusal"))
         with pytest.raises(ServiceUnavailableError, match="it is busy"):
-            UnitLink(controller.address, None, timeout_s=0.5).open(add_unit(), refuse)
+            late.open(add_unit(), refuse)
         tries = counted(monkeypatch)
         link = UnitLink(controller.address, None, timeout_s=WAIT_S)
         with ThreadPoolExecutor(1) as pool:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import codec, sockets, wire, zmq_door
+from dataplane.control import calls, codec, sockets, wire, zmq_door
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.control.handlers import Facts, Reply
@@ -95,6 +95,7 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
         monkeypatch.setattr(module, name, counted)
 
+    monkeypatch.setattr(calls, "RESEND_S", 600.0)
     quiet = DataPlaneConfig(port=0, heartbeat_s=600.0)
     with Controller(quiet) as controller:
         client = Channel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))

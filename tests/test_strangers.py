@@ -28,7 +28,7 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.control import grpc_public, keys
+from dataplane.control import grpc_public, health, keys
 from dataplane.control.controller import Controller
 from dataplane.control.keys import keys_of
 from dataplane.control.opening import door_address
@@ -198,7 +198,8 @@ def send_endless_calls(peer: socket.socket, address: str, method: str, *, calls:
 # --- places
 
 
-def test_watchers_of_health_have_a_budget() -> None:
+def test_watchers_of_health_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
     with Controller(replace(CONFIG, token=TOKEN)) as controller, grpc.insecure_channel(controller.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(grpc_public.WATCHES_PER_PEER)]
@@ -238,7 +239,7 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
             call_and_take_nothing(peer, controller.address, method, calls=4)
             assert is_busy()
             with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(connect, controller.address, token=TOKEN)
+                asked = pool.submit(connect, controller.address, token=TOKEN, connect_timeout_s=WAIT_S)
                 assert wait([asked], SILENT_S).not_done
                 peer.shutdown(socket.SHUT_RDWR)
                 asked.result(WAIT_S).close()

@@ -208,9 +208,14 @@ def test_a_wait_ends_in_what_is_missing_and_may_go_on(
     with StreamingDataLoader(
         client, partition, "train", fields, batch_size=2, timeout_s=2.0, prefetch=prefetch
     ) as stream:
+        ahead = queue_of(stream)
+        if prefetch:
+            wait_until(lambda: ahead._late, "a claim that got nothing")
         with pytest.raises(ClaimTimeoutError, match=r"for 2 samples.*; 1 were ready"):
             next(iter(stream))
         client.seal(partition)
+        if prefetch:
+            wait_until(lambda: ahead._ended, "the end to be fetched")
         assert [meta.sample_ids for _, meta in stream] == [["s0"]]
 
 
@@ -250,6 +255,13 @@ def test_arguments(client: DataPlaneClient, options: dict[str, Any], text: str) 
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
+
+
+def queue_of(stream: StreamingDataLoader) -> Any:
+    """What holds ready what was fetched ahead."""
+    taking = stream._stream._taking
+    assert taking is not None
+    return taking._queue
 
 
 def fetched_ahead(client: DataPlaneClient, partition: str, left: int) -> None:
@@ -337,11 +349,7 @@ def test_what_another_consumed_and_cleared_since_is_told(client: DataPlaneClient
 
 def held_ready(stream: StreamingDataLoader) -> Any:
     """The claims of the micro-batch that is next."""
-    taking = stream._stream._taking
-    assert taking is not None
-    with taking._queue._changed:
-        taking._queue._changed.wait_for(lambda: taking._queue._ready, 60)
-        return taking._queue._ready[0].meta.claims
+    return wait_until(lambda: list(queue_of(stream)._ready), "a micro-batch that is held ready")[0].meta.claims
 
 
 def test_what_was_taken_back_while_it_was_held_ready_is_passed_over(client: DataPlaneClient, partition: str) -> None:
@@ -385,7 +393,8 @@ def test_a_stream_does_not_end_while_another_holds_leases(client: DataPlaneClien
 def test_closing_leaves_what_others_have_consumed_since(client: DataPlaneClient, partition: str) -> None:
     put(client, partition, range(4))
     stream = loader(client, partition, prefetch=2, lease_s=0.2)
-    fetched_ahead(client, partition, 0)
+    # Not until all are claimed: leases end, and what was claimed first may be free again before the rest is claimed.
+    wait_until(lambda: len(queue_of(stream)._ready) == 2, "two micro-batches that are held ready")
     seen: list[str] = []
     while len(seen) < 4:
         again = client.claim_meta(partition, "train", [], 4, min_batch_size=1, lease_s=NEVER_S)
