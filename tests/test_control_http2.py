@@ -139,7 +139,7 @@ def test_a_service_that_was_busy_until_the_end_has_said_why(monkeypatch: pytest.
     answers: list[Exception] = [http2.BusyError("it answered with gRPC status 8: too many"), TimeoutError("timed out")]
     monkeypatch.setattr(keys, "_ask", raiser(answers))
     monkeypatch.setattr(keys, "BUSY_S", 0.001)
-    with pytest.raises(ServiceUnavailableError, match="something listens, but it answered.*too many") as caught:
+    with pytest.raises(ServiceUnavailableError, match=r"something listens, but it answered.*too many") as caught:
         keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
     assert is_slow(caught.value)
     assert not answers

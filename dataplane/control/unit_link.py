@@ -154,9 +154,9 @@ class UnitLink:
 
         Blocks for `opening_s` at most; a service that is busy is asked again until then. Links that are made later are
         given up after some `timeout_s` without an answer. Raises `ServiceUnavailableError` (at once where nothing
-        listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there
-        already, `ServiceRestartedError` for one with a number that the controller does not know and no `start_over`,
-        `CallTimeoutError`, what the callbacks raise.
+        listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is
+        there already, `ServiceRestartedError` for one with a number that the controller does not know and no
+        `start_over`, `CallTimeoutError`, what the callbacks raise.
         """
         assert self._thread is None, "opened twice"
         if self._closed.is_set():

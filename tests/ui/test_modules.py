@@ -166,7 +166,8 @@ def troubles(
     **stats: Any,
 ) -> list[tuple[str, str]]:
     report = {"units": [UNIT], "partitions": [PARTITION], "sessions": [SESSION], **stats}
-    found = call(page, "attention", "troubles", report, {"now": 100.0, "waits": list(waits), "total": len(waits) + left_off})
+    listed = {"now": 100.0, "waits": list(waits), "total": len(waits) + left_off}
+    found = call(page, "attention", "troubles", report, listed)
     return [(one["level"], one["text"]) for one in found]
 
 
