@@ -18,7 +18,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from dataplane.batch import BatchedDataDict, materialize
 from dataplane.client import DataPlaneClient
 from dataplane.durations import seconds, seconds_if_any
-from dataplane.errors import CallTimeoutError, ClaimTimeoutError, ClientClosedError, DataPlaneError, StaleSampleError
+from dataplane.errors import (
+    CallTimeoutError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    PartitionDroppedError,
+    PartitionNotFoundError,
+    StaleSampleError,
+)
 from dataplane.failpoints import hit
 from dataplane.meta import KVBatchMeta
 from dataplane.schema import Layout, round_up
@@ -440,12 +448,14 @@ class _Queue:
             return None
 
     def resumed(self) -> bool:
-        """Whether the end, or the error, was taken, and so a new thread is needed; it is forgotten."""
+        """Whether a new thread is needed: the end, or the error, was taken; or it says that the partition was gone
+        before anybody asked, and may be there again by now. It is forgotten."""
         with self._changed:
-            told, self._told = self._told and not self._closed, False
-            if told:
+            gone = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
+            needed, self._told = (self._told or gone) and not self._closed, False
+            if needed:
                 self._ended, self._failure = False, None
-            return told
+            return needed
 
     def _timeout(self, waited_s: float) -> Exception:
         late = self._late

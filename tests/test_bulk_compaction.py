@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from dataplane.bulk import compaction
 from dataplane.config import MIB
 from dataplane.ledger import commands as c
-from tests.bulk_unit import UNIT, Unit, noise
+from tests.bulk_unit import UNIT, WAIT_S, Peer, Unit, noise
+from tests.test_bulk_server import read
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +43,64 @@ def test_ranges_are_copied_step_by_step(unit: Unit, monkeypatch: pytest.MonkeyPa
     for source, target, size in ranges:
         assert (unit.arena.data[target : target + size] == before[source : source + size]).all()
     assert (unit.arena.data[: 64 * 100] == before).all()
+
+
+def test_long_ranges_are_copied_and_forced_in_parts(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "STEP_BYTES", 1000)
+    monkeypatch.setattr(compaction, "STEP_RANGES", 3)
+    before = noise(MIB)
+    unit.arena.data[:MIB] = before
+    ranges = [(0, MIB, 2500), (64_000, MIB + 64_000, 700)]
+    ranges += [(128_000 + 64 * i, MIB + 128_000 + 64 * i, 60) for i in range(5)]
+    forced: list[list[tuple[int, int]]] = []
+
+    def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        parts = list(zip(offsets, sizes, strict=True))
+        assert unit.reports.empty(), "reported before all is on the disk"
+        for offset, size in parts:
+            assert (unit.arena.data[offset : offset + size] == before[offset - MIB : offset - MIB + size]).all()
+        forced.append(parts)
+
+    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "force", force)
+    unit.server.order(order(1, *ranges))
+    assert report(unit) == (UNIT, 1, None)
+    assert all(sum(size for _, size in parts) <= 1000 and len(parts) <= 3 for parts in forced)
+    covered = {byte for parts in forced for offset, size in parts for byte in range(offset, offset + size)}
+    assert covered == {byte for _, target, size in ranges for byte in range(target, target + size)}
+
+
+def test_requests_are_served_while_a_long_range_is_copied(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step ends when a request is there; the second does when it has been answered."""
+    monkeypatch.setattr(compaction, "STEP_BYTES", MIB // 2)
+    answered = threading.Event()
+    steps: list[bool] = []
+
+    def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        steps.append(bool(unit.server._router.poll(WAIT_S * 1000)) if not steps else answered.wait(WAIT_S))
+
+    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "force", force)
+    with Peer(unit) as peer:
+        unit.server.order(order(1, (0, MIB, MIB)))
+        peer.send(read=read((0, 64)))
+        payload = peer.reply()[1]
+        answered.set()
+    assert b"".join(payload) == bytes(64)
+    assert report(unit) == (UNIT, 1, None)
+    assert steps == [True, True]
+
+
+def test_a_disk_that_fails_is_reported_and_ends_the_copying(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "STEP_BYTES", 1000)
+
+    def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "force", force)
+    unit.server.order(order(1, (0, MIB, 2500)))
+    assert "Input/output" in (report(unit)[2] or "")
 
 
 def test_an_order_that_comes_again_is_reported_again_and_copies_nothing(unit: Unit) -> None:

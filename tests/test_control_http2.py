@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived, RequestReceived
+from h2.events import DataReceived, RequestReceived, StreamEnded
 
 from dataplane.control import http2, keys
 from dataplane.control.opening import is_slow
@@ -115,13 +116,49 @@ def test_a_server_that_is_busy_says_so(pair: tuple[socket.socket, socket.socket]
         call(near)
 
 
+def test_the_text_of_a_status_is_told_in_part_and_changes_no_terminal(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+    far.settimeout(WAIT_S)
+    server = H2Connection(H2Configuration(client_side=False))
+    server.initiate_connection()
+    text = "too%20many%3A%205%25 %1B[2J" + "x" * 1000 + "."
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(call, near)
+        while not any(isinstance(event, StreamEnded) for event in server.receive_data(far.recv(1 << 16))):
+            pass
+        headers = {":status": "200", "grpc-status": "8", "grpc-message": text}
+        server.send_headers(1, list(headers.items()), end_stream=True)
+        far.sendall(server.data_to_send())
+        with pytest.raises(http2.BusyError, match=r"gRPC status 8: too many: 5%  \[2Jx{200,300}$"):
+            asked.result(WAIT_S)
+
+
+def test_a_service_that_was_busy_until_the_end_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception] = [http2.BusyError("it answered with gRPC status 8: too many"), TimeoutError("timed out")]
+    monkeypatch.setattr(keys, "_ask", raiser(answers))
+    monkeypatch.setattr(keys, "BUSY_S", 0.001)
+    with pytest.raises(ServiceUnavailableError, match=r"something listens, but it answered.*too many") as caught:
+        keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
+    assert is_slow(caught.value)
+    assert not answers
+
+
+def raiser(errors: list[Exception]) -> Callable[..., None]:
+    def ask(*_: object) -> None:
+        raise errors.pop(0)
+
+    return ask
+
+
 def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 
     def ask(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
         asked.append(nonce)
         if len(asked) % 3:
-            raise http2.BusyError("it gave no answer but gRPC status 14")
+            raise http2.BusyError("it answered with gRPC status 14")
         return b"", ""
 
     monkeypatch.setattr(keys, "_ask", ask)
@@ -129,6 +166,6 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
     assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
     assert len(asked) == 3
     asked.clear()
-    with pytest.raises(ServiceUnavailableError) as caught:
+    with pytest.raises(ServiceUnavailableError, match="but it answered with gRPC status 14") as caught:
         keys.keys_of("host:1", None, None, deadline=time.monotonic())
     assert is_slow(caught.value)

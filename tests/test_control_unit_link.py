@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.integration
 
 CONFIG = DataPlaneConfig()
 WAIT_S = 60.0
+SLOW_S = 0.5
+"""A service that is asked does nothing for so long."""
 PINGS_S = 6.0
 """Time for some pings, of which gRPC sends one a second at the most; the third unwelcome one would end the link."""
 
@@ -108,12 +111,12 @@ def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.
         control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         held = control.KeepSession(iter(beats.get, None))
         assert next(held)
-        late = UnitLink(controller.address, None, timeout_s=WAIT_S)
+        late = UnitLink(controller.address, None)
         monkeypatch.setattr(late._answered, "wait", lambda rest_s: not wait_until(lambda: late._busy, "a refusal"))
         with pytest.raises(ServiceUnavailableError, match="it is busy"):
             late.open(add_unit(), refuse)
         tries = counted(monkeypatch)
-        link = UnitLink(controller.address, None, timeout_s=WAIT_S)
+        link = UnitLink(controller.address, None)
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(link.open, add_unit(), refuse)
             wait_until(lambda: len(tries) > 1, "a second try")
@@ -121,6 +124,29 @@ def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.
             assert opening.result(WAIT_S) == 1
         beats.put(None)
         link.close()
+
+
+def test_a_service_that_is_slow_at_first_is_waited_for(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than for any later answer."""
+    slow = threading.Event()
+    apply, keys_of = ledger.apply, unit_link.keys_of
+
+    def late(item: c.Input) -> list[c.Output]:
+        slow.wait(SLOW_S)
+        return apply(item)
+
+    def late_keys(*asked: Any, **more: Any) -> Any:
+        slow.wait(SLOW_S)
+        return keys_of(*asked, **more)
+
+    monkeypatch.setattr(ledger, "apply", late)
+    monkeypatch.setattr(unit_link, "keys_of", late_keys)
+    link = UnitLink(scripted.address, None, timeout_s=SLOW_S / 10)
+    assert link.open(add_unit(), refuse) == 1
+    slow.set()
+    link.close()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

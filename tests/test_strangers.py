@@ -28,7 +28,7 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.control import grpc_public, health, keys
+from dataplane.control import grpc_public, health, http2, keys
 from dataplane.control.controller import Controller
 from dataplane.control.keys import keys_of
 from dataplane.control.opening import door_address
@@ -238,6 +238,9 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
         with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as peer:
             call_and_take_nothing(peer, controller.address, method, calls=4)
             assert is_busy()
+            why = "answered with gRPC status 8: calls without the token under way from ipv4:127.0.0.1: 5, and the limit"
+            with pytest.raises(http2.BusyError, match=why):
+                keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(connect, controller.address, token=TOKEN, connect_timeout_s=WAIT_S)
                 assert wait([asked], SILENT_S).not_done

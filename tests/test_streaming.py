@@ -227,6 +227,18 @@ def test_what_a_claim_raises_is_raised(client: DataPlaneClient, prefetch: int) -
                 next(iter(stream))
 
 
+def test_a_partition_that_is_there_again_is_asked_anew(client: DataPlaneClient, partition: str) -> None:
+    """The thread found it gone while nobody asked for a micro-batch."""
+    with loader(client, partition) as stream:
+        (thread,) = [thread for thread in threading.enumerate() if partition in thread.name]
+        client.clear_samples(None, partition)
+        thread.join(60)
+        assert not thread.is_alive()
+        client.register_partition(partition, ["input_ids", "reward"], None, TASKS)
+        put(client, partition, range(2))
+        assert next(iter(stream)).meta.sample_ids == ["s0", "s1"]
+
+
 def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) -> None:
     meta = client.put_samples(["a", "b"], partition, {"reward": torch.zeros(2)})
     with (

@@ -51,3 +51,15 @@ def test_clients_and_units_try_the_next(server: Server, two_addresses: None) -> 
         client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
         assert client.get_samples(["b", "a"], "p", ["x"])["x"].tolist() == [1, 0]
         assert [found.name for found in client.stats().units] == ["extra"]
+
+
+def test_the_second_port_is_looked_for_where_the_first_answered(server: Server, two_addresses: None) -> None:
+    """Another service may have the port at the address that was passed over."""
+    port = int(server.address.rpartition(":")[2])
+    more = tls("named", tls_server_name="tq.test") if server.config.tls else {"token": server.config.token}
+    with socket.create_server(("127.0.0.9", port + 1)) as other:
+        other.setblocking(False)
+        with connect(f"{NAME}:{port}", **more) as client:
+            assert client.stats().units == ()
+        with pytest.raises(BlockingIOError):
+            other.accept()[0].close()

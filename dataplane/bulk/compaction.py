@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 STEP_BYTES = 8 << 20
 STEP_RANGES = 1024
-"""After so much the server looks at what else there is to do."""
+"""A step copies no more, and forces it to the disk where rows are to outlive the machine; then the server looks at what
+else there is to do."""
 
 
 class Copies:
@@ -61,13 +62,29 @@ class Copies:
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
                 raise ValueError(f"bytes {first} to {first + size} are outside the {self._arena.backed_bytes} backed")
-        copied = 0
-        for place, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
-            self._arena.data[target : target + size] = self._arena.data[source : source + size]
-            copied += size
-            if copied >= STEP_BYTES or not place % STEP_RANGES:
-                copied = 0
-                hit("unit.mid_compaction")
-                yield True
-        if self._arena.forced:
-            self._arena.force(targets, sizes)
+        for step in _steps(sources, targets, sizes):
+            for source, target, size in step:
+                self._arena.data[target : target + size] = self._arena.data[source : source + size]
+            if self._arena.forced:
+                self._arena.force([target for _, target, _ in step], [size for _, _, size in step])
+            hit("unit.mid_compaction")
+            yield True
+
+
+def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """The ranges (source, target, bytes) in order, those that are too long for a step in parts. Sources are live and
+    targets were free, so no two overlap."""
+    step: list[tuple[int, int, int]] = []
+    left = STEP_BYTES
+    for source, target, size in zip(sources, targets, sizes, strict=True):
+        done = 0
+        while done < size:
+            part = min(size - done, left)
+            step.append((source + done, target + done, part))
+            done += part
+            left -= part
+            if not left or len(step) == STEP_RANGES:
+                yield step
+                step, left = [], STEP_BYTES
+    if step:
+        yield step

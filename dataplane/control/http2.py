@@ -1,7 +1,7 @@
 """One unary gRPC call over a socket that is there already.
 
 Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service for its keys. Of the answer's
-headers only the status is read, so the method must tell its errors in its answer.
+headers only the status and its text are read, so the method must tell its errors in its answer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from urllib.parse import unquote
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -30,6 +31,8 @@ RECEIVE_BYTES = 16 << 10
 PASSING = frozenset({"1", "2", "4", "8", "13", "14"})
 """gRPC statuses of a server that is busy or is just starting: cancelled, unknown, deadline, exhausted, internal,
 unavailable."""
+MAX_TEXT = 300
+"""So many characters of a status's text are told."""
 LOOK_S = 0.1
 """How long a read waits before `rest` is called again."""
 
@@ -71,7 +74,7 @@ def call(
 
 def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
     """The message of the answer."""
-    body, received, status = b"", 0, ""
+    body, received, status, text = b"", 0, "", ""
     while received <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())
         arrived = _arrived(peer, rest)
@@ -80,11 +83,12 @@ def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
         received += len(arrived)
         for event in connection.receive_data(arrived):
             body += _data(event)
-            status = _status(event) or status
+            status = _header(event, "grpc-status") or status
+            text = _header(event, "grpc-message") or text
             if len(body) > MAX_ANSWER_BYTES:
                 raise Http2Error("its answer is too long")
             if isinstance(event, StreamEnded):
-                return _message(body, status)
+                return _message(body, status, text)
     raise Http2Error("its answer is too long")
 
 
@@ -105,19 +109,20 @@ def _data(event: Event) -> bytes:
     return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 
-def _status(event: Event) -> str:
-    """The gRPC status that the event's headers tell, "" if they do not."""
+def _header(event: Event, wanted: str) -> str:
+    """What the event's headers say under that name, "" if nothing."""
     headers = event.headers if isinstance(event, ResponseReceived | TrailersReceived) else None
     for name, value in headers or ():
-        if name in (b"grpc-status", "grpc-status"):
+        if name in (wanted.encode(), wanted):
             return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return ""
 
 
-def _message(body: bytes, status: str) -> bytes:
-    """The one message in a gRPC body."""
+def _message(body: bytes, status: str, text: str) -> bytes:
+    """The one message in a gRPC body. text: the status's, as gRPC sends it."""
     if not body and status in PASSING:
-        raise BusyError(f"it gave no answer but gRPC status {status}")
+        told = "".join(each if each.isprintable() else " " for each in unquote(text)[:MAX_TEXT])
+        raise BusyError(f"it answered with gRPC status {status}" + (f": {told.rstrip('.')}" if told else ""))
     if len(body) < 5 or body[0] or len(body) != 5 + int.from_bytes(body[1:5], "big"):
         raise Http2Error("it gave no answer")
     return body[5:]

@@ -77,7 +77,7 @@ def keys_of(
     except DataPlaneError:
         raise
     except TimeoutError as error:
-        raise _unavailable(address, "something listens, but it does not answer in time") from error
+        raise _unavailable(address, f"something listens, but {error}") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
     except (ConnectionResetError, BrokenPipeError) as error:
@@ -117,14 +117,18 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
 
 def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
     """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
-    does not change."""
+    does not change, with what it said last."""
+    why = "it does not answer in time"
     while True:
         try:
             return _ask(address, files, nonce, rest)
         except http2.BusyError as error:
+            why = str(error)
             if rest() <= BUSY_S:
-                raise TimeoutError(str(error)) from error
+                raise TimeoutError(why) from error
             time.sleep(BUSY_S)
+        except TimeoutError as error:
+            raise TimeoutError(why) from error
 
 
 def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:

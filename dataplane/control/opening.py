@@ -194,12 +194,12 @@ def _enter_once(
 
     keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
     door = door_address(keys.address)
-    probe(address, max(deadline - time.monotonic(), LOOK_S))
+    probe(address, door, max(deadline - time.monotonic(), LOOK_S))
     dealer = _dealer(context, f"tcp://{door}", keys)
     try:
         with _refusals(dealer) as refused:
             dealer.connect(f"tcp://{door}")
-            reply = _ask(dealer, refused, wire.request(wanted), address, deadline, check)
+            reply = _ask(dealer, refused, wire.request(wanted), address, door, deadline, check)
         opened, value = _opened(reply.good_body(), address)
         endpoint, dealer = _nearest(dealer, opened, keys, context, door)
     except BaseException:
@@ -238,9 +238,8 @@ def door_address(address: str) -> str:
     return join_address(host, port + 1)
 
 
-def probe(address: str, timeout_s: float) -> None:
-    """`ServiceUnavailableError` unless something listens at the door of `address`."""
-    door = door_address(address)
+def probe(address: str, door: str, timeout_s: float) -> None:
+    """`ServiceUnavailableError` unless something listens at `door`, the ZMQ door of the service at `address`."""
     try:
         dial(door, timeout_s).close()
     except OSError as error:
@@ -265,6 +264,7 @@ def _ask(
     refused: Socket,
     frames: list[bytes],
     address: str,
+    door: str,
     deadline: float,
     check: Callable[[], None],
 ) -> wire.Reply:
@@ -275,7 +275,7 @@ def _ask(
         check()
         if now >= repeat_at:
             if now > began:
-                probe(address, deadline - now)
+                probe(address, door, deadline - now)
             # What refuses this client's keys may have hung up by now, and then nothing takes the message.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)

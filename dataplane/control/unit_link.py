@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 
 CLOSE_S = 5.0
+OPENING_S = 60.0
+"""How long the first answer may take: the machine of a service that is just starting may be very busy."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Pauses before the link is tried again: each twice the last, up to this, less some chance."""
@@ -113,12 +115,15 @@ class UnitLink:
         *,
         tls: TlsFiles | None = None,
         timeout_s: float = 10.0,
+        opening_s: float = OPENING_S,
         reconnect_s: float = 60.0,
     ) -> None:
         self._address = address
         self._token = token
         self._tls = tls
         self._timeout_s = timeout_s
+        self._opening_s = opening_s
+        self._opening_end = 0.0
         self._reconnect_s = reconnect_s
         self._add: c.AddUnit | None = None
         self._outbox = Outbox()
@@ -147,11 +152,11 @@ class UnitLink:
         nothing of what it held, when the controller does not know the number: how it presents itself then. What they
         raise ends the link.
 
-        Blocks for `timeout_s` at most; a service that is busy is asked again until then. Raises
-        `ServiceUnavailableError` (at once where nothing listens),
-        `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is there
-        already, `ServiceRestartedError` for one with a number that the controller does not know and no `start_over`,
-        `CallTimeoutError`, what the callbacks raise.
+        Blocks for `opening_s` at most; a service that is busy is asked again until then. Links that are made later are
+        given up after some `timeout_s` without an answer. Raises `ServiceUnavailableError` (at once where nothing
+        listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is
+        there already, `ServiceRestartedError` for one with a number that the controller does not know and no
+        `start_over`, `CallTimeoutError`, what the callbacks raise.
         """
         assert self._thread is None, "opened twice"
         if self._closed.is_set():
@@ -159,15 +164,15 @@ class UnitLink:
         self._add = add
         self._on_order, self._on_added, self._start_over = on_order, on_added, start_over
         self._on_proven = on_proven
-        end = time.monotonic() + self._timeout_s
+        self._opening_end = time.monotonic() + self._opening_s
         address = resolve(self._address)
         link = self._stream(address)
         self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
-        if not self._answered.wait(max(0.0, end - time.monotonic())):
+        if not self._answered.wait(self._patience_s()):
             busy = self._busy
             self.close()
-            late = CallTimeoutError(what="AddUnit", waited_s=self._timeout_s, peer=f"the controller at {address}")
+            late = CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
             raise busy or late
         if isinstance(self._outcome, Exception):
             self.close()
@@ -271,7 +276,7 @@ class UnitLink:
             return None, ServiceUnavailableError(address=self._address, why=f"the address cannot be resolved: {error}")
 
     def _stream(self, address: str) -> GrpcLink:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._patience_s()
         keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
         self._on_proven(keys.secret)
         with self._guard:
@@ -279,6 +284,12 @@ class UnitLink:
             assert add is not None
             again = list(self._attached.values()) if add.unit else []
             return import_grpc_link()(address, keys, self._outbox.stream([add, *again]), self._tls)
+
+    def _patience_s(self) -> float:
+        """How long an answer may take: until the first one, what is left to `open`."""
+        if self._answered.is_set():
+            return self._timeout_s
+        return max(0.0, self._opening_end - time.monotonic())
 
     def _check(self) -> None:
         if self._closed.is_set():
@@ -318,6 +329,6 @@ class UnitLink:
 
     def _limit(self, link: GrpcLink, accepted: threading.Event) -> None:
         """A link that is not answered for long, or not wanted any more, is given up."""
-        self._settled.wait(2 * self._timeout_s)
+        self._settled.wait(2 * self._patience_s())
         if not accepted.is_set():
             link.close()

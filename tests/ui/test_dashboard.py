@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect
+from dataplane.web import api
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
@@ -33,6 +34,21 @@ def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, vis
         assert page.inner_text("#health") == "1 needs attention"
     seen.until("#no-waits", "Nobody waits.")
     seen.until("#health", "all well")
+
+
+def test_calls_that_wait_and_are_not_listed_are_told_of(
+    service: Server, client: DataPlaneClient, visit: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "WAITS", 1)
+    scene.produce(client)
+    seen = visit(service.http_address)
+    with scene.waiting(service), scene.waiting(service, name="policy-1"):
+        page = seen.open()
+        seen.until("#some-waits", "The 1 that have waited longest, of 2.")
+        assert page.locator("#waits tr").count() == 1
+        assert page.inner_text("#tile-waits") == "2"
+    seen.until("#no-waits", "Nobody waits.")
+    assert page.locator("#some-waits").is_hidden()
 
 
 def test_the_figures_of_every_field_and_task(service: Server, client: DataPlaneClient, visit: Visitor) -> None:

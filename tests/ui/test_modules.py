@@ -158,9 +158,16 @@ def test_what_was_slow_is_asked_for_again_later(page: Page) -> None:
     assert found == [True, True, False, False, True]
 
 
-def troubles(page: Page, waits: list[Any] = (), **stats: Any) -> list[tuple[str, str]]:  # type: ignore[assignment]
+def troubles(
+    page: Page,
+    waits: list[Any] = (),  # type: ignore[assignment]
+    *,
+    left_off: int = 0,
+    **stats: Any,
+) -> list[tuple[str, str]]:
     report = {"units": [UNIT], "partitions": [PARTITION], "sessions": [SESSION], **stats}
-    found = call(page, "attention", "troubles", report, {"now": 100.0, "waits": list(waits)})
+    listed = {"now": 100.0, "waits": list(waits), "total": len(waits) + left_off}
+    found = call(page, "attention", "troubles", report, listed)
     return [(one["level"], one["text"]) for one in found]
 
 
@@ -206,3 +213,9 @@ def test_waits_that_trouble_the_worst_first(page: Page) -> None:
             "Task policy of train: policy-0 has waited 40 s for 8 samples with a, b; 2 ready. 1 more claim too.",
         ),
     ]
+
+
+def test_waits_that_are_not_listed_are_counted_in(page: Page) -> None:
+    waits = [CLAIM, {**CLAIM, "client": "policy-1", "since": 70.0}, PUT, {**PUT, "since": 99.5}]
+    found = [text.rpartition(". ")[2] for _, text in troubles(page, waits, left_off=7)]
+    assert found == ["At least 1 more put too.", "At least 1 more claim too."]

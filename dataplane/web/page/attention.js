@@ -56,16 +56,19 @@ function aboutPartitions({ partitions }) {
   });
 }
 
-function aboutWaits({ now, waits }) {
+function aboutWaits({ now, waits, total = waits.length }) {
+  const others = (calls, noun) => {
+    if (calls.length < 2) return "";
+    return ` ${total > waits.length ? "At least " : ""}${many(calls.length - 1, `more ${noun}`)} too.`;
+  };
   const puts = waits.filter((wait) => wait.what === "put");
   const found = [];
   if (puts.length) {
     const first = puts.reduce((a, b) => (a.since <= b.since ? a : b));
-    const more = puts.length > 1 ? ` ${many(puts.length - 1, "more put")} too.` : "";
     const who = clientName(first.client, first.session);
     const room = `it wants ${bytes(first.wanted)}, ${bytes(first.ready)} are free`;
     const waited = seconds(age(now, first));
-    const text = `A put of ${who} has waited ${waited} for room in ${first.partition}: ${room}.${more}`;
+    const text = `A put of ${who} has waited ${waited} for room in ${first.partition}: ${room}.${others(puts, "put")}`;
     found.push(trouble("puts", "bad", text));
   }
   const tasks = new Map();
@@ -76,12 +79,11 @@ function aboutWaits({ now, waits }) {
   }
   for (const [key, claims] of tasks) {
     const first = claims.reduce((a, b) => (a.since <= b.since ? a : b));
-    const more = claims.length > 1 ? ` ${many(claims.length - 1, "more claim")} too.` : "";
     const who = clientName(first.client, first.session);
     const wants = `${many(first.wanted, "sample")}${first.fields.length ? ` with ${names(first.fields)}` : ""}`;
     const text =
       `Task ${first.task} of ${first.partition}: ${who} has waited ${seconds(age(now, first))} for ${wants}; ` +
-      `${count(first.ready)} ready.${more}`;
+      `${count(first.ready)} ready.${others(claims, "claim")}`;
     found.push({ ...trouble(key, "warn", text), why: { partition: first.partition, task: first.task } });
   }
   return found;

@@ -7,12 +7,15 @@ export class Waits {
   #body = document.getElementById("waits");
   #table = document.getElementById("waits-table");
   #none = document.getElementById("no-waits");
+  #some = document.getElementById("some-waits");
   #clients = document.getElementById("clients");
   #clientsTold = document.getElementById("clients-told");
 
   refresh({ stats, waits }) {
     this.#none.hidden = waits.waits.length > 0;
     this.#table.hidden = !waits.waits.length;
+    this.#some.hidden = waits.waits.length >= waits.total;
+    say(this.#some, `The ${count(waits.waits.length)} that have waited longest, of ${count(waits.total)}.`);
     keyed(
       this.#body,
       numbered(waits.waits, waits.now),
