@@ -35,12 +35,13 @@ from workers.channel.errors import (
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
 from workers.channel.items import Parcel
 from workers.channel.keys import key_bytes
+from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
-from workers.messages.work import AsyncWork
+from workers.messages.work import AsyncWork, refuse_waiting
 
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
@@ -190,6 +191,7 @@ class Channel:
         if async_op:
             _, future = link.begin_put(request, ready, what, until)
             return AsyncWork(future, what, lambda answer: self._nothing(answer, key))
+        refuse_waiting(what)
         self._nothing(link.put(request, ready, what, until), key)
         return None
 
@@ -307,10 +309,11 @@ class Channel:
         make = self._getting(key, target, nowait=False)
         link = self._link(key, what)
         if not async_op:
+            refuse_waiting(what)
             return finish(link.ask(make, what, self._until(timeout_s)))
         future: Future[Any]
         future, drop = link.begin(make, what, self._until(timeout_s))
-        work = AsyncWork(future, what, finish, slow=lambda answer: getattr(answer, "remote", False))
+        work = AsyncWork(future, what, finish, to_settle)
         weakref.finalize(work, drop).atexit = False
         return work
 
