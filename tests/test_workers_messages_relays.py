@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811
 """Large values of a broadcast reach many hosts by way of each other: here each worker has a loopback address of its
 own, and is on another host to all others."""
 

@@ -151,8 +151,8 @@ class OpenFilesError(ServiceError):
 
     @classmethod
     def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:
-        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same; and where there are, to
-        begin with, fewer than `least`."""
+        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same; and where, to begin
+        with, fewer than `least` are left."""
         return enough_or(lambda why: cls(what=what, why=why), least=least)
 
 

@@ -240,8 +240,8 @@ class Channel:
     def close(self) -> None:
         """End the channel, for everyone: it takes no more items, puts that wait raise `ChannelClosedError`, getters
         have what is left and then `EndOfChannelError`. Its name is free. What this handle holds of connections and
-        threads goes as soon as nothing uses it. Of a part that cannot be closed the error is raised once all that can be
-        done was done. Idempotent."""
+        threads goes as soon as nothing uses it. Of a part that cannot be closed the error is raised once the rest is
+        done. Idempotent."""
         failed = self._close_parts(self._links)
         self._unregister()
         self._retire()

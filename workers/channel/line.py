@@ -62,8 +62,8 @@ class Arrived:
         return self._line.remote
 
     def take(self) -> list[Any]:
-        """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be built:
-        it is gone; what came with it went back to where it was."""
+        """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be
+        built: it is gone; what came with it went back to where it was."""
         if self._build is None:
             confirmed = self.acknowledge()
             if confirmed is not None:

@@ -75,8 +75,8 @@ class Pump:
     """Any thread may begin requests; puts of one thread arrive in the order they were begun.
 
     Futures are completed in the pump's thread: with an answer, with `Arrived`, whose items are to be taken or dropped,
-    or with an error; that thread may not wait for others (`forbid_waiting`). lost: makes the error that all of them get should the broker die. `PumpEndedError` from `begin`
-    and `begin_put` where the thread has ended.
+    or with an error; what it calls must not wait for others. lost: makes the error that all of them get should the
+    broker die. `PumpEndedError` from `begin` and `begin_put` where the thread has ended.
     """
 
     def __init__(self, line: Line, channel: str, lost: Callable[[str, BaseException], Exception]) -> None:
