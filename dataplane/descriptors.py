@@ -59,16 +59,16 @@ def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
     def unavailable(none_left: str) -> Exception:
         return ServiceUnavailableError(address=address, why=f"{none_left}, {takes}; {remedy}")
 
-    with enough_or(unavailable):
-        if _free(least) < least:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with enough_or(unavailable, least=least):
         yield
 
 
 @contextlib.contextmanager
-def enough_or(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Where there are too few: the error that is made of how that is to be said."""
+def enough_or(error: Callable[[str], Exception], *, least: int = 0) -> Iterator[None]:
+    """Where there are too few, to begin with fewer than `least`: the error that is made of how that is to be said."""
     try:
+        if _free(least) < least:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
     except Exception as cause:
         # What could not be connected to has the exhaustion as its cause.

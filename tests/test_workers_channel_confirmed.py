@@ -4,43 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from dataplane.host import split_address
 from tests.channels import broker
+from tests.far_channels import near_and_far, proxy
 from tests.lives import Proxy, wait_until
-from workers.channel import Channel, ChannelBroker, ChannelLostError
-from workers.channel.endpoint import Endpoint
+from workers.channel import Channel, ChannelLostError
 from workers.channel.line import Arrived
-from workers.channel.settings import Settings
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def proxy(broker: ChannelBroker) -> Iterator[Proxy]:
-    between = Proxy(split_address(Endpoint.parse(broker.endpoint).address)[1])
-    yield between
-    between.close()
-
-
-@pytest.fixture
-def near_and_far(broker: ChannelBroker, proxy: Proxy) -> Iterator[tuple[Channel, Channel]]:
-    """One channel, used from the broker's host and from another."""
-    settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,))
-    beyond = dataclasses.replace(Endpoint.parse(broker.endpoint), host="another", address=f"127.0.0.1:{proxy.port}")
-    far = dataclasses.replace(settings, endpoints=(str(beyond),))
-    channels = Channel(settings), Channel(far)
-    channels[0]._create()
-    yield channels
-    for each in channels:
-        each.disconnect()
 
 
 def _at_once(channel: Channel) -> Any:

@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811
 """Large values of a broadcast reach many hosts by way of each other: here each worker has a loopback address of its
 own, and is on another host to all others."""
 
@@ -8,6 +9,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -15,13 +17,13 @@ import pytest
 import torch
 
 from tests.lives import wait_until
-from tests.messengers import Here, address, elsewhere
+from tests.messengers import Here, address, elsewhere, one_road
 from workers.address import WorkerAddress
 from workers.errors import WorkerLostError
 from workers.messages import Messenger, groups, incoming, outgoing, relays
 from workers.messages.engine import Engine
 from workers.messages.relays import Relays, Tree
-from workers.messages.wire import Absent, Data, Want
+from workers.messages.wire import Absent, Data, Relay, Want
 
 BIG = 50_000
 """Integers that take several chunks."""
@@ -296,6 +298,32 @@ def _send_and_hold_back(messenger: Messenger, pipe: Any) -> None:
     asked.wait(60)
     pipe.send("asked")
     pipe.poll(120)
+
+
+@pytest.mark.integration
+def test_one_whose_port_is_another_s_by_now_is_not_asked(one_road: Here) -> None:
+    """And what is under way to the other goes on."""
+    a, b = one_road.worker(NAMES[0]), one_road.worker(NAMES[1], shared_memory=False)
+    sending = a.send(torch.arange(BIG), NAMES[1], async_op=True)
+    assert sending is not None
+    wait_until(lambda: b._engine.incoming._arrivals, "the message has come")
+    want = Want(
+        source="g:5",
+        incarnation=1,
+        serial=1,
+        stream=b"s",
+        number=1,
+        asker=1,
+        receiver=1,
+        start=0,
+        nbytes=CHUNK_BYTES,
+    )
+    asked: Future[bool] = Future()
+    relay = Relay("g:9", 1, a._engine._peer("g:1").endpoint, 1)
+    a._engine.call(lambda: asked.set_result(a._engine._ask_relay(relay, want)))
+    assert not asked.result(60)
+    assert torch.equal(b.recv(NAMES[0]), torch.arange(BIG))
+    sending.wait()
 
 
 # --- parts that nobody asked for -------------------------------------------------------------------------------------

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from dataplane.descriptors import OF_A_CONTEXT
+from dataplane.host import split_address
+from tests.alone import alone
 from tests.channels import CAPACITY, broker, make
-from tests.lives import wait_until
+from tests.lives import Proxy, wait_until
 from tests.messengers import Here, address, one_road
 from tests.open_files import exhausted
 from workers.channel import Channel, ChannelBroker
-from workers.directory import Directory, DirectoryClient, Kind
+from workers.directory import Directory, DirectoryClient, Kind, server
 from workers.errors import OpenFilesError
+from workers.messages import Messenger
 from workers.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
@@ -72,3 +78,59 @@ def test_a_channel(make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
     other.put(1)
     assert other.get(async_op=True).wait() == 1
     other.disconnect()
+
+
+def test_a_directory_and_its_client_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither opens a file where one of its clients, or it, has lost its connection."""
+    monkeypatch.setattr(server, "GRACE_S", 600.0)
+    with Directory.serve() as served:
+        proxy = Proxy(split_address(served.address)[1])
+        with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
+            client.register_group("g", {})
+            client.register_channel("c", ("somewhere",), {})
+            with exhausted(monkeypatch, Path, "read_text"):
+                proxy.cut()
+                proxy.heal()
+                assert client.lookup_group("g").live
+                assert client.lookup_channel("c").live
+        proxy.close()
+
+
+# --- where ZMQ's threads would find none, and end the process -----------------------------------------------------
+
+
+def _refuse_with(left: int) -> None:
+    """Alone: the hard limit cannot be raised again."""
+    client_says, messages_say = "a client of the job's directory", "messages of worker g:0"
+    served = Directory.serve()
+    client = DirectoryClient(served.address)
+    assert client.listing(Kind.WORKER) == [], "it is connected"
+    first = os.dup(0)
+    os.close(first)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + left, first + left))
+    for says, work in (
+        ("serving a job's directory", Directory.serve),
+        (client_says, lambda: DirectoryClient(served.address)),
+        (messages_say, lambda: Messenger(address(0), client)),
+    ):
+        with pytest.raises(OpenFilesError, match=f"{says}.*may have no more open files"):
+            work()
+    client.close()
+    served.close()
+
+
+@pytest.mark.parametrize("left", [0, 5, OF_A_CONTEXT - 1])
+def test_too_few_for_a_context(left: int) -> None:
+    alone(_refuse_with, left)
+
+
+def _serve_with_the_least() -> None:
+    first = os.dup(0)
+    os.close(first)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with Directory.serve() as served, DirectoryClient(served.address) as client, Messenger(address(0), client) as a:
+        assert a.broadcast(1, [address(0)]) == 1
+
+
+def test_a_directory_allows_itself_what_it_may_have_before_it_counts() -> None:
+    alone(_serve_with_the_least)

@@ -150,9 +150,10 @@ class OpenFilesError(ServiceError):
         super().__init__(f"{what}: {why}; allow it more", what=what, why=why)
 
     @classmethod
-    def of(cls, what: str) -> AbstractContextManager[None]:
-        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same."""
-        return enough_or(lambda why: cls(what=what, why=why))
+    def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:
+        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same; and where, to begin
+        with, fewer than `least` are left."""
+        return enough_or(lambda why: cls(what=what, why=why), least=least)
 
 
 class SourceFailedError(ServiceError):

@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from workers.channel import (
     Channel,
@@ -194,3 +195,17 @@ def test_brokers_need_no_torch_and_end_with_their_handles(
     assert not any("libtorch" in mapped.path for mapped in process.memory_maps())
     ray.get(brokers[0].close.remote(), timeout=WAIT_S)
     _gone(directory, "@broker/0")
+
+
+def test_where_one_broker_cannot_start_none_stays_and_its_node_is_named(directory: DirectoryClient) -> None:
+    """The second finds its name taken; or what is said to be its node is none."""
+    node, none = ray.get_runtime_context().get_node_id(), "f" * 56
+    directory.register_channel("@broker/8", ("somewhere",), {})
+    with pytest.raises(RayError) as raised:
+        start_brokers({7: node, 8: node}, directory.address, capacity_bytes=CAPACITY)
+    assert raised.value.__notes__ == [f"the broker of channels on node 8 ({node}) did not start"]
+    _gone(directory, "@broker/7")
+    with pytest.raises(ValueError, match=none):
+        start_brokers({7: node, 8: none}, directory.address, capacity_bytes=CAPACITY)
+    _gone(directory, "@broker/7")
+    directory.end(Kind.CHANNEL, "@broker/8")

@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import secrets
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dataplane.durations import seconds
@@ -33,14 +30,15 @@ from workers.channel.errors import (
     LocalChannelError,
 )
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
-from workers.channel.items import Parcel
+from workers.channel.items import Parcel, check_weight
 from workers.channel.keys import key_bytes
+from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
-from workers.channel.settings import BROKER_NAME, NODE_RANK_VARIABLE, Settings
+from workers.channel.settings import BROKER_NAME, Settings, node_rank_here
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
-from workers.messages.work import AsyncWork
+from workers.messages.work import AsyncWork, refuse_waiting
 
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
@@ -73,7 +71,7 @@ class Channel:
         """Use `create` or `connect`."""
         self._settings = settings
         self._timeout_s = seconds("timeout_s", timeout_s)
-        self._node_rank = _node_rank(node_rank)
+        self._node_rank = node_rank_here() if node_rank is None else node_rank
         self._routes: dict[bytes, int] = {}
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
             LocalLink(settings.name)
@@ -113,7 +111,7 @@ class Channel:
             ident=f"{name}/{secrets.token_hex(8)}",
             maxsize=maxsize,
             distributed=distributed and not local,
-            nodes=(_node_rank(here),),
+            nodes=(node_rank_here() if here is None else here,),
             endpoints=(),
         )
 
@@ -190,6 +188,7 @@ class Channel:
         if async_op:
             _, future = link.begin_put(request, ready, what, until)
             return AsyncWork(future, what, lambda answer: self._nothing(answer, key))
+        refuse_waiting(what)
         self._nothing(link.put(request, ready, what, until), key)
         return None
 
@@ -221,8 +220,7 @@ class Channel:
         """A list of items from the front: as soon as they weigh `target_weight` or more, or the next one would make
         them weigh more. So an item that alone is heavier comes alone. Batches are collected one after another, each
         whole; a closed channel gives what is left."""
-        if not _is_weight(target_weight):
-            raise ValueError(f"target_weight is {target_weight!r}; it is a number, 0 or more")
+        check_weight("target_weight", target_weight)
         return self._get("get_batch", key, target_weight, async_op, timeout_s, lambda answer: self._items(answer, key))
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
@@ -242,16 +240,31 @@ class Channel:
     def close(self) -> None:
         """End the channel, for everyone: it takes no more items, puts that wait raise `ChannelClosedError`, getters
         have what is left and then `EndOfChannelError`. Its name is free. What this handle holds of connections and
-        threads goes as soon as nothing uses it. Idempotent."""
-        self._close_parts(self._links)
+        threads goes as soon as nothing uses it. Of a part that cannot be closed the error is raised once the rest is
+        done. Idempotent."""
+        failed = self._close_parts(self._links)
         self._unregister()
         self._retire()
+        if failed is not None:
+            raise failed
 
-    def _close_parts(self, links: Sequence[Link | LocalLink]) -> None:
-        what = f"close of channel {self.name!r}"
+    def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
+        """All of them; the first error, but of those that are gone."""
+        what, failed = f"close of channel {self.name!r}", None
         for link in links:
-            with contextlib.suppress(ChannelLostError, ChannelClosedError):
+            try:
                 link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
+            except (ChannelLostError, ChannelClosedError):
+                pass
+            except Exception as error:
+                failed = failed or error
+        return failed
+
+    def _undo(self, links: Sequence[Link | LocalLink], because: BaseException) -> None:
+        """Close parts, because of an error, which this does not hide."""
+        failed = self._close_parts(links)
+        if failed is not None:
+            because.add_note(f"and what was made of channel {self.name!r} before could not all be closed: {failed}")
 
     def _retire(self) -> None:
         """Keep no connection or thread that is not in use; calls still work."""
@@ -275,21 +288,17 @@ class Channel:
 
     def _create(self) -> None:
         """All of its parts, or none: those before the one that cannot be made are closed."""
-        settings = self._settings
+        what, settings = f"creation of channel {self.name!r}", self._settings
+        made = settings.ident, settings.name, settings.maxsize
         for place, link in enumerate(self._links):
             try:
-                link.ask(
-                    lambda number: wire.Create(number, settings.ident, settings.name, settings.maxsize),
-                    f"creation of channel {self.name!r}",
-                    self._until(ASK_S),
-                )
-            except BaseException:
-                self._close_parts(self._links[:place])
+                link.ask(lambda number: wire.Create(number, *made), what, self._until(ASK_S))
+            except BaseException as error:
+                self._undo(self._links[:place], error)
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        if not _is_weight(weight):
-            raise ValueError(f"{what}: weight is {weight!r}; it is a number, 0 or more")
+        check_weight(f"{what}: weight", weight)
         link = self._link(key, what)
         ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
         return ready, wire.Put(0, self._settings.ident, self._key(key), _NOTHING, weight, nowait), link
@@ -307,10 +316,10 @@ class Channel:
         make = self._getting(key, target, nowait=False)
         link = self._link(key, what)
         if not async_op:
+            refuse_waiting(what)
             return finish(link.ask(make, what, self._until(timeout_s)))
-        future: Future[Any]
         future, drop = link.begin(make, what, self._until(timeout_s))
-        work = AsyncWork(future, what, finish, slow=lambda answer: getattr(answer, "remote", False))
+        work = AsyncWork(future, what, finish, to_settle)
         weakref.finalize(work, drop).atexit = False
         return work
 
@@ -432,14 +441,16 @@ def _held(
 
 def _enter(channel: Channel, directory: DirectoryClient) -> Channel:
     """Take the name of a channel that its brokers hold; where that is taken, the channel that has it."""
-    taken = channel
     try:
         taken = _named(channel, directory)
-        return taken
-    finally:
-        if taken is not channel or channel._settings.incarnation is None:
-            channel.close()
-            channel.disconnect()
+    except BaseException as error:
+        channel._undo(channel._links, error)
+        channel.disconnect()
+        raise
+    if taken is not channel:
+        channel.close()
+        channel.disconnect()
+    return taken
 
 
 def _named(channel: Channel, directory: DirectoryClient) -> Channel:
@@ -487,13 +498,3 @@ def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
         except ChannelLostError as error:
             lost.append(error)
     return lost
-
-
-def _node_rank(given: int | None) -> int:
-    if given is not None:
-        return given
-    return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max

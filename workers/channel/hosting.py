@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping
 
 import ray
@@ -41,23 +43,33 @@ def start_brokers(
 ) -> dict[int, ActorHandle]:
     """A broker on each node: `nodes` are Ray's node ids by rank. Blocks until all of them are registered with the
     directory, for `START_S` at most: then `ray.exceptions.GetTimeoutError`; an actor's exception if it cannot start.
+    Either has a note of the node, and those that were started have ended then.
 
     They live as long as the calling process and the handles that come back: the one that owns the cluster is to call.
     One whose process dies is started again by Ray, without what it held, and registers again. They take no CPU of
     Ray's, import no torch, and end with `ray.kill`.
     """
     actor = ray.remote(num_cpus=0, max_concurrency=2)(BrokerActor)
-    started = {
-        rank: actor.options(
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-        ).remote(directory_address, rank, capacity_bytes)
-        for rank, node in nodes.items()
-    }
+    started: dict[int, ActorHandle] = {}
     try:
-        ray.get([each.__ray_ready__.remote() for each in started.values()], timeout=START_S)
+        for rank, node in nodes.items():
+            where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            broker = actor.options(max_restarts=-1, scheduling_strategy=where)
+            started[rank] = broker.remote(directory_address, rank, capacity_bytes)
+        until = time.monotonic() + START_S
+        for rank, each in started.items():
+            _await(each, f"the broker of channels on node {rank} ({nodes[rank]})", until)
     except BaseException:
         for each in started.values():
-            ray.kill(each, no_restart=True)
+            with contextlib.suppress(Exception):
+                ray.kill(each, no_restart=True)
         raise
     return started
+
+
+def _await(broker: ActorHandle, name: str, until: float) -> None:
+    try:
+        ray.get(broker.__ray_ready__.remote(), timeout=max(0.0, until - time.monotonic()))
+    except Exception as error:
+        error.add_note(f"{name} did not start")
+        raise

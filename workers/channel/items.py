@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +26,12 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _heads: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
+
+
+def check_weight(what: str, value: object) -> None:
+    """ValueError unless it is one."""
+    if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{what} is {value!r}; it is a number, 0 or more")
 
 
 class Parcel(NamedTuple):

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ CONFIRM_S = 30.0
 UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
 LOG_EVERY_S = 30.0
 
-Settle = Callable[[wire.Ack | wire.Nack], None]
+Settle = Callable[[wire.Ack | wire.Nack], Future[None] | None]
+"""Says so to the broker; what comes back is done once it has confirmed what it is to confirm, None for at once."""
 
 
 class Arrived:
@@ -47,6 +49,7 @@ class Arrived:
         self._line = line
         self._payload = payload
         self._send = send
+        self._build: Callable[[], list[Any]] | None = None
 
     @property
     def number(self) -> int:
@@ -55,14 +58,23 @@ class Arrived:
 
     @property
     def remote(self) -> bool:
-        """Whether `take` waits for the broker."""
+        """Whether the broker has to confirm that they were taken."""
         return self._line.remote
 
     def take(self) -> list[Any]:
-        """Copy the items into this process's memory, acknowledge them and build them. Blocks for `CONFIRM_S` at most
-        where the broker is on another host: items are this process's once it has said so, or they might be another's
-        too. `NotSerializableError` where one cannot be built: it is gone; what came with it went back to where it was.
-        """
+        """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be
+        built: it is gone; what came with it went back to where it was."""
+        if self._build is None:
+            confirmed = self.acknowledge()
+            if confirmed is not None:
+                confirmed.result()
+        assert self._build is not None
+        return self._build()
+
+    def acknowledge(self) -> Future[None] | None:
+        """Copy the items into this process's memory and say so, once. Where the broker is on another host, they are
+        this process's when what comes back is done, within `CONFIRM_S`, or they might be another's too; None: they are
+        now. Raises as `take` does."""
         try:
             held = self._values()
             if len(held) > 1:
@@ -72,28 +84,26 @@ class Arrived:
             self._send(wire.Ack(self.number))
             raise
         if len(held) > 1:
-            return self._build_batch(held)
-        self._send(self._ack)
-        return [each.load() for each in held]
+            built = self._build_batch(held)
+            self._build = lambda: built
+        else:
+            self._build = lambda: [each.load() for each in held]
+        return self._send(wire.Ack(self.number, confirm=self.remote))
 
     def _build_batch(self, held: list[Unpacked]) -> list[Any]:
-        """Build before it is said which have arrived."""
+        """Build before it is said that they have arrived; where one cannot be built, say which have."""
         built, errors = [], {}
         for place, each in enumerate(held):
             try:
                 built.append(each.load())
             except NotSerializableError as error:
                 errors[place] = error
-        self._send(wire.Nack(self.number, tuple(errors)) if errors else self._ack)
         if not errors:
             return built
+        self._send(wire.Nack(self.number, tuple(errors)))
         first = next(iter(errors.values()))
         first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
         raise first
-
-    @property
-    def _ack(self) -> wire.Ack:
-        return wire.Ack(self.number, confirm=self.remote)
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
@@ -107,6 +117,11 @@ class Arrived:
             else:
                 found.append(items.unpack(item.head, self._line.mapped(item.room, item.nbytes), warm, own=False))
         return found
+
+
+def to_settle(answer: object) -> Callable[[], Future[None] | None] | None:
+    """What has to be called before items that were answered are taken, as they are another host's."""
+    return answer.acknowledge if isinstance(answer, Arrived) and answer.remote else None
 
 
 class Line:

@@ -22,6 +22,7 @@ from workers.channel.pump import Pump, PumpEndedError
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE
 from workers.errors import OpenFilesError
+from workers.messages.work import refuse_waiting
 
 IDLE_LINES = 8
 """Connections kept for the next call."""
@@ -83,6 +84,7 @@ class Link:
         pump = self._pump
         if pump is None or not pump.putting:
             return self.ask(make, what, until)
+        refuse_waiting(what)
         reply: Reply = self.begin(make, what, until)[0].result()
         return reply
 
@@ -90,6 +92,7 @@ class Link:
         """Put `parcel`: what was answered. Follows puts that are in the background."""
         pump = self._pump
         if pump is not None and pump.putting:
+            refuse_waiting(what)
             _, future = self.begin_put(request, parcel, what, until)
             reply: Reply = future.result()
             return reply

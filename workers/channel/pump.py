@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from workers.channel.items import Parcel
 from workers.channel.line import CONFIRM_S, GRACE_S, LOG_EVERY_S, UNCONFIRMED, Arrived, Line
 from workers.channel.stream import StreamLostError, StreamSilentError
 from workers.channel.wire import NOWHERE
+from workers.messages.work import forbid_waiting
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,14 @@ class _Open:
 
 
 @dataclass(slots=True, eq=False)
+class _Confirming:
+    """Items that were acknowledged, as the broker has to confirm."""
+
+    future: Future[None]
+    until: float
+
+
+@dataclass(slots=True, eq=False)
 class _Later:
     """A put that waits for room, or behind one that does. asked: the number under which room was asked for."""
 
@@ -67,8 +75,8 @@ class Pump:
     """Any thread may begin requests; puts of one thread arrive in the order they were begun.
 
     Futures are completed in the pump's thread: with an answer, with `Arrived`, whose items are to be taken or dropped,
-    or with an error. lost: makes the error that all of them get should the broker die. `PumpEndedError` from `begin`
-    and `begin_put` where the thread has ended.
+    or with an error; what it calls must not wait for others. lost: makes the error that all of them get should the
+    broker die. `PumpEndedError` from `begin` and `begin_put` where the thread has ended.
     """
 
     def __init__(self, line: Line, channel: str, lost: Callable[[str, BaseException], Exception]) -> None:
@@ -84,7 +92,7 @@ class Pump:
         self._later_bytes = 0
         self._puts: set[int] = set()
         self._arrived: set[int] = set()
-        self._confirming: dict[int, Future[None]] = {}
+        self._confirming: dict[int, _Confirming] = {}
         self._unwanted: deque[int] = deque()
         self._waker = Waker()
         # Reentrant: a finalizer may come while its thread is here already.
@@ -239,6 +247,7 @@ class Pump:
     # --- the thread
 
     def _run(self) -> None:
+        forbid_waiting()
         poll = select.poll()
         poll.register(self._line.stream.sock, select.POLLIN)
         poll.register(self._waker.fd, select.POLLIN)
@@ -258,10 +267,10 @@ class Pump:
 
     def _patience_ms(self) -> int | None:
         with self._guard:
-            while self._looks and self._looks[0][1] not in self._open:
+            while self._looks and not self._awaits(self._looks[0][1]):
                 heapq.heappop(self._looks)
             if len(self._looks) > MOST_STALE + 2 * len(self._open):
-                self._looks = [look for look in self._looks if look[1] in self._open]
+                self._looks = [look for look in self._looks if self._awaits(look[1])]
                 heapq.heapify(self._looks)
             self._next_look = self._looks[0][0] if self._looks else float("inf")
             if self._unwanted or self._stopping or self.ended is not None or self._over():
@@ -269,6 +278,9 @@ class Pump:
             if not self._looks:
                 return None
             return max(0, int((self._next_look - time.monotonic()) * 1000) + 1)
+
+    def _awaits(self, number: int) -> bool:
+        return number in self._open or number in self._confirming
 
     def _over(self) -> bool:
         return self._retiring and not (self._open or self._arrived or self._confirming)
@@ -292,39 +304,35 @@ class Pump:
             self.ended = ChannelClosedError(channel=self._channel, why="this handle let it go")
         return self.ended, done
 
-    def _settle(self, request: wire.Ack | wire.Nack) -> None:
-        """Acknowledge items, or give them back. From any thread, but for what has to be confirmed: not from the pump's
-        own. What cannot be acknowledged is not ours: it goes to the next getter, and its bytes may have been another's
-        when they were read."""
-        confirmed: Future[None] | None = None
+    def _settle(self, request: wire.Ack | wire.Nack) -> Future[None] | None:
+        """Acknowledge items, or give them back; the future of what has to be confirmed. From any thread. What cannot be
+        acknowledged is not ours: it goes to the next getter, and its bytes may have been another's when they were
+        read."""
+        number = request.number
+        confirming: _Confirming | None = None
         with self._guard:
-            self._arrived.discard(request.number)
+            self._arrived.discard(number)
             if self.ended is None:
                 if isinstance(request, wire.Ack) and request.confirm:
-                    confirmed = self._confirming[request.number] = Future()
+                    confirming = self._confirming[number] = _Confirming(Future(), time.monotonic() + CONFIRM_S)
+                    self._look(number, confirming.until)
                 self._write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
             self._wake()
-        if confirmed is not None:
-            ended = self._unconfirmed(confirmed)
+        if confirming is not None:
+            return confirming.future
         if ended is not None:
-            raise self._lost(f"taking an item of channel {self._channel!r}", ended)
+            raise self._unsettled(ended)
+        return None
 
-    def _unconfirmed(self, confirmed: Future[None]) -> BaseException | None:
-        """Why the broker did not confirm, once that is certain; None if it did."""
-        try:
-            return confirmed.exception(CONFIRM_S)
-        except FutureTimeout:
-            with self._guard:
-                error = self.ended = self.ended or StreamLostError(UNCONFIRMED)
-            self._wake()
-            return error
+    def _unsettled(self, ended: BaseException) -> Exception:
+        return self._lost(f"taking an item of channel {self._channel!r}", ended)
 
     def _answered(self, number: int, answer: Reply, done: list[Callable[[], None]]) -> None:
         confirmed = self._confirming.pop(number, None)
         if confirmed is not None:
-            confirmed.set_result(None)
+            done.append(lambda: confirmed.future.set_result(None))
             return
         entry = self._open.pop(number, None)
         self._puts.discard(number)
@@ -359,7 +367,9 @@ class Pump:
         """Of requests whose moment has come: a line in the log, or that time is up."""
         while self._looks and self._looks[0][0] <= now:
             _, number = heapq.heappop(self._looks)
-            entry = self._open.get(number)
+            entry, confirming = self._open.get(number), self._confirming.get(number)
+            if confirming is not None and now >= confirming.until:
+                raise StreamLostError(UNCONFIRMED)
             if entry is None:
                 continue
             if now < entry.until:
@@ -394,7 +404,8 @@ class Pump:
             self._line.close()
             with self._waking:
                 self._waker.close()
-        for confirmed in confirming:
-            confirmed.set_exception(error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED))
+        for unconfirmed in confirming:
+            why = error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED)
+            unconfirmed.future.set_exception(self._unsettled(why))
         for entry in left:
             entry.future.set_exception(self._lost(entry.what, error))

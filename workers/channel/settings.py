@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from workers.directory import Entry, Facts
@@ -14,6 +15,11 @@ NODE_RANK_VARIABLE = "TQ_NODE_RANK"
 
 def broker_name(node_rank: int) -> str:
     return f"{BROKER_NAME}{node_rank}"
+
+
+def node_rank_here() -> int:
+    """What the environment says."""
+    return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
+from dataplane.descriptors import OF_A_CONTEXT
 from dataplane.durations import seconds
 from dataplane.host import bracketed, split_address
 from workers import errors
@@ -90,7 +91,8 @@ class DirectoryClient:
         self._lost: errors.DirectoryLostError | None = None
         self._closing = False
         self._away_since: float | None = time.monotonic()
-        with errors.OpenFilesError.of(f"a client of the job's directory at {address}"):
+        with errors.OpenFilesError.of(f"a client of the job's directory at {address}", least=OF_A_CONTEXT):
+            self._process = this_process()
             self._waker = Waker()
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             try:
@@ -311,7 +313,7 @@ class DirectoryClient:
     def _connected(self) -> None:
         """A new connection begins with Hello. Whether the directory heard on an older one what it has not answered, or
         its answer was lost, nobody knows."""
-        hello = wire.Hello(this_process(), known=self._known)
+        hello = wire.Hello(self._process, known=self._known)
         with self._guard:
             self._away_since = self._lost = None
             self._outbox = collections.deque([wire.encode(hello), *(call.data for call in self._calls.values())])

@@ -21,9 +21,9 @@ def this_process() -> Process:
 def has_ended(process: Process) -> bool:
     """Whether it certainly has. False for one of another host, of which nothing can be told from here,
     and where this process cannot look."""
-    if process.host != this_host():
-        return False
     try:
+        if process.host != this_host():
+            return False
         state, started = _state(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True

@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
-from dataplane.descriptors import allow_more
+from dataplane.descriptors import OF_A_CONTEXT, allow_more
 from dataplane.errors import InternalError
 from dataplane.host import join_address, resolve_host
 from workers.directory import wire
@@ -63,11 +63,12 @@ class Directory:
     def serve(cls, host: str = "127.0.0.1") -> Directory:
         """Bind a free port of `host`, which clients must be able to reach. OSError if it has no such address,
         `OpenFilesError` where this process may have no more of them."""
-        with OpenFilesError.of("serving a job's directory"):
+        allow_more()
+        with OpenFilesError.of("serving a job's directory", least=OF_A_CONTEXT):
             return cls(host)
 
     def __init__(self, host: str) -> None:
-        allow_more()
+        """Use `serve`."""
         self._waker = Waker()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = False

@@ -391,11 +391,14 @@ class Engine:
             self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [_frame(body)])))
 
     def _ask_relay(self, relay: Relay, want: Want) -> bool:
-        """False where another has that worker's name by now, or it cannot be reached."""
+        """False where another has that worker's name by now, or its port, or it cannot be reached."""
         peer = self._peer(relay.worker)
         if peer.known is _Known.LIVES and peer.incarnation != relay.incarnation:
             return False
         try:
+            if self._links.others(relay.worker, relay.endpoint):
+                # The source's word may be older than this connection, on which something may be under way.
+                return False
             self._links.send(relay.worker, relay.endpoint, (wire.encode(want),), self.outgoing.idle)
         except zmq.ZMQError as error:
             _log.warning("worker %s cannot ask %s: %s", self.name, relay.worker, error)

@@ -55,7 +55,8 @@ _log = logging.getLogger(__name__)
 class _Fetch:
     """A message whose bytes are being pulled. posting: None once the receive that began it gave up: the message is
     queued again, and its bytes still come. relay: from whom, None for the source; passed_on: others may want them, so
-    they are not to be written; missing: bytes that were asked for, by where they start."""
+    they are not to be written; missing: bytes that were asked for, by where they start; watch: the number of the last
+    look at whether more of it came."""
 
     posting: Posting | None
     arrival: Arrival
@@ -64,6 +65,7 @@ class _Fetch:
     passed_on: bool
     asked: int = 0
     got: int = 0
+    watch: int = 0
     missing: dict[int, int] = field(default_factory=dict)
 
 
@@ -360,7 +362,9 @@ class Incoming:
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
         if arrival.id in self._fetches:
-            self._fetches[arrival.id].posting = posting
+            fetch = self._fetches[arrival.id]
+            fetch.posting = posting
+            self._watch(fetch)
             return
         try:
             self._begin(posting, arrival)
@@ -380,8 +384,7 @@ class Incoming:
         self._fetches[arrival.id] = fetch
         for _ in range(CHUNKS_AHEAD):
             self._ask_for_more(fetch)
-        if fetch.relay is not None:
-            self._watch(fetch, fetch.relay)
+        self._watch(fetch)
 
     def _ask_for_more(self, fetch: _Fetch) -> None:
         nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.asked)
@@ -416,16 +419,21 @@ class Incoming:
             for start, nbytes in fetch.missing.items():
                 self._ask_for(fetch, start, nbytes)
 
-    def _watch(self, fetch: _Fetch, relay: Relay) -> None:
-        """Turn to the source if nothing comes for a while, in time for a receive that has not long to wait."""
+    def _watch(self, fetch: _Fetch) -> None:
+        """Turn from a relay to the source if nothing comes for a while, in time for a receive that has not long to
+        wait. In place of any earlier watch, which was for another receive."""
+        if fetch.relay is None:
+            return
+        fetch.watch += 1
         left_s = math.inf if fetch.posting is None else fetch.posting.deadline - time.monotonic()
-        self._later(min(RELAY_S * relay.depth, left_s / 4), partial(self._look_at, fetch, fetch.got))
+        look = partial(self._look_at, fetch, fetch.watch, fetch.got)
+        self._later(min(RELAY_S * fetch.relay.depth, left_s / 4), look)
 
-    def _look_at(self, fetch: _Fetch, got: int) -> None:
-        if fetch.relay is None or self._fetches.get(fetch.arrival.id) is not fetch:
+    def _look_at(self, fetch: _Fetch, watch: int, got: int) -> None:
+        if fetch.relay is None or fetch.watch != watch or self._fetches.get(fetch.arrival.id) is not fetch:
             return
         if fetch.got > got:
-            self._watch(fetch, fetch.relay)
+            self._watch(fetch)
             return
         source = fetch.arrival.post.source
         _log.warning("%s passed on nothing of a message of %s; it is pulled from there", fetch.relay.worker, source)

@@ -62,6 +62,11 @@ class Links:
             self.cut(peer)
             self._sent(self._connect(peer, endpoint), frames)
 
+    def others(self, peer: str, endpoint: str) -> bool:
+        """Whether what goes to `endpoint` now is the connection of another than `peer`."""
+        link = self._by_url.get(_url(endpoint))
+        return link is not None and link.peer != peer
+
     def send_to_all(self, frames: Sequence[Any]) -> None:
         """Send to all that are connected."""
         for link in self._by_peer.values():
@@ -96,13 +101,12 @@ class Links:
                 self.socket.disconnect(link.url)
 
     def _connect(self, peer: str, endpoint: str) -> _Link:
-        host, port = split_address(endpoint)
-        url = f"tcp://{bracketed(host)}:{port}"
+        url = _url(endpoint)
         if url in self._by_url:
             # Whoever had the port before has it no more.
             self.cut(self._by_url[url].peer)
         link = _Link(b"to-%d" % next(self._numbers), peer, endpoint, url)
-        if ":" in host:
+        if "[" in url:
             self.socket.set(zmq.IPV6, 1)
         self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)
         self.socket.connect(url)
@@ -116,6 +120,11 @@ class Links:
             oldest = list(itertools.islice(self._by_peer, excess + _LOOK_AT))
             for peer in list(filter(idle, oldest))[:excess]:
                 self.cut(peer)
+
+
+def _url(endpoint: str) -> str:
+    host, port = split_address(endpoint)
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def _most() -> int:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataplane.descriptors import allow_more
+from dataplane.descriptors import OF_A_CONTEXT, allow_more
 from dataplane.durations import seconds
 from workers import values
 from workers.address import WorkerAddress
@@ -123,9 +123,9 @@ class Messenger:
         self._closed = False
         self._guard = threading.Lock()
         self._backlog = Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
-        here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
-        self._slabs = Slabs(here)
-        with OpenFilesError.of(f"messages of worker {self._name}"):
+        with OpenFilesError.of(f"messages of worker {self._name}", least=OF_A_CONTEXT):
+            here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
+            self._slabs = Slabs(here)
             self._engine = Engine(
                 address,
                 directory,

@@ -1,0 +1,37 @@
+# ruff: noqa: F401, F811
+"""One channel from its broker's host and, through a proxy, from another. Fixtures are imported by the files that use
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from dataplane.host import split_address
+from tests.channels import broker
+from tests.lives import Proxy
+from workers.channel import Channel, ChannelBroker
+from workers.channel.endpoint import Endpoint
+from workers.channel.settings import Settings
+
+
+@pytest.fixture
+def proxy(broker: ChannelBroker) -> Iterator[Proxy]:
+    between = Proxy(split_address(Endpoint.parse(broker.endpoint).address)[1])
+    yield between
+    between.close()
+
+
+@pytest.fixture
+def near_and_far(broker: ChannelBroker, proxy: Proxy) -> Iterator[tuple[Channel, Channel]]:
+    """One channel, used from the broker's host and from another."""
+    settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,))
+    beyond = dataclasses.replace(Endpoint.parse(broker.endpoint), host="another", address=f"127.0.0.1:{proxy.port}")
+    far = dataclasses.replace(settings, endpoints=(str(beyond),))
+    channels = Channel(settings), Channel(far)
+    channels[0]._create()
+    yield channels
+    for each in channels:
+        each.disconnect()
