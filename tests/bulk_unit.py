@@ -18,6 +18,7 @@ from dataplane.bulk.client import UnitConnection
 from dataplane.bulk.payloads import UnitPayloads
 from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
+from dataplane.errors import from_wire
 from dataplane.host import boot_id
 from dataplane.ledger.commands import Input, UnitInfo
 from dataplane.pb import bulk_pb2 as pb
@@ -175,3 +176,24 @@ def noise(nbytes, seed=0):
 def interrupt_when(now):
     if now:
         raise KeyboardInterrupt
+
+
+def write(*ranges, frames=None):
+    """A request to write `ranges` of (offset, bytes); frames: how many ranges each frame of the payload fills."""
+    offsets, sizes = zip(*ranges, strict=True) if ranges else ((), ())
+    frame_ranges = [1] * len(ranges) if frames is None else frames
+    return pb.WriteRanges(offsets=offsets, sizes=sizes, frame_ranges=frame_ranges)
+
+
+def read(*ranges):
+    """A request to read `ranges` of (offset, bytes)."""
+    offsets, sizes = zip(*ranges, strict=True)
+    return pb.ReadRanges(offsets=offsets, sizes=sizes)
+
+
+def refused(answer):
+    """The error with which a request was answered."""
+    reply, payload = answer
+    assert reply.WhichOneof("outcome") == "error", reply
+    assert payload == []
+    return from_wire(reply.error.name, reply.error.facts)

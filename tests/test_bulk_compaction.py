@@ -11,8 +11,7 @@ import pytest
 from dataplane.bulk import compaction
 from dataplane.config import MIB
 from dataplane.ledger import commands as c
-from tests.bulk_unit import UNIT, WAIT_S, Peer, Unit, noise
-from tests.test_bulk_server import read
+from tests.bulk_unit import UNIT, WAIT_S, Peer, Unit, noise, read
 
 pytestmark = pytest.mark.integration
 

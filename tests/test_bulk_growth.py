@@ -7,8 +7,7 @@ import pytest
 from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError
 from dataplane.ledger.commands import GrowArena, Grown
-from tests.bulk_unit import UNIT, Peer, Unit
-from tests.test_bulk_server import refused, write
+from tests.bulk_unit import UNIT, Peer, Unit, refused, write
 
 pytestmark = pytest.mark.integration
 

@@ -12,12 +12,12 @@ from dataplane.bulk.frames import MAX_HEADER_BYTES
 from dataplane.bulk.lock import SessionLock
 from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
-from dataplane.errors import SessionExpiredError, StorageUnitError, from_wire
+from dataplane.errors import SessionExpiredError, StorageUnitError
 from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
 from dataplane.metrics.counts import Op
 from dataplane.pb import bulk_pb2 as pb
-from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise
+from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise, read, refused, write
 from tests.logs import logged
 
 pytestmark = pytest.mark.integration
@@ -33,24 +33,6 @@ def unit():
 def peer(unit):
     with Peer(unit) as made:
         yield made
-
-
-def write(*ranges, frames=None):
-    offsets, sizes = zip(*ranges, strict=True) if ranges else ((), ())
-    frame_ranges = [1] * len(ranges) if frames is None else frames
-    return pb.WriteRanges(offsets=offsets, sizes=sizes, frame_ranges=frame_ranges)
-
-
-def read(*ranges):
-    offsets, sizes = zip(*ranges, strict=True)
-    return pb.ReadRanges(offsets=offsets, sizes=sizes)
-
-
-def refused(answer):
-    reply, payload = answer
-    assert reply.WhichOneof("outcome") == "error", reply
-    assert payload == []
-    return from_wire(reply.error.name, reply.error.facts)
 
 
 def prove(unit, peer, lock, *, session=1, seen=None):
