@@ -33,7 +33,7 @@ demo: setup ## GRPO of a small transformer, every tensor through the data plane
 demo-async: setup ## the same, asynchronously: rollouts go on while the policy trains
 	@$(BIN)/python examples/grpo_async.py $(ARGS)
 
-test coverage: export TQ_EXAMPLES ?= 0.4
+test coverage: export TQ_EXAMPLES ?= 0.2
 test: setup ## the test suite
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 

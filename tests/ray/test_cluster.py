@@ -15,7 +15,7 @@ from tests.ray.standing import alive_actors, alive_placement_groups, call_until_
 from workers import RayVirtualCluster, ResourcesNotReadyError
 from workers import cluster as module
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

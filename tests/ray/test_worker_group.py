@@ -17,7 +17,7 @@ from tests.ray.talkers import AsyncTalker, NeedsTwo, Talker
 from workers import Cluster, NodePlacementStrategy, Worker, WorkerGroup
 from workers.errors import CallWaitTimeoutError, GroupEndedError, NoSuchRankError, WorkerExitError
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SIZE = 3
 
 
