@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataplane.control.numbering import Numbering
-from dataplane.errors import DataPlaneError, SessionExpiredError
+from dataplane.errors import DataPlaneError, SessionExpiredError, StaleCallError
 from dataplane.ledger.commands import (
     Answer,
     Bye,
@@ -314,6 +314,7 @@ class Client:
             return
         for thread in self.threads:
             if thread.waits_for == answer.number:
+                assert not isinstance(answer.result, StaleCallError), f"it was waited for: {answer}"
                 thread.waits_for = None
                 thread.resume = Reply(answer.number, answer.result)
                 return

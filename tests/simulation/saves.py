@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dataplane.errors import DataPlaneError
+from dataplane.errors import DataPlaneError, StaleCallError
 from dataplane.ledger.commands import Command, Publish, ReadSaved, Save, Saved, SavedRows, Stage
 
 if TYPE_CHECKING:
@@ -41,8 +41,10 @@ class SaveBooks:
                     self.published(staged, wanted.partition, wanted.live)
 
     def refused(self, name: Name, command: Command, error: DataPlaneError) -> None:
-        """What was saved is there until it is released, or its session ends."""
-        if isinstance(command, ReadSaved) and (name[0], command.saved) in self.taken:
+        """What was saved is there until it is released, or its session ends. A call that is too late to be executed has
+        a caller that gave up (see `Client.answered`)."""
+        late = isinstance(error, StaleCallError)
+        if isinstance(command, ReadSaved) and (name[0], command.saved) in self.taken and not late:
             assert name[0] in self.record.over, f"{name} cannot read what call {command.saved} saved: {error}"
 
     def saved(self, name: Name, command: Save, result: Saved) -> None:
