@@ -5,8 +5,8 @@ from __future__ import annotations
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 RAY = (
-    ("service", "policy", "builder", "channels", "rendezvous", "group", "results"),
-    ("start", "worker", "cluster"),
+    ("policy", "rendezvous", "group", "results", "worker"),
+    ("service", "builder", "channels", "start", "cluster"),
 )
 """Tests that share a Ray cluster, by the first word of their module's name: two clusters are enough."""
 GLOO = ("test_workers_broadcast", "test_workers_mixin", "test_workers_mixin_packing", "test_streaming")

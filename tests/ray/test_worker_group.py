@@ -17,7 +17,7 @@ from tests.ray.talkers import AsyncTalker, NeedsTwo, Talker
 from workers import Cluster, NodePlacementStrategy, Worker, WorkerGroup
 from workers.errors import CallWaitTimeoutError, GroupEndedError, NoSuchRankError, WorkerExitError
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 SIZE = 3
 
 
@@ -140,6 +140,7 @@ def test_threads_name_ranks_for_their_own_calls(group: WorkerGroup[Talker]) -> N
     assert group.rank().wait() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_async_methods_run_at_the_same_time(cluster: Cluster) -> None:
     with AsyncTalker.create_group().launch(cluster, name="async") as group:
         waiting = group.wait_for_open()
@@ -273,6 +274,7 @@ def test_a_group_is_found_by_its_name(group: WorkerGroup[Talker]) -> None:
     assert found.end_group()
 
 
+@pytest.mark.slow
 def test_a_group_is_sent_to_a_worker(group: WorkerGroup[Talker], cluster: Cluster) -> None:
     assert pickle.loads(pickle.dumps(group)) == group
     with Talker.create_group().launch(cluster, name="caller") as caller:
@@ -280,6 +282,7 @@ def test_a_group_is_sent_to_a_worker(group: WorkerGroup[Talker], cluster: Cluste
         assert caller.ranks_of("calls").wait() == [[1, 0]]
 
 
+@pytest.mark.slow
 def test_calls_before_the_launch_and_after_the_end(cluster: Cluster) -> None:
     group = Talker.create_group()
     with pytest.raises(RuntimeError, match="has not been launched"):
