@@ -287,10 +287,13 @@ class CapacityTimeoutError(WaitTimeoutError):
         if fragments:
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
             way = f"put smaller samples, or {way}"
-        failed = f" {arena}" if arena else ""
+        remedy = (
+            f"{arena.rstrip('.')}. Mend that, or clear consumed samples."
+            if arena
+            else f"Clear consumed samples, or {way}."
+        )
         super().__init__(
-            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. "
-            f"Clear consumed samples, or {way}.{failed}",
+            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. {remedy}",
             wanted_bytes=wanted_bytes,
             free_bytes=free_bytes,
             waited_s=waited_s,
