@@ -341,12 +341,10 @@ class ServiceError(DataPlaneError, ConnectionError):
 
 
 class ServiceUnavailableError(ServiceError):
+    """`why` names the remedy, too, which depends on the cause."""
+
     def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(
-            f"no data plane service at {address}: {why}. Start one with `tq serve` or dataplane.serve().",
-            address=address,
-            why=why,
-        )
+        super().__init__(f"no data plane service at {address}: {why.rstrip('.')}.", address=address, why=why)
 
 
 class AuthenticationError(ServiceError):

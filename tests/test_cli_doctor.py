@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dataplane import DataPlaneClient, serve
+from dataplane import DataPlaneClient, DataPlaneConfig, serve
 from dataplane.cli import main
 from dataplane.cli.checks import Finding, machine, packages
 from dataplane.cli.checks.finding import careful
+from dataplane.cli.checks.trial import trial
 from dataplane.config import GIB, MIB
 from dataplane.memory import Room
 from tests.cli_service import filled  # noqa: F401
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -71,6 +73,18 @@ def test_no_service_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["port 2 (ZMQ)"].found == "127.0.0.1: Connection refused"
     assert "tq serve" in found["port 2 (ZMQ)"].mend
     assert "session" not in found
+
+
+def test_a_service_that_does_not_answer() -> None:
+    """What would start another, or give this end a token, would not help."""
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+        found = list(trial(DataPlaneConfig(address=f"127.0.0.1:{port}", connect_timeout_s=0.2), "/dev/shm"))
+    assert [finding.ok for finding in found] == [True, True, False]
+    assert "does not answer in time" in found[-1].found
+    assert "tq serve" not in found[-1].found
+    assert "its process" in found[-1].mend
+    assert "token" not in found[-1].mend
 
 
 def test_a_wrong_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

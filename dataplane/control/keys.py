@@ -30,6 +30,8 @@ from dataplane.proof import NONCE_BYTES, Ticket, proof_of
 from dataplane.types import PROTOCOL_VERSION
 
 METHOD = "/tq.v1.Control/GetKeys"
+SILENT = "see that its process is not stopped, nor its machine too busy"
+"""What to do about a service that does not answer."""
 BUSY_S = 0.2
 """When a service that was too busy to answer is asked again."""
 NONCE_KEY = "tq-nonce"
@@ -83,7 +85,7 @@ def keys_of(
     except (ConnectionResetError, BrokenPipeError) as error:
         raise tls.diagnose(address, files) or _unavailable(address, "it hung up") from error
     except OSError as error:
-        raise _unavailable(address, f"connecting to it: {error.strerror or error}") from error
+        raise unreached(address, "it", error) from error
     except http2.Http2Error as error:
         raise tls.diagnose(address, files) or _unavailable(address, str(error)) from error
     except DecodeError as error:
@@ -118,7 +120,7 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
 def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
     """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
     does not change, with what it said last."""
-    why = "it does not answer in time"
+    why = f"it does not answer in time; {SILENT}"
     while True:
         try:
             return _ask(address, files, nonce, rest)
@@ -138,6 +140,12 @@ def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], 
     authority = address if files is None else tls.authority_of(address, files)
     with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
         return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
+
+
+def unreached(address: str, what: str, error: OSError) -> ServiceUnavailableError:
+    """The service at `address`, where connecting to this part of it failed."""
+    start = "; start one with `tq serve` or dataplane.serve()" if isinstance(error, ConnectionRefusedError) else ""
+    return _unavailable(address, f"connecting to {what}: {error.strerror or error}{start}")
 
 
 def _unavailable(address: str, why: str) -> ServiceUnavailableError:

@@ -62,8 +62,15 @@ def _reach(address: str) -> Iterator[Finding]:
 
 def _work(config: DataPlaneConfig) -> Iterator[Finding]:
     from dataplane import DataPlaneClient
+    from dataplane.errors import ServiceUnavailableError
 
-    with DataPlaneClient(config).connect() as client:
+    try:
+        client = DataPlaneClient(config).connect()
+    except ServiceUnavailableError as error:
+        mend = "see its log and, on its host, the state of its process: `ps` shows T for one that is stopped"
+        yield Finding(what="session", found=str(error), mend=mend)
+        return
+    with client:
         security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
         yield from _units(client)
