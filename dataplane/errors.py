@@ -329,7 +329,10 @@ class ClaimTimeoutError(WaitTimeoutError):
 class CallTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
         super().__init__(
-            f"{what}: no answer from {peer} within {waited_s:.1f} s", what=what, waited_s=waited_s, peer=peer
+            f"{what}: no answer from {peer} within {waited_s:.1f} s. It may be stopped, busy or cut off; see its log.",
+            what=what,
+            waited_s=waited_s,
+            peer=peer,
         )
 
 

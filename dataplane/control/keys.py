@@ -79,6 +79,8 @@ def keys_of(
     except DataPlaneError:
         raise
     except TimeoutError as error:
+        if error.errno is not None:
+            raise unreached(address, "it", error) from error
         raise _unavailable(address, f"something listens, but {error}") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
@@ -130,6 +132,8 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
                 raise TimeoutError(why) from error
             time.sleep(BUSY_S)
         except TimeoutError as error:
+            if error.errno is not None:
+                raise
             raise TimeoutError(why) from error
 
 
@@ -144,8 +148,12 @@ def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], 
 
 def unreached(address: str, what: str, error: OSError) -> ServiceUnavailableError:
     """The service at `address`, where connecting to this part of it failed."""
-    start = "; start one with `tq serve` or dataplane.serve()" if isinstance(error, ConnectionRefusedError) else ""
-    return _unavailable(address, f"connecting to {what}: {error.strerror or error}{start}")
+    why = f"connecting to {what}: {error.strerror or error}"
+    if isinstance(error, ConnectionRefusedError):
+        why += "; start one with `tq serve` or dataplane.serve()"
+    elif isinstance(error, TimeoutError):
+        why += "; see that its host is up, and that no firewall is between"
+    return _unavailable(address, why)
 
 
 def _unavailable(address: str, why: str) -> ServiceUnavailableError:
