@@ -88,7 +88,8 @@ def _units(client: DataPlaneClient) -> Iterator[Finding]:
         if not unit.connected:
             yield Finding(what=name, found=f"{unit.name} is not connected", mend="see its log; start it again")
         elif unit.problem:
-            yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend="free memory on its host")
+            mend = "see to its process, and to free memory, on its host"
+            yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend=mend)
         elif unit.pressed:
             mend = "clear what is consumed, or add a unit (`tq unit`)"
             yield Finding(what=name, found=f"{unit.name} fills up: {readable(unit.used_bytes)} used", mend=mend)
