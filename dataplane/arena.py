@@ -28,9 +28,11 @@ from dataplane.config import MIB
 from dataplane.errors import ArenaSpaceError, ClientClosedError
 from dataplane.forced import force_ranges, sync_path
 from dataplane.lockfile import (
+    ARENA_NAME,
     KEPT_ARENA_NAME,
     HeldFile,
     create_locked,
+    is_unheld,
     new_arena_name,
     new_kept_arena_name,
     open_own,
@@ -366,6 +368,16 @@ def sweep_kept(directory: str | Path, *, superseded: Path | None = None) -> list
     folder = Path(directory)
     gone = [folder / name for name in os.listdir(folder) if KEPT_ARENA_NAME.fullmatch(name)]
     return [path for path in gone if _has_no_keeper(path, superseded) and unlink_unheld(path)]
+
+
+def leftovers(directory: str | Path) -> list[Path]:
+    """The arenas in `directory` that the next storage unit there removes: no process holds them, and no state directory
+    keeps them. OSError if the directory cannot be listed."""
+    folder = Path(directory)
+    names = sorted(os.listdir(folder))
+    ended = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
+    kept = [folder / name for name in names if KEPT_ARENA_NAME.fullmatch(name)]
+    return [path for path in ended + [each for each in kept if _has_no_keeper(each, None)] if is_unheld(path)]
 
 
 def _has_no_keeper(path: Path, superseded: Path | None) -> bool:

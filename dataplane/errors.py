@@ -287,10 +287,13 @@ class CapacityTimeoutError(WaitTimeoutError):
         if fragments:
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
             way = f"put smaller samples, or {way}"
-        failed = f" {arena}" if arena else ""
+        remedy = (
+            f"{arena.rstrip('.')}. Mend that, or clear consumed samples."
+            if arena
+            else f"Clear consumed samples, or {way}."
+        )
         super().__init__(
-            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. "
-            f"Clear consumed samples, or {way}.{failed}",
+            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. {remedy}",
             wanted_bytes=wanted_bytes,
             free_bytes=free_bytes,
             waited_s=waited_s,
@@ -326,7 +329,10 @@ class ClaimTimeoutError(WaitTimeoutError):
 class CallTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
         super().__init__(
-            f"{what}: no answer from {peer} within {waited_s:.1f} s", what=what, waited_s=waited_s, peer=peer
+            f"{what}: no answer from {peer} within {waited_s:.1f} s. It may be stopped, busy or cut off; see its log.",
+            what=what,
+            waited_s=waited_s,
+            peer=peer,
         )
 
 
@@ -338,12 +344,10 @@ class ServiceError(DataPlaneError, ConnectionError):
 
 
 class ServiceUnavailableError(ServiceError):
+    """`why` names the remedy, too, which depends on the cause."""
+
     def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(
-            f"no data plane service at {address}: {why}. Start one with `tq serve` or dataplane.serve().",
-            address=address,
-            why=why,
-        )
+        super().__init__(f"no data plane service at {address}: {why.rstrip('.')}.", address=address, why=why)
 
 
 class AuthenticationError(ServiceError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import time
@@ -45,7 +47,8 @@ def join_address(host: str, port: int) -> str:
 
 def dial(address: str, timeout_s: float) -> socket.socket:
     """A connection to "host:port": to the first address of the host that answers. Each gets its part of the time, so
-    that a silent one leaves some for the next. OSError of the last one; its `TimeoutError` where that was silent."""
+    that a silent one leaves some for the next. OSError of the last one; a `TimeoutError` with its number where that was
+    silent."""
     host, port = split_address(address)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_s
@@ -63,6 +66,9 @@ def _dial_one(family: int, kind: int, protocol: int, where: Any, timeout_s: floa
     try:
         peer.settimeout(max(timeout_s, 0.001))
         peer.connect(where)
+    except TimeoutError as error:
+        peer.close()
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from error
     except BaseException:
         peer.close()
         raise

@@ -133,6 +133,17 @@ def is_held(fd: int) -> bool:
     return False
 
 
+def is_unheld(path: Path) -> bool:
+    """Whether the file at `path` is this user's own and nobody holds it. OSError as `open_own`."""
+    fd = open_own(path)
+    if fd is None:
+        return False
+    try:
+        return not is_held(fd)
+    finally:
+        os.close(fd)
+
+
 def unlink_unheld(path: Path) -> bool:
     """Remove the file at `path` if it is this user's own and nobody holds it; whether it was removed here."""
     try:

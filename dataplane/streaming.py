@@ -454,7 +454,7 @@ class _Queue:
             gone = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
             needed, self._told = (self._told or gone) and not self._closed, False
             if needed:
-                self._ended, self._failure = False, None
+                self._ended, self._failure, self._late = False, None, None
             return needed
 
     def _timeout(self, waited_s: float) -> Exception:

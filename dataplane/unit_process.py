@@ -160,22 +160,21 @@ class UnitProcesses:
                 stream.close()
 
     def stop(self) -> None:
-        """End them. Those that are not ready yet are killed, and those that take longer than `END_S`. Idempotent."""
+        """End them, and remove what those that were killed, by whomever, have left. Those that are not ready yet are
+        killed, and those that take longer than `END_S`. Idempotent."""
         with self._guard:
             self._stopping = True
         with self._ending:
             if self._over:
                 return
             self._over = True
-            killed = self._end()
+            self._end()
             for watcher in self._watchers:
                 watcher.join(KILL_S)
-            if killed:
-                with contextlib.suppress(OSError):
-                    sweep_leftovers(self._config)
+            with contextlib.suppress(OSError):
+                sweep_leftovers(self._config)
 
-    def _end(self) -> bool:
-        """Whether one of them had to be killed."""
+    def _end(self) -> None:
         processes = self._processes
         for name, process in processes.items():
             assert process.stdin is not None
@@ -193,7 +192,6 @@ class UnitProcesses:
             _ended(process, KILL_S)
         for process in processes.values():
             self._close(process)
-        return bool(late) or any(name not in self._ready for name in processes)
 
 
 def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:

@@ -15,13 +15,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dataplane import DataPlaneClient, serve
+from dataplane import DataPlaneClient, DataPlaneConfig, serve
+from dataplane.arena import Arena
 from dataplane.cli import main
 from dataplane.cli.checks import Finding, machine, packages
 from dataplane.cli.checks.finding import careful
+from dataplane.cli.checks.trial import trial
 from dataplane.config import GIB, MIB
+from dataplane.folder import own_directory
+from dataplane.lockfile import new_arena_name
 from dataplane.memory import Room
 from tests.cli_service import filled  # noqa: F401
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -45,8 +50,20 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 def test_everything_is_looked_at_and_a_service_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = told(["--arena-dir", str(tmp_path)], capsys)
-    expected = ["system", "shared memory", "memory limit", "this user's directory", "open files", "loopback", "ports"]
-    expected += ["packages", "protobuf", "gRPC", "ZMQ", "Ray", "torch", "GPU", "a service here", "round trip"]
+    expected = ["system", "shared memory", "memory limit", "this user's directory", "arenas", "open files"]
+    expected += [
+        "loopback",
+        "ports",
+        "packages",
+        "protobuf",
+        "gRPC",
+        "ZMQ",
+        "Ray",
+        "torch",
+        "GPU",
+        "a service here",
+        "round trip",
+    ]
     assert list(found) == expected
     for what in ("protobuf", "gRPC", "ZMQ", "torch", "a service here", "round trip"):
         assert found[what].ok, found[what]
@@ -71,6 +88,18 @@ def test_no_service_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["port 2 (ZMQ)"].found == "127.0.0.1: Connection refused"
     assert "tq serve" in found["port 2 (ZMQ)"].mend
     assert "session" not in found
+
+
+def test_a_service_that_does_not_answer() -> None:
+    """What would start another, or give this end a token, would not help."""
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+        found = list(trial(DataPlaneConfig(address=f"127.0.0.1:{port}", connect_timeout_s=0.2), "/dev/shm"))
+    assert [finding.ok for finding in found] == [True, True, False]
+    assert "does not answer in time" in found[-1].found
+    assert "tq serve" not in found[-1].found
+    assert "its process" in found[-1].mend
+    assert "token" not in found[-1].mend
 
 
 def test_a_wrong_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -107,6 +136,26 @@ def test_a_directory_that_others_can_enter(tmp_path: Path) -> None:
     found = only(machine.machine(str(tmp_path), 0), "this user's directory")
     assert "chmod 700" in found.found
     assert found.mend
+
+
+def test_what_a_killed_unit_left(tmp_path: Path) -> None:
+    """What a process holds, and what a state directory keeps, is not of that kind."""
+    folder = own_directory(tmp_path)
+    record = tmp_path / "unit-0.json"
+    record.touch()
+    with Arena.create(folder, MIB, epoch=1):
+        kept = Arena.create(folder, MIB, epoch=1, keeper=record)
+        kept.close(unlink=False)
+        assert only(machine._arenas(str(tmp_path)), "arenas").ok
+    left = folder / new_arena_name()
+    left.write_bytes(b"x" * 8192)
+    found = only(machine._arenas(str(tmp_path)), "arenas")
+    assert "1 arena (" in found.found
+    assert left.name in found.found
+    assert "`tq serve`" in found.mend
+    assert kept.path.exists()
+    record.unlink()
+    assert "2 arenas" in only(machine._arenas(str(tmp_path)), "arenas").found
 
 
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,5 +102,5 @@ def web_server(body: bytes) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"puts": 1}'])
 def test_something_else_that_answers_is_said(body: bytes) -> None:
-    with web_server(body) as place, pytest.raises(ServiceUnavailableError, match="Is it the one"):
+    with web_server(body) as place, pytest.raises(ServiceUnavailableError, match="name the one that"):
         flow(place, DataPlaneConfig(), 1)

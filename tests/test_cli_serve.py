@@ -281,6 +281,7 @@ def test_a_service_without_a_state_ends_with_its_memory(services: list[Service])
     _, errors = service.process.communicate(timeout=60)
     assert service.process.returncode == 1
     assert "storage unit unit-0 ended with code -9, and its rows with it; the service ends" in errors
+    assert not litter(service.files)
 
 
 def test_a_unit_that_dies_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

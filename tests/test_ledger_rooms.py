@@ -225,6 +225,25 @@ def test_who_waits_in_vain_for_an_arena_is_told_what_it_lacks() -> None:
         client.raise_(client.allocate({"x": [1025 * MIB]}))
 
 
+def test_who_waits_in_vain_for_a_unit_that_does_not_answer_is_told_so() -> None:
+    driver = Driver(units=0, reserve_fraction=0.0)
+    client = driver.client()
+    client.register()
+    driver.add_unit(capacity=1024 * MIB, backed=64 * MIB)
+    driver.tick(1.0)
+    waiting = client.waits(client.allocate({"x": [100 * MIB]}, timeout_s=10.0))
+    driver.tick(4.9)
+    assert client.unit().problem == ""
+    driver.tick(11.0)
+    why = "it has not answered for 11 s; its process may be stopped, or its machine too busy"
+    error = client.result(waiting)
+    assert isinstance(error, CapacityTimeoutError)
+    assert str(error).endswith(f"Storage unit 1 cannot grow: {why}. Mend that, or clear consumed samples.")
+    assert client.unit().problem == why
+    driver.apply(c.Grown(unit=1, backed_bytes=164 * MIB))
+    assert client.unit().problem == ""
+
+
 def test_a_put_that_does_not_wait_tries_an_arena_that_could_not_grow_once() -> None:
     driver, client, waiting = stuck()
     client.do(c.Abort(reservation=waiting))

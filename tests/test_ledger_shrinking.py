@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.errors import InvalidRequestError
+from dataplane.errors import CapacityTimeoutError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.shrinking import PAGE_BYTES
 from tests.ledger_driver import MIB, Client, Driver
@@ -65,6 +65,23 @@ def test_room_that_is_being_given_up_is_handed_to_nobody_until_the_unit_has() ->
     assert grows(driver) == [64 * MIB]
     driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, shrinks=1))
     assert isinstance(client.result(waiting), c.Allocated)
+
+
+def test_a_unit_that_does_not_give_memory_back_is_told_of() -> None:
+    driver, client = roomy()
+    client.waits(c.Shrink(timeout_s=1.0))
+    waiting = client.waits(client.allocate({"x": [KIB]}, timeout_s=20.0))
+    driver.tick(20.0)
+    error = client.result(waiting)
+    assert isinstance(error, CapacityTimeoutError)
+    assert "Storage unit 1 cannot grow: it has not answered for 20 s" in str(error)
+    assert client.unit().problem.startswith("it has not answered for 20 s")
+    driver.apply(c.UnitLost(unit=1))
+    assert client.unit().problem == ""
+    offer(driver, backed_bytes=64 * MIB)
+    assert client.unit().problem == ""
+    driver.tick(26.0)
+    assert client.unit().problem.startswith("it has not answered for 6 s")
 
 
 def test_growth_that_was_under_way_does_not_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +215,15 @@ def test_what_one_cannot_see_of_ones_own_certificate_is_told_with_both_reasons()
 def test_nobody_at_the_address_is_told_at_once() -> None:
     with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:1: connecting"):
         connect("127.0.0.1:1", connect_timeout_s=600.0, **tls())
+
+
+def test_a_host_that_takes_no_connection_is_not_said_to_listen() -> None:
+    """As one behind a firewall. One whose backlog is full says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
+        assert select.select([silent], [], [], 60)[0]
+        with pytest.raises(ServiceUnavailableError, match=r": connecting to it: .* timed out; .* firewall") as caught:
+            connect(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.2)
+    assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 def test_who_does_not_answer_is_given_up_in_time() -> None:

@@ -15,7 +15,14 @@ import torch
 
 import dataplane
 from dataplane import DataPlaneClient, KVBatchMeta, Server, StreamingDataLoader
-from dataplane.errors import ClaimTimeoutError, ClientClosedError, PartitionNotFoundError, StaleSampleError
+from dataplane.errors import (
+    CallTimeoutError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    PartitionNotFoundError,
+    StaleSampleError,
+)
+from dataplane.streaming import _Queue
 from tests.gloo import Ranks
 from tests.lives import wait_until
 from tests.mixin_worker import worker_on
@@ -237,6 +244,18 @@ def test_a_partition_that_is_there_again_is_asked_anew(client: DataPlaneClient, 
         client.register_partition(partition, ["input_ids", "reward"], None, TASKS)
         put(client, partition, range(2))
         assert next(iter(stream)).meta.sample_ids == ["s0", "s1"]
+
+
+def test_what_an_earlier_partition_kept_waiting_for_is_forgotten_with_it() -> None:
+    late = ClaimTimeoutError(
+        partition="old", task="train", wanted=2, ready=0, waited_s=1.0, why="no sample has 'reward'"
+    )
+    queue = _Queue(1)
+    queue.late(late)
+    queue.fail(PartitionNotFoundError(partition="old"))
+    assert queue.resumed()
+    with pytest.raises(CallTimeoutError):
+        queue.take(0.0, waited_s=1.0)
 
 
 def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) -> None:

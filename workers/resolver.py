@@ -29,7 +29,8 @@ def resolve_actor(rest: str) -> str:
         controller = ray.get_actor(name, namespace=namespace or None)
         found: str = ray.get(controller.address.remote(), timeout=ANSWER_TIMEOUT_S)
     except ValueError as error:
-        raise ServiceUnavailableError(address=address, why="no controller actor of that name runs") from error
+        why = "no controller actor of that name runs; see workers.launch_service"
+        raise ServiceUnavailableError(address=address, why=why) from error
     except RayError as error:
         raise ServiceUnavailableError(address=address, why=f"its controller actor does not answer ({error})") from error
     return found

@@ -52,7 +52,7 @@ def flow(place: tuple[str, int], config: DataPlaneConfig, seconds: float) -> Flo
         body = _get(place, config)
         report = msgspec.json.decode(body, type=FlowReport)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-        why = f"asking its HTTP port for {_PATH}: {error}. Is it the one that `tq serve --metrics` printed?"
+        why = f"asking its HTTP port for {_PATH}: {error}; name the one that `tq serve --metrics` printed"
         raise ServiceUnavailableError(address=f"{place[0]}:{place[1]}", why=why) from error
     return _mean(report, max(1, min(round(seconds), _LONGEST_S)))
 

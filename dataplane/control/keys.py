@@ -30,6 +30,8 @@ from dataplane.proof import NONCE_BYTES, Ticket, proof_of
 from dataplane.types import PROTOCOL_VERSION
 
 METHOD = "/tq.v1.Control/GetKeys"
+SILENT = "see that its process is not stopped, nor its machine too busy"
+"""What to do about a service that does not answer."""
 BUSY_S = 0.2
 """When a service that was too busy to answer is asked again."""
 NONCE_KEY = "tq-nonce"
@@ -77,13 +79,15 @@ def keys_of(
     except DataPlaneError:
         raise
     except TimeoutError as error:
+        if error.errno is not None:
+            raise unreached(address, "it", error) from error
         raise _unavailable(address, f"something listens, but {error}") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
     except (ConnectionResetError, BrokenPipeError) as error:
         raise tls.diagnose(address, files) or _unavailable(address, "it hung up") from error
     except OSError as error:
-        raise _unavailable(address, f"connecting to it: {error.strerror or error}") from error
+        raise unreached(address, "it", error) from error
     except http2.Http2Error as error:
         raise tls.diagnose(address, files) or _unavailable(address, str(error)) from error
     except DecodeError as error:
@@ -118,7 +122,7 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
 def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
     """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
     does not change, with what it said last."""
-    why = "it does not answer in time"
+    why = f"it does not answer in time; {SILENT}"
     while True:
         try:
             return _ask(address, files, nonce, rest)
@@ -128,6 +132,8 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
                 raise TimeoutError(why) from error
             time.sleep(BUSY_S)
         except TimeoutError as error:
+            if error.errno is not None:
+                raise
             raise TimeoutError(why) from error
 
 
@@ -138,6 +144,16 @@ def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], 
     authority = address if files is None else tls.authority_of(address, files)
     with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
         return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
+
+
+def unreached(address: str, what: str, error: OSError) -> ServiceUnavailableError:
+    """The service at `address`, where connecting to this part of it failed."""
+    why = f"connecting to {what}: {error.strerror or error}"
+    if isinstance(error, ConnectionRefusedError):
+        why += "; start one with `tq serve` or dataplane.serve()"
+    elif isinstance(error, TimeoutError):
+        why += "; see that its host is up, and that no firewall is between"
+    return _unavailable(address, why)
 
 
 def _unavailable(address: str, why: str) -> ServiceUnavailableError:

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from dataplane.config import DataPlaneConfig
 from dataplane.control import codec, wire
-from dataplane.control.keys import OPEN, DoorKeys, keys_of
+from dataplane.control.keys import OPEN, SILENT, DoorKeys, keys_of, unreached
 from dataplane.control.resolve import resolve
 from dataplane.errors import (
     AuthenticationError,
@@ -243,8 +243,7 @@ def probe(address: str, door: str, timeout_s: float) -> None:
     try:
         dial(door, timeout_s).close()
     except OSError as error:
-        why = f"connecting to its ZMQ door {door}: {error.strerror or error}"
-        raise ServiceUnavailableError(address=address, why=why) from error
+        raise unreached(address, f"its ZMQ door {door}", error) from error
 
 
 @contextlib.contextmanager
@@ -286,7 +285,7 @@ def _ask(
             return _reply(dealer, address)
         if refused in ready:
             raise _ChangedError
-    why = f"something listens, but nothing answered within {max(0.0, deadline - began):.1f} s"
+    why = f"something listens, but nothing answered within {max(0.0, deadline - began):.1f} s; {SILENT}"
     raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
 
 

@@ -168,7 +168,7 @@ class Reads:
             peak_used_bytes=unit.peak_bytes,
             limit_bytes=unit.limit(update=False),
             pressed=unit.pressed,
-            problem=unit.problem,
+            problem=unit.trouble(self.state.now),
             extents=len(numbers),
             fragments=unit.space.fragments,
             largest_free_bytes=unit.space.largest_bytes,

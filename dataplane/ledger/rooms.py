@@ -319,6 +319,8 @@ class Rooms:
 
     def _ask(self, unit: Unit, backed_bytes: int | None) -> None:
         if backed_bytes is not None:
+            if not unit.asked:
+                unit.ordered_at = self.state.now
             unit.asked = backed_bytes
             self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
 

@@ -30,6 +30,7 @@ def out_of_room(
             budget_bytes=partition.budget_bytes,
         )
     units = state.units.values()
+    troubles = [(unit, unit.trouble(state.now)) for unit in units]
     holes = [unit.space for unit in units if unit.open]
     largest = max((space.largest_bytes for space in holes), default=0)
     lost = [
@@ -49,7 +50,7 @@ def out_of_room(
         holders=_ranked(lost, partitions, _sessions(state, None)),
         fragments=sum(space.fragments for space in holes) if is_fragmented(state, wanted, update=update) else 0,
         largest_free_bytes=largest,
-        arena=" ".join(f"Storage unit {unit.number} cannot grow: {unit.problem}" for unit in units if unit.problem),
+        arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in troubles if why),
     )
 
 

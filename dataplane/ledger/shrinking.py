@@ -55,6 +55,7 @@ class Shrinks:
         return given
 
     def _order(self, unit: Unit) -> None:
+        unit.ordered_at = self.state.now
         self.state.out.append(ShrinkArena(unit=unit.number, number=unit.shrinks, backed_bytes=unit.space.backed_bytes))
 
     def offered(self, unit: Unit, shrinks: int) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataplane.ledger.commands import AddUnit, UnitInfo
 from dataplane.ledger.space import FreeSpace
 
+LATE_S = 5.0
+"""An order to grow or to give memory back that is not carried out for so long is trouble."""
+
 
 class Unit:
     """`draining`: it gets nothing new, and what is there is to be moved away.
@@ -14,9 +17,11 @@ class Unit:
     may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
     give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
     it says of its backing is from before. `compactions` counts the orders to compact. `problem` says why growing failed
-    last; it is tried again at `retry_at` at the earliest. `peak_bytes` is the most that was ever used."""
+    last; it is tried again at `retry_at` at the earliest. `ordered_at`: when the order was given that it has not
+    answered (`asked` or `shrinking`). `peak_bytes` is the most that was ever used."""
 
     draining = False
+    ordered_at = 0.0
 
     def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
         self.number = number
@@ -49,6 +54,13 @@ class Unit:
     def open(self) -> bool:
         """Whether puts may get room there now."""
         return self.connected and not self.draining
+
+    def trouble(self, now: float) -> str:
+        """Why the arena gets no memory now, "": nothing is known to keep it from that."""
+        late_s = now - self.ordered_at
+        if self.connected and (self.asked or self.shrinking) and late_s >= LATE_S:
+            return f"it has not answered for {late_s:.0f} s; its process may be stopped, or its machine too busy"
+        return self.problem
 
     @property
     def used_bytes(self) -> int:

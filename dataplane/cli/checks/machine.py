@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -10,9 +11,9 @@ import sys
 from collections.abc import Iterator
 
 from dataplane.cli.checks.finding import Finding, careful
-from dataplane.cli.text import readable
+from dataplane.cli.text import counted, readable
 from dataplane.config import MIB
-from dataplane.folder import leave, own_directory
+from dataplane.folder import leave, own_directory, own_path
 from dataplane.host import boot_id, reachable_host
 from dataplane.memory import MEMORY_FILE_SYSTEMS, cgroup_rooms
 from dataplane.ports import require_free_port
@@ -22,6 +23,9 @@ ENOUGH_BYTES = 256 * MIB
 ENOUGH_FILES = 4096
 """A service has a few open files for each session, a client about fifteen."""
 _REACH_S = 5.0
+_NAMED = 3
+_BLOCK_BYTES = 512
+"""Of `st_blocks`."""
 _OTHER_DIRECTORY = "name a local directory that is there and can be written with --arena-dir"
 _MORE_SHM = (
     "give it more: `mount -o remount,size=16g /dev/shm`, in a container `docker run --shm-size=16g` or an emptyDir of "
@@ -35,6 +39,7 @@ def machine(arena_dir: str, port: int) -> Iterator[Finding]:
     yield from careful("shared memory", lambda: _shared_memory(arena_dir), _OTHER_DIRECTORY)
     yield from careful("memory limit", _memory_limit, "see that /proc and /sys/fs/cgroup can be read")
     yield from _directory(arena_dir)
+    yield from careful("arenas", lambda: _arenas(arena_dir), _OTHER_DIRECTORY)
     yield from _open_files()
     yield from careful("loopback", _loopback, "bring the interface up: `ip link set lo up`")
     yield from _ports(port)
@@ -86,6 +91,25 @@ def _directory(arena_dir: str) -> Iterator[Finding]:
         yield Finding(what=what, found=str(error), mend=_OTHER_DIRECTORY)
     else:
         yield Finding(what=what, found=f"{path}, mode {mode:04o}")
+
+
+def _arenas(arena_dir: str) -> Iterator[Finding]:
+    """What units that were killed have left there."""
+    from dataplane.arena import leftovers
+
+    folder = own_path(arena_dir)
+    left = leftovers(folder) if folder.is_dir() else []
+    if not left:
+        yield Finding(what="arenas", found=f"{folder}: none is left of a storage unit that was killed")
+        return
+    nbytes = 0
+    for path in left:
+        with contextlib.suppress(FileNotFoundError):
+            nbytes += path.stat().st_blocks * _BLOCK_BYTES
+    names = ", ".join(path.name for path in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
+    found = f"{folder}: storage units that were killed left {counted(len(left), 'arena')} ({readable(nbytes)}): {names}"
+    mend = "the next storage unit that starts there removes them (`tq serve`, or `tq doctor` without an address)"
+    yield Finding(what="arenas", found=found, mend=mend)
 
 
 def _open_files() -> Iterator[Finding]:

@@ -62,8 +62,15 @@ def _reach(address: str) -> Iterator[Finding]:
 
 def _work(config: DataPlaneConfig) -> Iterator[Finding]:
     from dataplane import DataPlaneClient
+    from dataplane.errors import ServiceUnavailableError
 
-    with DataPlaneClient(config).connect() as client:
+    try:
+        client = DataPlaneClient(config).connect()
+    except ServiceUnavailableError as error:
+        mend = "see its log and, on its host, the state of its process: `ps` shows T for one that is stopped"
+        yield Finding(what="session", found=str(error), mend=mend)
+        return
+    with client:
         security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
         yield from _units(client)
@@ -81,7 +88,8 @@ def _units(client: DataPlaneClient) -> Iterator[Finding]:
         if not unit.connected:
             yield Finding(what=name, found=f"{unit.name} is not connected", mend="see its log; start it again")
         elif unit.problem:
-            yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend="free memory on its host")
+            mend = "see to its process, and to free memory, on its host"
+            yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend=mend)
         elif unit.pressed:
             mend = "clear what is consumed, or add a unit (`tq unit`)"
             yield Finding(what=name, found=f"{unit.name} fills up: {readable(unit.used_bytes)} used", mend=mend)

@@ -118,9 +118,9 @@ class UnitStats(Value, frozen=True, kw_only=True):
     """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps the last three.
 
     `used_bytes` sums reserved, live and retired; `peak_used_bytes` is the most that ever was; new rows may take it up
-    to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last.
-    `extents` counts the columns of puts that hold bytes, `fragments` the free ranges, of which the largest has
-    `largest_free_bytes`. `draining`: it gets nothing new (see `Drain`).
+    to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last,
+    or that its unit has not answered for long. `extents` counts the columns of puts that hold bytes, `fragments` the
+    free ranges, of which the largest has `largest_free_bytes`. `draining`: it gets nothing new (see `Drain`).
     """
 
     unit: int
