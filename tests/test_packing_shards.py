@@ -59,9 +59,9 @@ def test_global_batches_are_split_each_and_the_inverse_restores_the_order(
 @pytest.mark.parametrize(
     ("size", "dp_world", "batch_size", "told"),
     [
-        (7, 2, None, "7 rows cannot be split evenly over 2 shards"),
-        (8, 2, 3, "8 rows are no multiple of the global batch of 3"),
-        (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards"),
+        (7, 2, None, "7 rows cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
+        (8, 2, 3, "8 rows are no multiple of the global batch of 3: pass a multiple of 3 rows, or another batch size"),
+        (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
         (6, 0, None, "0 shards"),
         (6, 2, 0, "global batch of 0"),
     ],
@@ -346,7 +346,6 @@ def test_even_runs() -> None:
     ("arguments", "told"),
     [
         ({"sequence_packing_args": PACKED, "dynamic_batching_args": DYNAMIC}, "exclude each other"),
-        ({"sequence_packing_args": {**PACKED, "algorithm": None}}, r"sequence_packing_args lacks 'algorithm'"),
         ({"sequence_packing_args": {}}, "sequence_packing_args lacks 'max_tokens_per_microbatch'"),
         ({"dynamic_batching_args": {}}, "dynamic_batching_args lacks 'max_tokens_per_microbatch'"),
         ({"sequence_packing_args": {**PACKED, "algorithm": "best"}}, "'best' is not known"),
@@ -357,6 +356,14 @@ def test_even_runs() -> None:
         ),
         ({"dynamic_batching_args": {**DYNAMIC, "sequence_length_round": 1.5}}, "'sequence_length_round'.*got 1.5"),
         ({"sequence_packing_args": {**PACKED, "max_tokens_per_microbatch": True}}, "got True"),
+        ({"sequence_packing_args": {**PACKED, "max_tokens_per_microbatch": "10"}}, "got '10'"),
+        (
+            {"dynamic_batching_args": {**DYNAMIC, "max_tokens_per_microbatch": 0, "budget_name": "train_mb_tokens"}},
+            "'train_mb_tokens'.*1 or more, got 0",
+        ),
+        ({"batch_size": 2.0}, "batch_size=2.0: expected an integer"),
+        ({"batch_size": "2"}, "batch_size='2': expected an integer"),
+        ({"dp_world": 2.0}, "shards=2.0: expected an integer"),
         ({"sequence_packing_args": PACKED, "dp_world": 3}, "4 rows cannot be split evenly over 3"),
         ({"dynamic_batching_args": DYNAMIC, "batch_size": 3}, "no multiple of the global batch of 3"),
     ],
@@ -372,6 +379,9 @@ def test_a_sample_over_the_budget_is_named() -> None:
     rounding = {**DYNAMIC, "sequence_length_round": 4}
     with pytest.raises(ValueError, match=r"^sample 's2' has 9 tokens \(12 at a multiple of 4\), outside .*=10$"):
         shard_meta_for_dp(meta_with([1, 2, 9, 4]), dp_world=2, dynamic_batching_args=rounding)
+    named = {**PACKED, "budget_name": "train_mb_tokens"}
+    with pytest.raises(ValueError, match=r"^sample 's1' has 11 tokens, outside 0 to train_mb_tokens=10$"):
+        shard_meta_for_dp(meta_with([1, 11, 2, 4]), dp_world=2, sequence_packing_args=named)
     with pytest.raises(ValueError, match=r"^row 1 has 11 tokens"):
         batch_with([1, 11]).shard_by_batch_size(2, sequence_packing_args=PACKED)
 

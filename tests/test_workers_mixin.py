@@ -403,3 +403,28 @@ def test_setup_never_starts_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_policy(alone: Worker, client: DataPlaneClient, partition: str) -> None:
     with pytest.raises(ValueError, match="fetch_policy is one of auto, independent, leader_broadcast"):
         alone._fetch(put(client, partition), fetch_policy="eager")  # type: ignore[arg-type]
+
+
+# --- hosts that lack something ---------------------------------------------------------------------------------
+
+
+class Silent(TQWorkerMixin):
+    """Names no axis, and makes no steps in parts."""
+
+    def _local_coords(self) -> dict[str, int]:
+        return {}
+
+    def begin_train_step(self, **_: object) -> None:
+        raise AssertionError("a host that cannot abort begins no step")
+
+
+def test_a_share_of_a_stream_needs_the_place_among_data_parallel_ranks() -> None:
+    with pytest.raises(ValueError, match=r"Silent\._local_coords\(\) returned no 'data_parallel'.*dp_world=2"):
+        Silent().stream("val", "val", ["input_ids"], batch_size=2, dp_world=2)
+
+
+def test_a_step_in_parts_needs_all_its_methods() -> None:
+    worker = Silent()
+    with pytest.raises(TypeError, match="Silent lacks train_microbatch, finish_train_step, abort_train_step: a host"):
+        worker.begin_train_step_presharded("loss")  # type: ignore[misc]
+    worker.abort_train_step_presharded()  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.stages import Stage, packing_arguments, stage_of
+from workers.stages import Stage, check_settings, packing_arguments, stage_of
 
 PACKING = {"enabled": True, "algorithm": "concatenative", "train_mb_tokens": 8, "logprob_mb_tokens": 16}
 
@@ -15,12 +15,11 @@ PACKING = {"enabled": True, "algorithm": "concatenative", "train_mb_tokens": 8, 
 @pytest.mark.parametrize(("stage", "budget"), [("train", 8), ("logprob", 16)])
 def test_each_stage_has_its_budget(stage: Stage, budget: int) -> None:
     packing = packing_arguments({"sequence_packing": PACKING}, stage)
-    assert packing == {
-        "sequence_packing_args": {"algorithm": "concatenative", "max_tokens_per_microbatch": budget},
-    }
+    named = {"max_tokens_per_microbatch": budget, "budget_name": f"{stage}_mb_tokens"}
+    assert packing == {"sequence_packing_args": {"algorithm": "concatenative", **named}}
     dynamic = {"enabled": True, "sequence_length_round": 4, "train_mb_tokens": 8, "logprob_mb_tokens": 16}
     assert packing_arguments({"dynamic_batching": dynamic}, stage) == {
-        "dynamic_batching_args": {"sequence_length_round": 4, "max_tokens_per_microbatch": budget},
+        "dynamic_batching_args": {"sequence_length_round": 4, **named},
     }
 
 
@@ -29,6 +28,7 @@ def test_one_budget_for_all_stages() -> None:
     for stage, budget in (("train", 8), ("logprob", 32)):
         given = packing_arguments({"sequence_packing": packing}, stage)["sequence_packing_args"]  # type: ignore[arg-type]
         assert given["max_tokens_per_microbatch"] == budget
+        assert given["budget_name"] == ("train_mb_tokens" if stage == "train" else "max_tokens_per_microbatch")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_what_is_passed_on() -> None:
         "input_lengths_key": "n",
         "sequence_length_pad_multiple": 4,
         "max_tokens_per_microbatch": 8,
+        "budget_name": "train_mb_tokens",
     }
     cfg["sequence_packing"] = {**PACKING, "sequence_length_pad_multiple": 2}
     assert packing_arguments(cfg, "train")["sequence_packing_args"]["sequence_length_pad_multiple"] == 2
@@ -65,9 +66,8 @@ def test_settings_may_be_objects() -> None:
     class Settings:
         sequence_packing: Packing = field(default_factory=Packing)
 
-    assert packing_arguments(Settings(), "train") == {
-        "sequence_packing_args": {"algorithm": "concatenative", "max_tokens_per_microbatch": 8}
-    }
+    given = packing_arguments(Settings(), "train")["sequence_packing_args"]
+    assert (given["algorithm"], given["max_tokens_per_microbatch"]) == ("concatenative", 8)
 
 
 def test_a_budget_is_needed() -> None:
@@ -75,6 +75,32 @@ def test_a_budget_is_needed() -> None:
         ValueError, match="dynamic_batching is enabled, but its settings have neither 'train_mb_tokens'"
     ):
         packing_arguments({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 8}}, "train")
+
+
+BOTH = {"sequence_packing": PACKING, "dynamic_batching": {"enabled": True, "train_mb_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "told"),
+    [
+        (BOTH, "sequence_packing and dynamic_batching are both enabled: enable one"),
+        ({"sequence_packing": {"enabled": True}}, "neither 'train_mb_tokens' nor 'max_tokens_per_microbatch'"),
+        ({"sequence_packing": {**PACKING, "train_mb_tokens": 0}}, "'train_mb_tokens'.*1 or more, got 0"),
+        ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": -8}}, "'logprob_mb_tokens'.*1 or more, got -8"),
+        ({"sequence_packing": {**PACKING, "logprob_mb_tokens": "8"}}, "'logprob_mb_tokens'.*1 or more, got '8'"),
+        ({"sequence_packing": {**PACKING, "algorithm": "best"}}, "'best' is not known"),
+    ],
+)
+def test_settings_that_cannot_be(cfg: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_settings(cfg)
+
+
+@pytest.mark.parametrize("stages", [["train"], ["logprob"], ["train", "logprob"], ["max"]])
+def test_settings_need_no_algorithm_and_no_budget_of_a_stage_that_is_not_used(stages: list[str]) -> None:
+    budgets = {"max_tokens_per_microbatch" if stage == "max" else f"{stage}_mb_tokens": 8 for stage in stages}
+    check_settings({"sequence_packing": {"enabled": True, **budgets}})
+    check_settings({})
 
 
 def test_the_stages_of_tasks() -> None:

@@ -183,7 +183,8 @@ class GroupCall(Handle[list[Any]]):
         return self._done
 
     def _first_error(self) -> BaseException:
-        """Of the workers that have failed, what the first of them raised. (Ray logs errors that nobody asks for.)"""
+        """Of the workers that have failed, what the first of them raised."""
+        self._future()  # or Ray would log as unhandled what the others raise later
         ready, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0)
         errors = []
         for call in self._calls:

@@ -236,7 +236,13 @@ class RayWorkerGroup:
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """`future_bundle.get_results` on this group."""
+        """`future_bundle.get_results` on this group. TypeError for what is no bundle, such as the list of futures that
+        `run_all_workers_single_data` and `run_all_workers_multiple_data` return."""
+        if not isinstance(future_bundle, MultiWorkerFuture):
+            raise TypeError(
+                f"expected the MultiWorkerFuture that run_all_workers_sharded_data returns, got "
+                f"{type(future_bundle).__name__}: ray.get() takes a list of futures"
+            )
         return future_bundle.get_results(self, return_generators_as_proxies)
 
     def _send(self, method_name: str, calls: Sequence[_Call]) -> list[ObjectRef]:

@@ -88,6 +88,9 @@ class SplitStepWorker(Protocol):
     def abort_train_step(self) -> None: ...
 
 
+SPLIT_STEP = ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step")
+
+
 class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
     """The mixin on its host, as the entrypoints see it."""
 
@@ -156,7 +159,8 @@ class TQWorkerMixin:
         return None
 
     def _local_coords(self) -> dict[str, int]:
-        """This rank's place on each axis (`workers.REPLICATED_AXES`, "data_parallel"); an axis left out counts as 0.
+        """This rank's place on each axis (`workers.REPLICATED_AXES`, "data_parallel"); an axis left out counts as 0
+        (`stream` with `dp_world` needs "data_parallel").
 
         A host must override it. There is no default: with one, every rank would take itself for the leader and all
         would write the same rows.
@@ -253,11 +257,19 @@ class TQWorkerMixin:
         and reads ahead, and each is broadcast when the ranks ask for it. See `StreamingDataLoader` for `options`.
 
         Pad values are `_pad_value_dict` unless given; with `dp_world` this rank's share is that of its place on
-        "data_parallel". Siblings stream with the same arguments, and ask and close in step.
+        "data_parallel" (ValueError where `_local_coords` has none), unless `dp_rank` says another. Siblings stream with
+        the same arguments, and ask and close in step.
         """
         timeout_s = seconds("timeout_s", timeout_s)
-        if options.get("dp_world") is not None:
-            options.setdefault("dp_rank", self._local_coords().get(DATA_PARALLEL_AXIS, 0))
+        dp_world = options.get("dp_world")
+        if dp_world is not None and "dp_rank" not in options:
+            coords = self._local_coords()
+            if dp_world > 1 and DATA_PARALLEL_AXIS not in coords:
+                raise ValueError(
+                    f"{type(self).__name__}._local_coords() returned no {DATA_PARALLEL_AXIS!r}, so all ranks would "
+                    f"stream one share of dp_world={dp_world}: return this rank's place there, or pass dp_rank"
+                )
+            options["dp_rank"] = coords.get(DATA_PARALLEL_AXIS, 0)
         options.setdefault("pad_value_dict", self._pad_value_dict())
         shared = None
         if self._replica_channel() is not None:
@@ -415,7 +427,13 @@ class TQWorkerMixin:
     def begin_train_step_presharded(
         self: _Hosted, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
     ) -> None:
-        """Open a step: `begin_train_step`. Fetches nothing."""
+        """Open a step: `begin_train_step`. Fetches nothing. TypeError for a host that is no `SplitStepWorker`."""
+        missing = [name for name in SPLIT_STEP if not hasattr(self, name)]
+        if missing:
+            raise TypeError(
+                f"{type(self).__name__} lacks {', '.join(missing)}: a host of train steps in parts has "
+                f"{', '.join(SPLIT_STEP)} (see SplitStepWorker)"
+            )
         self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self: _Hosted, meta: KVBatchMeta) -> None:
@@ -437,7 +455,8 @@ class TQWorkerMixin:
 
     def abort_train_step_presharded(self: _Hosted) -> None:
         """Drop the open step, if there is one: `abort_train_step`. The worker is ready for the next."""
-        self.abort_train_step()
+        if hasattr(self, "abort_train_step"):  # else none was begun
+            self.abort_train_step()
 
 
 def _rows_per_batch(counts: Sequence[int] | None) -> int | None:

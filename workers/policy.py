@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
-
-import ray
 
 from dataplane import (
     BatchedDataDict,
@@ -39,7 +38,17 @@ from workers.group import RayWorkerGroup
 from workers.homes import hosts_of_samples
 from workers.mixin import IS_REPLICA_LEADER
 from workers.ranks import DATA_PARALLEL_AXIS
-from workers.stages import PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK, Stage, enabled, packing_arguments, setting
+from workers.results import MultiWorkerFuture
+from workers.stages import (
+    PREV_LP_TASK,
+    REF_LP_TASK,
+    TRAIN_TASK,
+    Stage,
+    check_settings,
+    enabled,
+    packing_arguments,
+    setting,
+)
 
 STEP_FIELDS = (
     INPUT_IDS,
@@ -77,7 +86,7 @@ class TQPolicy:
     are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), what cuts
     micro-batches (see `workers.stages`), and prefer_local_samples: whether samples go to data-parallel ranks on the
     host that their bytes are on, where that costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition
-    of each step's samples.
+    of each step's samples. ValueError where `cfg` asks for micro-batches that no stage can be cut into.
 
     Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
     returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
@@ -94,6 +103,7 @@ class TQPolicy:
     ) -> None:
         if worker_group.sharding_annotations is None:
             raise ValueError("TQPolicy splits samples along named axes: give the worker group sharding_annotations")
+        check_settings(cfg)
         self.worker_group = worker_group
         self.sharding_annotations = worker_group.sharding_annotations
         self.cfg = cfg
@@ -105,8 +115,7 @@ class TQPolicy:
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
         try:
-            attached = worker_group.run_all_workers_single_data("setup_data_plane", cfg=self.dp_client.config)
-            ray.get(attached, timeout=SETUP_TIMEOUT_S)
+            self._call_all("setup_data_plane", timeout_s=SETUP_TIMEOUT_S, cfg=self.dp_client.config)
         except BaseException:
             self.dp_client.close()
             raise
@@ -164,7 +173,7 @@ class TQPolicy:
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Clear the step's samples, and never others of the same ids: the counterpart of `prepare_step`."""
-        self.dp_client.clear_samples(meta, meta.partition_id)
+        self.dp_client.clear_samples(_a_meta(meta), meta.partition_id)
         self._written.pop(meta.partition_id, None)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
@@ -174,7 +183,7 @@ class TQPolicy:
         A length that was written here before is worked out anew, since a meta that was filtered or joined brings that
         of other samples along; one that somebody else wrote stays.
         """
-        info = meta.extra_info
+        info = _a_meta(meta).extra_info
         mine = info.get(_MINTED)
         if not meta.sequence_lengths or info.get(GLOBAL_FORWARD_PAD_SEQLEN, mine) != mine:
             return
@@ -205,7 +214,7 @@ class TQPolicy:
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Store columns that the driver computed, for samples that live; `train_from_meta` reads them from now on."""
-        write_columns(self.dp_client, meta, fields)
+        write_columns(self.dp_client, _a_meta(meta), fields)
         self._note_written(meta, fields)
 
     # --- work on metas ------------------------------------------------------------------------------------------
@@ -240,13 +249,13 @@ class TQPolicy:
         """
         if self._step_open:
             raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")
-        gbs = gbs or setting(self.cfg, "train_global_batch_size")
+        gbs, mbs = self._batch_sizes(gbs, mbs)
         timed = _Timed(timer, "policy_training", "submit_training_futures")
         common = {
             "loss_fn": loss_fn,
             "eval_mode": eval_mode,
             "gbs": gbs,
-            "mbs": mbs or setting(self.cfg, "train_micro_batch_size"),
+            "mbs": mbs,
         }
         metas = self._shards(self._to_train_on(meta), "train", gbs, timed)
         return aggregate_train_results(self._call("train_presharded", timed, metas, **common))
@@ -261,8 +270,7 @@ class TQPolicy:
         """
         if self._step_open:
             raise RuntimeError("a train step is open already: finish_train_step() or abort_train_step() first")
-        gbs = gbs or setting(self.cfg, "train_global_batch_size")
-        mbs = mbs or setting(self.cfg, "train_micro_batch_size")
+        gbs, mbs = self._batch_sizes(gbs, mbs)
         try:
             self._call("begin_train_step_presharded", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
         except Exception as error:
@@ -303,10 +311,10 @@ class TQPolicy:
     def abort_train_step(self) -> None:
         """Have every worker drop the open step, if there is one: no optimizer step, and all are ready for the next.
 
-        Waits up to `ABORT_TIMEOUT_S` for what they are still busy with, then TimeoutError; may be called again.
+        A step that another `TQPolicy` left open on these workers is dropped too. Waits up to `ABORT_TIMEOUT_S` for what
+        they are still busy with, then TimeoutError; may be called again.
         """
-        aborted = self.worker_group.run_all_workers_single_data("abort_train_step_presharded")
-        ray.get(aborted, timeout=ABORT_TIMEOUT_S)
+        self._call_all("abort_train_step_presharded", timeout_s=ABORT_TIMEOUT_S)
         self._step_open, self._step_failed = False, None
 
     def _require_step(self) -> None:
@@ -330,9 +338,9 @@ class TQPolicy:
     def _logprobs(
         self, meta: KVBatchMeta, method: str, task: str, column: str, micro_batch_size: int | None, timed: _Timed
     ) -> None:
+        micro_batch_size = self._chosen("micro_batch_size", micro_batch_size, "logprob_batch_size")
         fields = [name for name in _fields_of(meta) if name not in STAGE_RESULTS]
         metas = self._shards(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
-        micro_batch_size = micro_batch_size or setting(self.cfg, "logprob_batch_size")
         self._call(method, timed, metas, micro_batch_size=micro_batch_size)
         self._note_written(meta, [column])
 
@@ -387,6 +395,23 @@ class TQPolicy:
         with timed("wait"):
             return self.worker_group.get_all_worker_results(futures)
 
+    def _call_all(self, method: str, *, timeout_s: float, **common: Any) -> None:
+        """Call `method` on every worker and wait for all; TimeoutError after `timeout_s`."""
+        futures = self.worker_group.run_all_workers_single_data(method, **common)
+        MultiWorkerFuture(futures).get_results(self.worker_group, timeout_s=timeout_s)
+
+    def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int | None, int | None]:
+        """The samples of a global batch and of a micro-batch: those given, else cfg's."""
+        return self._chosen("gbs", gbs, "train_global_batch_size"), self._chosen("mbs", mbs, "train_micro_batch_size")
+
+    def _chosen(self, name: str, given: int | None, default: str) -> int | None:
+        """A number of samples: that given as the argument `name`, else cfg's `default`, else None."""
+        if given is None:
+            name, given = f"cfg's {default}", setting(self.cfg, default)
+        if given is not None and (isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1):
+            raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {given!r}")
+        return given
+
     def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
         written = self._written.setdefault(meta.partition_id, [])
         written.extend(name for name in fields if name not in written)
@@ -424,7 +449,17 @@ def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
     return merged
 
 
+def _a_meta(meta: KVBatchMeta) -> KVBatchMeta:
+    if not isinstance(meta, KVBatchMeta):
+        raise TypeError(
+            f"expected a KVBatchMeta, got {type(meta).__name__}: pass what put_samples, list_samples or claim_meta "
+            "of the data plane's client returned"
+        )
+    return meta
+
+
 def _fields_of(meta: KVBatchMeta) -> list[str]:
-    if not meta.fields:
+    fields = _a_meta(meta).fields
+    if not fields:
         raise ValueError("this meta does not say which fields the workers are to read: use meta.with_fields([...])")
-    return list(meta.fields)
+    return list(fields)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from workers.actors import cause_of
+from workers.errors import CallWaitTimeoutError
 
 logger = logging.getLogger(__name__)
 STEP_S = 1.0
@@ -40,14 +43,21 @@ class MultiWorkerFuture:
     return_from_workers: list[int] | None = None
     called_workers: list[int] | None = None
 
-    def get_results(self, worker_group: CalledGroup, return_generators_as_proxies: bool = False) -> list[Any]:
+    def get_results(
+        self,
+        worker_group: CalledGroup,
+        return_generators_as_proxies: bool = False,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
         """The results, in worker order: of `return_from_workers`, or else of the first worker of each tied group.
 
-        Blocks, for as long as the workers take, until every worker called has answered (also those whose results are
-        dropped), or one raises: then that very exception, at once, with a note naming the worker; the others go on. The
-        items of a generator come in its place, one after another, and can be taken once. With
-        `return_generators_as_proxies` the `ObjectRefGenerator` itself does, and is not waited for. ValueError where
-        `called_workers` are not as many as the futures, or one of them is in no tied group of `worker_group`.
+        Blocks, for as long as the workers take or up to `timeout_s` (`CallWaitTimeoutError`, which names who is late),
+        until every worker called has answered (also those whose results are dropped), or one raises: then that very
+        exception, at once, with a note naming the worker; the others go on. The items of a generator come in its place,
+        one after another, and can be taken once. With `return_generators_as_proxies` the `ObjectRefGenerator` itself
+        does, and is not waited for. ValueError where `called_workers` are not as many as the futures, or one of them is
+        in no tied group of `worker_group`.
         """
         called = self.called_workers if self.called_workers is not None else list(range(len(self.futures)))
         if len(called) != len(self.futures):
@@ -59,6 +69,7 @@ class MultiWorkerFuture:
             {place: future for place, future in enumerate(self.futures) if place not in proxies},
             set(returned),
             lambda place: _name(worker_group, called[place]),
+            timeout_s=timeout_s,
         )
         results: list[Any] = []
         for place in returned:
@@ -85,21 +96,31 @@ class MultiWorkerFuture:
 
 
 def collect(
-    futures: Mapping[int, ObjectRef | ObjectRefGenerator], wanted: Set[int], name_of: Callable[[int], str]
+    futures: Mapping[int, ObjectRef | ObjectRefGenerator],
+    wanted: Set[int],
+    name_of: Callable[[int], str],
+    *,
+    timeout_s: float | None = None,
 ) -> dict[int, Any]:
     """What the `wanted` ones of `futures` give: a value each, of a generator the list of its items.
 
     All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
-    wanted or not, with a note that says which it is (`name_of` its key). The others go on. What a signal's handler
-    raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` who is waited for.
+    wanted or not, with a note that says which it is (`name_of` its key). The others go on, and what they raise is
+    dropped. What a signal's handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` who is waited
+    for; after `timeout_s`, `CallWaitTimeoutError`.
     """
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
     key_of = {future: key for key, future in futures.items()}
     values: dict[int, Any] = {}
     last: dict[int, ObjectRef] = {}
     waiting, idle_s = list(futures.values()), 0.0
     while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=STEP_S)
+        step_s = max(min(STEP_S, end - time.monotonic()), 0.0)
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=step_s)
         if not done:
+            if timeout_s is not None and time.monotonic() >= end:
+                late = ", ".join(name_of(key_of[future]) for future in waiting)
+                raise CallWaitTimeoutError(what=f"a call on {late}", waited_s=timeout_s)
             idle_s += STEP_S
             if idle_s % LOG_EVERY_S == 0:
                 late = ", ".join(name_of(key_of[future]) for future in waiting)
@@ -115,12 +136,21 @@ def collect(
             elif _take(future, key, values.setdefault(key, []) if key in wanted else None, last):
                 waiting.append(future)
         except Exception as error:
+            drop_errors(waiting)
             own = cause_of(error)
             (own or error).add_note(f"raised by worker {name_of(key)}")
             if own is None:
                 raise
             raise own from error
     return values
+
+
+def drop_errors(futures: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
+    """Have Ray not log as unhandled what `futures` raise that nobody waits for any longer. It does log what a generator
+    raises."""
+    for future in futures:
+        if isinstance(future, ObjectRef):
+            future._on_completed(lambda _: None)
 
 
 def _take(stream: ObjectRefGenerator, key: int, items: list[Any] | None, last: dict[int, ObjectRef]) -> bool:

@@ -1,7 +1,9 @@
 """The stages of a training step: their tasks, and what cuts the samples of each into micro-batches.
 
-Settings are those of a policy, by the names that trainers give them: a mapping or an object with "sequence_packing" and
-"dynamic_batching", which are mappings or objects in turn.
+Settings are those of a policy, by the names that trainers give them: a mapping or an object with "sequence_packing" or
+"dynamic_batching", which are mappings or objects in turn: "enabled", the budgets "train_mb_tokens", "logprob_mb_tokens"
+and "max_tokens_per_microbatch" (of each stage that has none of its own), and what `dataplane.packing.plan_shards` takes
+besides, such as "algorithm" and "sequence_length_round".
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dataplane import KVBatchMeta, shard_meta_for_dp
+
 PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
 
 Stage = Literal["train", "logprob"]
 """Which budget of tokens holds: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone has room for more."""
 
+STAGES: tuple[Stage, ...] = ("train", "logprob")
 MAX_TOKENS = "max_tokens_per_microbatch"
 _PACKING_KEYS = ("algorithm", "input_key", "input_lengths_key", "sequence_length_pad_multiple", "microbatch_order")
 _DYNAMIC_KEYS = ("input_key", "input_lengths_key", "sequence_length_round")
@@ -39,11 +44,14 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     """What `shard_meta_for_dp` and `shard_by_batch_size` take for a stage: "sequence_packing_args" where sequence
     packing is enabled, "dynamic_batching_args" where dynamic batching is, nothing where neither is.
 
-    The budget is the stage's own, else "max_tokens_per_microbatch"; ValueError without either. A packed sequence is
-    rounded up to "sequence_length_pad_multiple", else to the policy's "make_sequence_length_divisible_by".
+    The budget is the stage's own, else "max_tokens_per_microbatch"; ValueError without either, and where both kinds of
+    cutting are enabled. A packed sequence is rounded up to "sequence_length_pad_multiple", else to the policy's
+    "make_sequence_length_divisible_by".
     """
     arguments = {}
     packing, dynamic = enabled(cfg, "sequence_packing"), enabled(cfg, "dynamic_batching")
+    if packing is not None and dynamic is not None:
+        raise ValueError("sequence_packing and dynamic_batching are both enabled: enable one")
     if packing is not None:
         given = _given("sequence_packing", packing, _PACKING_KEYS, stage)
         divisible_by = setting(cfg, "make_sequence_length_divisible_by")
@@ -55,12 +63,31 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     return arguments
 
 
+def check_settings(cfg: Any) -> None:
+    """ValueError where `cfg` asks for micro-batches that no stage could be cut into, or that a stage whose budget it
+    gives could not. A stage without a budget is looked at when it runs."""
+    nothing = KVBatchMeta("", None, [], sequence_lengths=[])
+    chosen = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
+    for stage in [stage for stage in STAGES if _budget_name(chosen, stage)] or STAGES:
+        shard_meta_for_dp(nothing, dp_world=1, **packing_arguments(cfg, stage))
+
+
 def _given(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dict[str, Any]:
-    budget = setting(settings, f"{stage}_mb_tokens") or setting(settings, MAX_TOKENS)
-    if budget is None:
+    name = _budget_name(settings, stage)
+    if name is None:
         raise ValueError(
             f"{what} is enabled, but its settings have neither '{stage}_mb_tokens' nor {MAX_TOKENS!r}: how many tokens "
             "may a micro-batch have?"
         )
     values = {key: setting(settings, key) for key in keys}
-    return {**{key: value for key, value in values.items() if value is not None}, MAX_TOKENS: budget}
+    return {
+        **{key: value for key, value in values.items() if value is not None},
+        MAX_TOKENS: setting(settings, name),
+        "budget_name": name,
+    }
+
+
+def _budget_name(settings: Any, stage: Stage) -> str | None:
+    """The setting that holds the stage's budget of tokens."""
+    names = (f"{stage}_mb_tokens", MAX_TOKENS)
+    return next((name for name in names if setting(settings, name) is not None), None)

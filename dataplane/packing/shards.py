@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from dataplane.meta import KVBatchMeta
 from dataplane.packing.balance import balanced
 from dataplane.packing.bins import Bins, Int64s
 from dataplane.packing.locality import Exchange, Locality, exchange_bins, shards_of
-from dataplane.packing.packers import SequencePacker, get_packer
+from dataplane.packing.packers import PackingAlgorithm, SequencePacker, get_packer
 from dataplane.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 
 MAX_TOKENS = "max_tokens_per_microbatch"
@@ -106,12 +107,15 @@ def plan_shards(
     allow_uneven_shards: without `batch_size`, a number of rows that does not divide; plain shards are then as long as
     the first but for the last ones, packed ones of any length.
 
-    sequence_packing_args: "max_tokens_per_microbatch", "algorithm" (see `get_packer`), "sequence_length_pad_multiple"
-    (default 1) that each length is rounded up to, "microbatch_order": "packer" (default), or "largest_first" in each
-    global batch of a rank. A micro-batch is a bin, its length the tokens in it. Bins are dealt so that tokens per rank
-    balance; where whole bins cannot, single rows move to bins with room ("concatenative": bins are cut anew).
+    sequence_packing_args: "max_tokens_per_microbatch", "algorithm" (a `PackingAlgorithm` or its name, default
+    "modified_first_fit_decreasing"), "sequence_length_pad_multiple" (default 1) that each length is rounded up to,
+    "microbatch_order": "packer" (default), or "largest_first" in each global batch of a rank. A micro-batch is a bin,
+    its length the tokens in it. Bins are dealt so that tokens per rank balance; where whole bins cannot, single rows
+    move to bins with room ("concatenative": bins are cut anew). "budget_name": what errors call the budget (default
+    "max_tokens_per_microbatch").
 
-    dynamic_batching_args: "max_tokens_per_microbatch", "sequence_length_round" (default 1). The rows of a global batch
+    dynamic_batching_args: "max_tokens_per_microbatch", "budget_name", "sequence_length_round" (default 1). The rows of
+    a global batch
     are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded length of the
     longest of any rank, which is its length. All ranks have the same.
 
@@ -131,17 +135,18 @@ def plan_shards(
     per_batch = _rows_per_batch(size, shards, batch_size, even=even)
     if sequence_packing_args is not None:
         given = _Arguments("sequence_packing_args", sequence_packing_args)
-        budget, multiple = given.count(MAX_TOKENS), given.count("sequence_length_pad_multiple", 1)
+        budget, multiple = given.budget(), given.count("sequence_length_pad_multiple", 1)
         order = given.get("microbatch_order", "packer")
         if order not in ORDERS:
             raise InvalidRequestError(f"microbatch_order is one of {', '.join(ORDERS)}, got {order!r}")
-        packer = get_packer(given.get("algorithm"), budget, min_bin_count=shards, bin_count_multiple=shards)
+        algorithm = given.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
+        packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
         near = None if locality is None else locality.numbered(size, shards)
         return _packed(tokens, packer, shards, per_batch, near, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         given = _Arguments("dynamic_batching_args", dynamic_batching_args)
-        budget, multiple = given.count(MAX_TOKENS), given.count("sequence_length_round", 1)
+        budget, multiple = given.budget(), given.count("sequence_length_round", 1)
         lengths, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
         near = None if locality is None else locality.numbered(size, shards)
         return _dynamic(lengths, tokens, budget, shards, per_batch, near)
@@ -181,23 +186,42 @@ class _Arguments:
 
     def count(self, key: str, default: int | None = None) -> int:
         """The setting, an integer of 1 or more."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise InvalidRequestError(f"{self.what}[{key!r}]: expected an integer of 1 or more, got {value!r}")
+        return self._count(key, self.get(key, default))
+
+    def budget(self) -> int:
+        """The tokens that a micro-batch may have."""
+        return self._count(self.budget_name, self.get(MAX_TOKENS))
+
+    @property
+    def budget_name(self) -> str:
+        return str(self.get("budget_name", MAX_TOKENS))
+
+    def _count(self, name: str, value: Any) -> int:
+        wrong = isinstance(value, bool) or not isinstance(value, Real) or value % 1 or value < 1
+        if wrong:
+            raise InvalidRequestError(f"{self.what}[{name!r}]: expected an integer of 1 or more, got {value!r}")
         return int(value)
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
+    for what, number in (("shards", shards), ("batch_size", batch_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
+            raise InvalidRequestError(f"{what}={number!r}: expected an integer")
     if shards < 1:
         raise InvalidRequestError(f"cannot split over {shards} shards")
     per_batch = size if batch_size is None else batch_size
     if per_batch < 1 and size:
         raise InvalidRequestError(f"a global batch of {per_batch} rows")
     if per_batch and size % per_batch:
-        raise InvalidRequestError(f"{size} rows are no multiple of the global batch of {per_batch}")
+        raise InvalidRequestError(
+            f"{size} rows are no multiple of the global batch of {per_batch}: pass a multiple of "
+            f"{per_batch} rows, or another batch size"
+        )
     if even and per_batch % shards:
         what = "rows" if batch_size is None else "rows of a global batch"
-        raise InvalidRequestError(f"{per_batch} {what} cannot be split evenly over {shards} shards")
+        raise InvalidRequestError(
+            f"{per_batch} {what} cannot be split evenly over {shards} shards: pass a multiple of {shards} rows"
+        )
     return per_batch
 
 
@@ -230,7 +254,7 @@ def _lengths(
         padded = f" ({tokens[row]} at a multiple of {multiple})" if tokens[row] != lengths[row] else ""
         others = f"; so with {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise InvalidRequestError(
-            f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {MAX_TOKENS}={budget}{others}"
+            f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {given.budget_name}={budget}{others}"
         )
     return lengths, tokens
 

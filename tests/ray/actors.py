@@ -66,7 +66,9 @@ class Policy(TQWorkerMixin):
         return self._trained(ids, sums)
 
     def abort_train_step(self) -> None:
-        self.step = None
+        step, self.step = self.step, None
+        if step is not None:
+            self._fail("abort", step[0])
 
     def _fail(self, here: str, loss_fn: Any) -> None:
         if isinstance(loss_fn, tuple) and loss_fn[1] == here and dist.get_rank() in loss_fn[2]:

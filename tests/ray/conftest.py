@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private import services
+from ray._private import services, worker
 
 START_S = 180.0
 
@@ -34,6 +34,14 @@ def ray_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Ray logs of errors that nobody asked for."""
+    logged: list[str] = []
+    monkeypatch.setattr(worker, "_unhandled_error_handler", lambda error: logged.append(str(error)))
+    return logged
 
 
 def _patiently(get_node: Any) -> Any:

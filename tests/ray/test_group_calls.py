@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import ray
 from ray import ObjectRefGenerator
 
+from tests.lives import wait_until
 from tests.ray.member import TwoArguments
 from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, results
 
@@ -367,3 +369,41 @@ def test_a_log_line_names_who_is_waited_for(
     assert group.get_all_worker_results(MultiWorkerFuture([future], called_workers=[2])) == [None]
     opener.join()
     assert lines[0] == "waiting for member-0-2: no worker answered in the last 0 s"
+
+
+def test_lists_of_futures_are_for_ray_get(group: RayWorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"expected the MultiWorkerFuture .* got list: ray.get\(\) takes a list"):
+        group.get_all_worker_results(group.run_all_workers_single_data("rank"))  # type: ignore[arg-type]
+
+
+def test_a_wait_with_a_bound_names_who_is_late(group: RayWorkerGroup, gates: Path) -> None:
+    future = MultiWorkerFuture([group.run_single_worker_single_data("wait_at", 2, str(gates))], called_workers=[2])
+    with pytest.raises(TimeoutError, match=r"a call on member-0-2: not done within 0\.1 s"):
+        future.get_results(group, timeout_s=0.1)
+    open_gates(gates, [2])
+    assert future.get_results(group, timeout_s=60.0) == [None]
+
+
+def test_errors_of_the_workers_behind_the_first_are_not_logged_as_unhandled(
+    group: RayWorkerGroup, gates: Path, unhandled: list[str]
+) -> None:
+    def logged_of(rank: int) -> list[str]:
+        return [text for text in unhandled if "Member.fail_with_two()" in text and f"code {rank}: as told" in text]
+
+    entered = [group.run_single_worker_single_data("wait_at", rank, str(gates)) for rank in (1, 2, 3)]
+    future = group.run_all_workers_sharded_data("fail_with_two", replicate_on_axes=[DATA, TENSOR])
+    with pytest.raises(TwoArguments, match="code 0"):  # the others wait at their gates
+        group.get_all_worker_results(future)
+    open_gates(gates, [1, 2, 3])
+    ray.get(entered)
+    assert ray.get(group.run_all_workers_single_data("rank")) == [0, 1, 2, 3], "all have failed by now"
+    del future
+    gc.collect()
+    wait_until(lambda: forget_an_error(group) or logged_of(0), "an error that nobody asked for is logged")
+    assert [logged_of(rank) for rank in (1, 2, 3)] == [[], [], []]
+
+
+def forget_an_error(group: RayWorkerGroup) -> None:
+    forgotten = group.run_single_worker_single_data("fail_with_two", 0)
+    ray.get(group.run_single_worker_single_data("rank", 0))
+    del forgotten

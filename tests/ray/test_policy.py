@@ -217,13 +217,54 @@ def test_packing_needs_its_settings(policy: TQPolicy, monkeypatch: pytest.Monkey
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a", "b"], fields=["input_ids"]))
 
 
+@pytest.mark.parametrize(
+    ("packing", "told"),
+    [
+        ({"train_mb_tokens": 16, "algorithm": "best"}, "'best' is not known; there are CONCATENATIVE"),
+        ({"logprob_mb_tokens": 0}, "'logprob_mb_tokens'.*1 or more, got 0"),
+    ],
+)
+def test_settings_are_looked_at_before_any_stage(policy: TQPolicy, packing: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TQPolicy(policy.worker_group, dp_cfg={}, cfg={"sequence_packing": {"enabled": True, **packing}})
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", True])
+def test_sizes_of_batches_are_whole_numbers(
+    policy: TQPolicy, monkeypatch: pytest.MonkeyPatch, batch: KVBatchMeta, number: Any
+) -> None:
+    for name in ("gbs", "mbs"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer of 1 or more, or None, got {number!r}"):
+            policy.train_from_meta(batch, "loss", **{name: number})
+        with pytest.raises(ValueError, match=f"{name}: expected an integer of 1 or more"):
+            policy.begin_train_step("loss", **{name: number})
+    with pytest.raises(ValueError, match="micro_batch_size: expected an integer of 1 or more"):
+        policy.get_logprobs_from_meta(batch, micro_batch_size=number)
+    monkeypatch.setattr(policy, "cfg", {"train_global_batch_size": number})
+    with pytest.raises(ValueError, match="cfg's train_global_batch_size: expected an integer of 1 or more"):
+        policy.train_from_meta(batch, "loss")
+
+
+@pytest.mark.parametrize("given", [None, ["s0"]])
+def test_what_is_no_meta_is_told(policy: TQPolicy, given: Any) -> None:
+    for call in (
+        lambda: policy.get_logprobs_from_meta(given),
+        lambda: policy.train_from_meta(given, "loss"),
+        lambda: policy.read_from_dataplane(given, select_fields=["input_ids"]),
+        lambda: policy.write_to_dataplane(given, {}),
+        lambda: policy.finish_step(given),
+    ):
+        with pytest.raises(TypeError, match=f"expected a KVBatchMeta, got {type(given).__name__}: pass what"):
+            call()
+
+
 BUDGETS = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16}
 
 
 @pytest.mark.parametrize(
     "cfg",
     [
-        {"sequence_packing": {**BUDGETS, "algorithm": "first_fit_decreasing"}},
+        {"sequence_packing": BUDGETS},
         {"dynamic_batching": {**BUDGETS, "sequence_length_round": 2}},
     ],
     ids=["sequence packing", "dynamic batching"],
@@ -366,6 +407,16 @@ def test_where_one_worker_cannot_begin_none_has_begun(policy: TQPolicy, batch: K
         policy.begin_train_step(("fail", "begin", [3]))
     assert policy.train_from_meta(batch, "loss")["loss"] == LOSS
     policy.begin_train_step("loss")
+
+
+def test_what_a_worker_raises_as_it_aborts_arrives_as_itself(policy: TQPolicy, batch: KVBatchMeta) -> None:
+    policy.begin_train_step(("fail", "abort", [2]))
+    with pytest.raises(ArithmeticError, match="told to fail in abort") as caught:
+        policy.abort_train_step()
+    assert type(caught.value) is ArithmeticError
+    assert caught.value.__notes__ == ["raised by worker policy-0-2"]
+    policy.abort_train_step()
+    assert policy.train_from_meta(batch, "loss")["loss"] == LOSS
 
 
 def test_workers_share_the_drivers_settings(policy: TQPolicy, service: LaunchedService) -> None:
