@@ -30,12 +30,12 @@ from workers.channel.errors import (
     LocalChannelError,
 )
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
-from workers.channel.items import Parcel, check_weight
+from workers.channel.items import Parcel, as_weight
 from workers.channel.keys import key_bytes
 from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
-from workers.channel.settings import BROKER_NAME, Settings, node_rank_here
+from workers.channel.settings import Settings, as_maxsize, as_node_rank, check_name, node_rank_here
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.work import AsyncWork, refuse_waiting
@@ -61,7 +61,11 @@ class Channel:
     back on the CPU, those of a CUDA device on the getter's current one, if any; they are its own, and no views.
 
     With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
-    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes.
+    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes. The
+    handle's own `timeout` is another: after it, `wait` raises `MessageTimeoutError`, and the call goes on.
+
+    A key is a string, a number, bytes, None, a tuple of these, or another hashable value that is equal to its copies in
+    other processes, such as a member of an enum; TypeError for others, ValueError for one of more than 1 MiB.
 
     Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`,
     ValueError for a wait without an end.
@@ -90,6 +94,7 @@ class Channel:
         local: bool = False,
         directory: DirectoryClient | None = None,
         here: int | None = None,
+        nodes: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
         """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others,
@@ -99,13 +104,12 @@ class Channel:
         used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
         waited for, up to a minute, if no other will do. One that does not answer is a `ChannelLostError`, unless the
         directory gives it up within `NOTICE_S`. local: it is in this process only, any number of the same name.
-        directory: by default the one that the environment names; LookupError where it names none. here: the rank of
-        this process's node, by default what the environment says.
+        directory: by default the one that the environment names; LookupError where it names none. here, nodes: the rank
+        of this process's node, and how many there are, by default what the environment says (where it does not, a node
+        that is none is a `NameNotFoundError` after that minute). TypeError or ValueError for arguments that cannot be.
         """
-        if maxsize < 0:
-            raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more")
-        if not name or name.startswith(BROKER_NAME[0]):
-            raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
+        check_name(name)
+        maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
         wanted = Settings(
             name=name,
             ident=f"{name}/{secrets.token_hex(8)}",
@@ -138,6 +142,7 @@ class Channel:
     ) -> Channel:
         """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
         `WorkerLostError` if it was closed, `ChannelLostError` if its brokers are gone."""
+        check_name(name)
         with opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
@@ -217,11 +222,11 @@ class Channel:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """A list of items from the front: as soon as they weigh `target_weight` or more, or the next one would make
-        them weigh more. So an item that alone is heavier comes alone. Batches are collected one after another, each
-        whole; a closed channel gives what is left."""
-        check_weight("target_weight", target_weight)
-        return self._get("get_batch", key, target_weight, async_op, timeout_s, lambda answer: self._items(answer, key))
+        """A list of items from the front: as soon as they weigh `target_weight` or more (a sum of doubles, rounded
+        once), or the next one would make them weigh more. So an item that alone is heavier comes alone. Batches are
+        collected one after another, each whole; a closed channel gives what is left."""
+        target = as_weight("target_weight", target_weight)
+        return self._get("get_batch", key, target, async_op, timeout_s, lambda answer: self._items(answer, key))
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Items in the key's queue now, without those that were handed out."""
@@ -298,7 +303,7 @@ class Channel:
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        check_weight(f"{what}: weight", weight)
+        weight = as_weight(f"{what}: weight", weight)
         link = self._link(key, what)
         ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
         return ready, wire.Put(0, self._settings.ident, self._key(key), _NOTHING, weight, nowait), link
