@@ -60,9 +60,9 @@ def test_a_name_is_a_string_and_no_brokers(use: Any) -> None:
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "heavy", True, 2**2000, None])
 def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
     channel = Channel.create("c", local=True)
-    with pytest.raises(ValueError, match="weight is .*; it is a number, 0 or more and finite"):
+    with pytest.raises(ValueError, match=r"weight is .*; it is a number, 0 or more and finite"):
         channel.put(1, weight=weight)
-    with pytest.raises(ValueError, match="weight is .*; it is a number, 0 or more and finite"):
+    with pytest.raises(ValueError, match=r"weight is .*; it is a number, 0 or more and finite"):
         channel.get_batch(weight)
 
 

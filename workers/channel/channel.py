@@ -10,7 +10,6 @@ of it, never through a socket on one host.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import secrets
@@ -21,12 +20,11 @@ from typing import Any, TypeVar
 
 from dataplane.durations import seconds
 from workers.channel import wire
+from workers.channel.answers import error_of
 from workers.channel.errors import (
     ChannelClosedError,
     ChannelLostError,
     ChannelSettingsError,
-    EndOfChannelError,
-    ItemTooLargeError,
     LocalChannelError,
 )
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
@@ -36,6 +34,7 @@ from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.settings import Settings, as_maxsize, as_node_rank, check_name, node_rank_here
+from workers.channel.stream import StreamSilentError
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.work import AsyncWork, refuse_waiting
@@ -146,7 +145,7 @@ class Channel:
         with opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
-        lost = _lost_parts(channel, f"connection to channel {name!r}")
+        _, lost = channel._survey(DEFAULT_KEY, f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
             channel.disconnect()
             raise lost[0]
@@ -254,15 +253,16 @@ class Channel:
             raise failed
 
     def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
-        """All of them; the first error, but of those that are gone."""
+        """All of them; the first error, but of those that are gone: one that stands still is not, and may go on."""
         what, failed = f"close of channel {self.name!r}", None
         for link in links:
             try:
                 link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
-            except (ChannelLostError, ChannelClosedError):
+            except ChannelClosedError:
                 pass
             except Exception as error:
-                failed = failed or error
+                if not isinstance(error, ChannelLostError) or isinstance(error.__cause__, StreamSilentError):
+                    failed = failed or error
         return failed
 
     def _undo(self, links: Sequence[Link | LocalLink], because: BaseException) -> None:
@@ -315,7 +315,7 @@ class Channel:
         target: float | None,
         async_op: bool,
         timeout_s: float | None,
-        finish: Callable[[Any], T],
+        finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
         what = self._what(verb, key)
         make = self._getting(key, target, nowait=False)
@@ -353,19 +353,9 @@ class Channel:
         return items
 
     def _error(self, answer: Any, key: Any) -> Exception:
-        match answer:
-            case wire.Full():
-                return asyncio.QueueFull(f"channel {self.name!r} has no place under key {key!r}")
-            case wire.Empty():
-                return asyncio.QueueEmpty(f"channel {self.name!r} has no item under key {key!r}")
-            case wire.Ended():
-                self._retire()
-                return EndOfChannelError(channel=self.name, key=repr(key))
-            case wire.Closed():
-                return ChannelClosedError(channel=self.name)
-            case wire.TooLarge(limit_bytes=limit):
-                return ItemTooLargeError(channel=self.name, limit_bytes=limit)
-        return RuntimeError(f"channel {self.name!r}: its broker said {answer!r}")
+        if isinstance(answer, wire.Ended):
+            self._retire()
+        return error_of(answer, self.name, key)
 
     def _key(self, key: Any) -> bytes:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
@@ -388,12 +378,24 @@ class Channel:
         )
         if isinstance(answer, wire.Routed):
             return answer.replica
-        # The first part is over. Another may still have items of the key.
+        # The first part is over. Another may still have items of the key, or have had them.
+        having, lost = self._survey(key, what)
+        if lost and not having:
+            raise lost[0]
+        return having[0] if having else 0
+
+    def _survey(self, key: Any, what: str) -> tuple[list[int], list[ChannelLostError]]:
+        """Which parts have items of the key; and of each whose broker does not answer, how that is to be said."""
+        having, lost = [], []
         for place, link in enumerate(self._links):
-            counted = self._counted(link, key, what)
+            try:
+                counted = self._counted(link, key, what)
+            except ChannelLostError as error:
+                lost.append(error)
+                continue
             if counted.size or counted.leased:
-                return place
-        return 0
+                having.append(place)
+        return having, lost
 
     def _what(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
@@ -479,11 +481,13 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         return None
     found, ours = Settings.of(entries[0], directory.address), channel._settings
     there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    lost = _lost_parts(there, f"creation of channel {channel.name!r}")
+    _, lost = there._survey(DEFAULT_KEY, f"creation of channel {channel.name!r}")
     if len(lost) == len(found.endpoints):
         directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
         return None
     error: Exception | None = lost[0] if lost else None
+    if error is not None:
+        error.add_note(f"other parts of {there!r} are there; `close` it (`connect` finds it) to have another made")
     # The nodes of a distributed one are those that had a broker when it was made.
     alike = (found.maxsize, found.distributed) == (ours.maxsize, ours.distributed)
     if not alike or not (found.distributed or found.nodes == ours.nodes):
@@ -492,14 +496,3 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         there.disconnect()
         raise error
     return there
-
-
-def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
-    """Of each of its parts whose broker does not answer, how that is to be said."""
-    lost = []
-    for link in channel._links:
-        try:
-            channel._counted(link, DEFAULT_KEY, what)
-        except ChannelLostError as error:
-            lost.append(error)
-    return lost
