@@ -35,7 +35,7 @@ from workers.channel import (
 )
 from workers.channel import pump as pump_module
 from workers.channel.settings import Settings
-from workers.errors import NotSerializableError
+from workers.errors import MessageTimeoutError, NotSerializableError
 
 pytestmark = pytest.mark.integration
 
@@ -377,6 +377,16 @@ def test_many_threads_share_a_handle(make: Callable[..., Channel]) -> None:
         for n in range(3):
             of_one = [number for number in mine if number // 1000 == n]
             assert of_one == sorted(of_one)
+
+
+@every_road
+def test_a_handles_own_timeout_leaves_the_call_under_way(make: Callable[..., Channel]) -> None:
+    channel = make()
+    work = channel.get(async_op=True)
+    with pytest.raises(MessageTimeoutError, match="get of channel 'c'"):
+        work.wait(timeout=0.0)
+    channel.put(1)
+    assert work.wait() == 1
 
 
 @every_road
