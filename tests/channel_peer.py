@@ -47,9 +47,11 @@ class Peer:
         self._process.join(ANSWER_S)
 
     def signal(self, number: int) -> None:
-        """Not waited for."""
+        """Not waited for, but SIGSTOP: until its main thread has run, the others go on."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitpid(self._process.pid, os.WUNTRACED)
 
     def stop(self) -> None:
         if self._process.is_alive():

@@ -13,14 +13,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.channels import CAPACITY, MIB, Sample, alongside, broker, every_road, every_wire, finished, make, waiting
+from tests.channels import (
+    CAPACITY,
+    MIB,
+    Sample,
+    alongside,
+    broker,
+    elsewhere,
+    every_road,
+    every_wire,
+    finished,
+    make,
+    waiting,
+)
 from workers.channel import (
     Channel,
+    ChannelBroker,
     ItemTooLargeError,
     LocalChannelError,
+    items,
 )
 from workers.channel import pump as pump_module
-from workers.errors import NotSerializableError
+from workers.channel.settings import Settings
+from workers.errors import MessageTimeoutError, NotSerializableError
 
 pytestmark = pytest.mark.integration
 
@@ -278,6 +293,25 @@ def test_batches(make: Callable[..., Channel]) -> None:
     assert channel.get() == "next"
 
 
+@pytest.mark.parametrize("at", [str, elsewhere])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_batch_of_small_items_may_have_more_bytes_than_a_request(
+    at: Callable[[str], str], async_op: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(items, "CARRIED_BYTES", 4 * MIB)
+    with ChannelBroker(capacity_bytes=4 * CAPACITY) as large:
+        settings = Settings(
+            name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(at(large.endpoint),)
+        )
+        channel = Channel(settings)
+        channel._create()
+        for number in range(23):
+            channel.put(bytes([number]) * (3 * MIB), weight=1)
+        got = finished(channel.get_batch(23, async_op=async_op))
+        assert [each[-1] for each in got] == [*range(23)]
+        channel.disconnect()
+
+
 @every_wire
 def test_a_batch_of_large_items(make: Callable[..., Channel]) -> None:
     channel = make()
@@ -345,13 +379,23 @@ def test_many_threads_share_a_handle(make: Callable[..., Channel]) -> None:
             assert of_one == sorted(of_one)
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), "heavy"])
-def test_a_weight_that_is_none_is_refused(make: Callable[..., Channel], weight: Any) -> None:
+@every_road
+def test_a_handles_own_timeout_leaves_the_call_under_way(make: Callable[..., Channel]) -> None:
     channel = make()
-    with pytest.raises(ValueError, match="weight"):
+    work = channel.get(async_op=True)
+    with pytest.raises(MessageTimeoutError, match="get of channel 'c'"):
+        work.wait(timeout=0.0)
+    channel.put(1)
+    assert work.wait() == 1
+
+
+@every_road
+def test_weights_may_be_numbers_of_any_type(make: Callable[..., Channel]) -> None:
+    channel = make()
+    for weight in (np.int64(2), np.float32(1.5), np.float64(0.5), 2**70):
         channel.put(1, weight=weight)
-    with pytest.raises(ValueError, match="weight"):
-        channel.get_batch(weight)
+    assert channel.get_batch(np.int64(4)) == [1, 1, 1]
+    assert channel.get_batch(2**70) == [1]
 
 
 def test_a_local_channel_cannot_leave_its_process() -> None:
@@ -359,14 +403,3 @@ def test_a_local_channel_cannot_leave_its_process() -> None:
     assert channel.is_local
     with pytest.raises(LocalChannelError, match="'l' is local"):
         pickle.dumps(channel)
-
-
-@pytest.mark.parametrize("name", ["", "@broker/0"])
-def test_names_that_cannot_be(name: str) -> None:
-    with pytest.raises(ValueError, match="channel name"):
-        Channel.create(name, local=True)
-
-
-def test_a_maxsize_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="maxsize is -1"):
-        Channel.create("c", maxsize=-1, local=True)

@@ -15,7 +15,7 @@ from tests.lives import wait_until
 from workers.channel import Channel, line
 from workers.channel import channel as channel_module
 from workers.channel.endpoint import Endpoint
-from workers.channel.errors import ChannelLostError, ChannelSettingsError
+from workers.channel.errors import ChannelLostError, ChannelSettingsError, EndOfChannelError
 from workers.channel.hosted import HostedBroker
 from workers.channel.settings import broker_name
 from workers.directory import Directory, DirectoryClient, Kind
@@ -160,3 +160,21 @@ def test_one_that_the_directory_still_has_is_a_named_error(
     made = Channel.create("c", distributed=True, directory=directory, here=0)
     _works(made)
     made.close()
+
+
+@pytest.mark.usefixtures("others")
+def test_a_part_that_stands_still_was_not_closed_and_can_be(directory: DirectoryClient, away: Away) -> None:
+    there = Channel.create("c", distributed=True, directory=directory, here=AWAY)
+    work = there.get(key="k", async_op=True)
+    closing = Channel(there._settings)
+    away.stop()
+    with pytest.raises(ChannelLostError, match=r"close of channel 'c': .* \(it does not answer\)"):
+        closing.close()
+    assert "c" not in _brokers(directory), "its name is free"
+    assert not work.done()
+    away.go_on()
+    closing.close()
+    with pytest.raises(EndOfChannelError):
+        work.wait()
+    for each in (there, closing):
+        each.disconnect()

@@ -50,6 +50,10 @@ def test_no_broker_is_a_named_error(client: DirectoryClient, monkeypatch: pytest
     for node_rank in (None, 1):
         with pytest.raises(NameNotFoundError):
             find_brokers(client, node_rank)
+    broker(client, 2)
+    with pytest.raises(NameNotFoundError) as raised:
+        find_brokers(client, 1)
+    assert raised.value.__notes__ == ["it is the broker of channels on node 1; nodes [2] have one"]
 
 
 def test_brokers_that_stay_are_waited_for_until_then(client: DirectoryClient) -> None:  # noqa: F811

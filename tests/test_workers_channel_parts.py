@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
@@ -40,11 +41,23 @@ class Colour(enum.Enum):
     BLUE = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    source: str
+    sink: str
+
+
 def test_other_keys_are_told_apart() -> None:
-    keys = [Colour.RED, Colour.BLUE, 2**100, (Colour.RED, 1), "RED", frozenset({1})]
+    keys = [Colour.RED, Colour.BLUE, 2**100, (Colour.RED, 1), "RED", frozenset({1}), Stage("a", "b"), Stage("b", "a")]
     assert len({key_bytes(key) for key in keys}) == len(keys)
     with pytest.raises(TypeError, match="unhashable"):
         key_bytes([1])
+
+
+def test_it_does_not_matter_whether_equal_parts_of_a_key_are_one_object() -> None:
+    once, again = "actor" * 3, "".join(["actor"] * 3)
+    assert once is not again
+    assert key_bytes(Stage(once, once)) == key_bytes(Stage(once, again))
 
 
 REQUESTS = [

@@ -58,6 +58,9 @@ def test_nowait_of_an_empty_queue_is_answered_at_once() -> None:
         ([0, 0, 2, 9], 2, [0, 1, 2], 1),
         ([0], 0, [0], 0),
         ([1.5, 1.5], 3, [0, 1], 0),
+        ([0.1] * 11, 1.0, [*range(10)], 1),
+        ([1e16, 1.0, 1.0], 1e16 + 2, [0, 1, 2], 0),
+        ([1e308, 1e308], 1.5e308, [0], 1),
     ],
 )
 def test_a_batch_ends_at_its_weight_or_before_what_would_exceed_it(

@@ -111,6 +111,7 @@ class Crew:
             "MASTER_ADDR": self._cluster.nodes[node].host,
             "MASTER_PORT": str(port),
             DIRECTORY_VARIABLE: self._cluster.directory.address,
+            "TQ_NODES": str(self._cluster.num_nodes),
             "TQ_LOG": "driver" if launch.log_to_driver else "file",
         }
 

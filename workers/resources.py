@@ -157,6 +157,7 @@ class Cluster:
             local=local,
             directory=self.directory,
             here=0,
+            nodes=self.num_nodes,
         )
 
     def connect_channel(self, channel_name: str, *, wait_s: float = 60.0) -> Channel:

@@ -114,6 +114,14 @@ def test_channels_are_for_workers_the_driver_and_async_code(group: WorkerGroup[T
         cluster.connect_channel(name).close()
 
 
+def test_a_channel_is_not_made_on_a_node_that_there_is_not(cluster: Cluster, group: WorkerGroup[Talker]) -> None:
+    said = f"node 7 was named; the cluster has {cluster.num_nodes} nodes, counted from 0"
+    with pytest.raises(ValueError, match=said):
+        cluster.create_channel("nowhere", node_rank=7)
+    with pytest.raises(ValueError, match=said):
+        group.make_on(7).wait()
+
+
 def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker]) -> None:
     """All clusters of a process have one link, which the first to be shut down closes."""
     with Cluster() as cluster:

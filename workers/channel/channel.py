@@ -10,7 +10,6 @@ of it, never through a socket on one host.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import secrets
@@ -21,21 +20,21 @@ from typing import Any, TypeVar
 
 from dataplane.durations import seconds
 from workers.channel import wire
+from workers.channel.answers import error_of
 from workers.channel.errors import (
     ChannelClosedError,
     ChannelLostError,
     ChannelSettingsError,
-    EndOfChannelError,
-    ItemTooLargeError,
     LocalChannelError,
 )
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
-from workers.channel.items import Parcel, check_weight
+from workers.channel.items import Parcel, as_weight
 from workers.channel.keys import key_bytes
 from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
-from workers.channel.settings import BROKER_NAME, Settings, node_rank_here
+from workers.channel.settings import Settings, as_maxsize, as_node_rank, check_name, node_rank_here
+from workers.channel.stream import StreamSilentError
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.work import AsyncWork, refuse_waiting
@@ -61,7 +60,11 @@ class Channel:
     back on the CPU, those of a CUDA device on the getter's current one, if any; they are its own, and no views.
 
     With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
-    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes.
+    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes. The
+    handle's own `timeout` is another: after it, `wait` raises `MessageTimeoutError`, and the call goes on.
+
+    A key is a string, a number, bytes, None, a tuple of these, or another hashable value that is equal to its copies in
+    other processes, such as a member of an enum; TypeError for others, ValueError for one of more than 1 MiB.
 
     Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`,
     ValueError for a wait without an end.
@@ -90,6 +93,7 @@ class Channel:
         local: bool = False,
         directory: DirectoryClient | None = None,
         here: int | None = None,
+        nodes: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
         """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others,
@@ -99,13 +103,12 @@ class Channel:
         used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
         waited for, up to a minute, if no other will do. One that does not answer is a `ChannelLostError`, unless the
         directory gives it up within `NOTICE_S`. local: it is in this process only, any number of the same name.
-        directory: by default the one that the environment names; LookupError where it names none. here: the rank of
-        this process's node, by default what the environment says.
+        directory: by default the one that the environment names; LookupError where it names none. here, nodes: the rank
+        of this process's node, and how many there are, by default what the environment says (where it does not, a node
+        that is none is a `NameNotFoundError` after that minute). TypeError or ValueError for arguments that cannot be.
         """
-        if maxsize < 0:
-            raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more")
-        if not name or name.startswith(BROKER_NAME[0]):
-            raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
+        check_name(name)
+        maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
         wanted = Settings(
             name=name,
             ident=f"{name}/{secrets.token_hex(8)}",
@@ -138,10 +141,11 @@ class Channel:
     ) -> Channel:
         """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
         `WorkerLostError` if it was closed, `ChannelLostError` if its brokers are gone."""
+        check_name(name)
         with opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
-        lost = _lost_parts(channel, f"connection to channel {name!r}")
+        _, lost = channel._survey(DEFAULT_KEY, f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
             channel.disconnect()
             raise lost[0]
@@ -217,11 +221,11 @@ class Channel:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """A list of items from the front: as soon as they weigh `target_weight` or more, or the next one would make
-        them weigh more. So an item that alone is heavier comes alone. Batches are collected one after another, each
-        whole; a closed channel gives what is left."""
-        check_weight("target_weight", target_weight)
-        return self._get("get_batch", key, target_weight, async_op, timeout_s, lambda answer: self._items(answer, key))
+        """A list of items from the front: as soon as they weigh `target_weight` or more (a sum of doubles, rounded
+        once), or the next one would make them weigh more. So an item that alone is heavier comes alone. Batches are
+        collected one after another, each whole; a closed channel gives what is left."""
+        target = as_weight("target_weight", target_weight)
+        return self._get("get_batch", key, target, async_op, timeout_s, lambda answer: self._items(answer, key))
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Items in the key's queue now, without those that were handed out."""
@@ -249,15 +253,16 @@ class Channel:
             raise failed
 
     def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
-        """All of them; the first error, but of those that are gone."""
+        """All of them; the first error, but of those that are gone: one that stands still is not, and may go on."""
         what, failed = f"close of channel {self.name!r}", None
         for link in links:
             try:
                 link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
-            except (ChannelLostError, ChannelClosedError):
+            except ChannelClosedError:
                 pass
             except Exception as error:
-                failed = failed or error
+                if not isinstance(error, ChannelLostError) or isinstance(error.__cause__, StreamSilentError):
+                    failed = failed or error
         return failed
 
     def _undo(self, links: Sequence[Link | LocalLink], because: BaseException) -> None:
@@ -298,7 +303,7 @@ class Channel:
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        check_weight(f"{what}: weight", weight)
+        weight = as_weight(f"{what}: weight", weight)
         link = self._link(key, what)
         ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
         return ready, wire.Put(0, self._settings.ident, self._key(key), _NOTHING, weight, nowait), link
@@ -310,7 +315,7 @@ class Channel:
         target: float | None,
         async_op: bool,
         timeout_s: float | None,
-        finish: Callable[[Any], T],
+        finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
         what = self._what(verb, key)
         make = self._getting(key, target, nowait=False)
@@ -348,19 +353,9 @@ class Channel:
         return items
 
     def _error(self, answer: Any, key: Any) -> Exception:
-        match answer:
-            case wire.Full():
-                return asyncio.QueueFull(f"channel {self.name!r} has no place under key {key!r}")
-            case wire.Empty():
-                return asyncio.QueueEmpty(f"channel {self.name!r} has no item under key {key!r}")
-            case wire.Ended():
-                self._retire()
-                return EndOfChannelError(channel=self.name, key=repr(key))
-            case wire.Closed():
-                return ChannelClosedError(channel=self.name)
-            case wire.TooLarge(limit_bytes=limit):
-                return ItemTooLargeError(channel=self.name, limit_bytes=limit)
-        return RuntimeError(f"channel {self.name!r}: its broker said {answer!r}")
+        if isinstance(answer, wire.Ended):
+            self._retire()
+        return error_of(answer, self.name, key)
 
     def _key(self, key: Any) -> bytes:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
@@ -383,12 +378,24 @@ class Channel:
         )
         if isinstance(answer, wire.Routed):
             return answer.replica
-        # The first part is over. Another may still have items of the key.
+        # The first part is over. Another may still have items of the key, or have had them.
+        having, lost = self._survey(key, what)
+        if lost and not having:
+            raise lost[0]
+        return having[0] if having else 0
+
+    def _survey(self, key: Any, what: str) -> tuple[list[int], list[ChannelLostError]]:
+        """Which parts have items of the key; and of each whose broker does not answer, how that is to be said."""
+        having, lost = [], []
         for place, link in enumerate(self._links):
-            counted = self._counted(link, key, what)
+            try:
+                counted = self._counted(link, key, what)
+            except ChannelLostError as error:
+                lost.append(error)
+                continue
             if counted.size or counted.leased:
-                return place
-        return 0
+                having.append(place)
+        return having, lost
 
     def _what(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
@@ -474,11 +481,13 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         return None
     found, ours = Settings.of(entries[0], directory.address), channel._settings
     there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    lost = _lost_parts(there, f"creation of channel {channel.name!r}")
+    _, lost = there._survey(DEFAULT_KEY, f"creation of channel {channel.name!r}")
     if len(lost) == len(found.endpoints):
         directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
         return None
     error: Exception | None = lost[0] if lost else None
+    if error is not None:
+        error.add_note(f"other parts of {there!r} are there; `close` it (`connect` finds it) to have another made")
     # The nodes of a distributed one are those that had a broker when it was made.
     alike = (found.maxsize, found.distributed) == (ours.maxsize, ours.distributed)
     if not alike or not (found.distributed or found.nodes == ours.nodes):
@@ -487,14 +496,3 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         there.disconnect()
         raise error
     return there
-
-
-def _lost_parts(channel: Channel, what: str) -> list[ChannelLostError]:
-    """Of each of its parts whose broker does not answer, how that is to be said."""
-    lost = []
-    for link in channel._links:
-        try:
-            channel._counted(link, DEFAULT_KEY, what)
-        except ChannelLostError as error:
-            lost.append(error)
-    return lost

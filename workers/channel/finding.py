@@ -29,12 +29,21 @@ def opened(directory: DirectoryClient | None) -> Iterator[DirectoryClient]:
 
 def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
     """Endpoints by node: of one node's broker, waited for, or of all that there are (of node 0's, where there is none).
-    `NameNotFoundError` after `FIND_S`."""
-    if node_rank is not None:
+    `NameNotFoundError` after `FIND_S`, which has a note of the nodes that have one."""
+    if node_rank is None:
+        found = _brokers(directory)
+        if found:
+            return found
+        node_rank = 0
+    try:
         return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
+    except NameNotFoundError as error:
+        error.add_note(f"it is the broker of channels on node {node_rank}; nodes {list(_brokers(directory))} have one")
+        raise
+
+
+def _brokers(directory: DirectoryClient) -> dict[int, str]:
     entries = [each for each in directory.listing(Kind.CHANNEL) if each.name.startswith(BROKER_NAME)]
-    if not entries:
-        entries = [directory.lookup_channel(broker_name(0), FIND_S)]
     found = {int(each.name.removeprefix(BROKER_NAME)): each.endpoints[0] for each in entries}
     return dict(sorted(found.items()))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import math
+import numbers
 from typing import NamedTuple
 
 import msgspec
@@ -28,10 +30,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _heads: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
 
 
-def check_weight(what: str, value: object) -> None:
-    """ValueError unless it is one."""
-    if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{what} is {value!r}; it is a number, 0 or more")
+def as_weight(what: str, value: object) -> float:
+    """`value` as one; ValueError if it is none."""
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf:
+            return float(value)
+    raise ValueError(f"{what} is {value!r}; it is a number, 0 or more and finite")
 
 
 class Parcel(NamedTuple):

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
 import msgspec
+
+MOST_BYTES = 1 << 20
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 def key_bytes(key: Any) -> bytes:
     """Of strings, numbers, bytes, None and tuples of these the same in every process; True is 1 and 1.0 is 1, as in a
-    dict. Other hashable keys are equal if they pickle alike. TypeError for a key that is not hashable."""
-    hash(key)
+    dict. Other hashable keys are equal if they pickle alike, such as members of an enum. TypeError for a key that is
+    not hashable, or not equal to its copy in another process, ValueError for one of more than `MOST_BYTES`."""
     try:
-        return b"m" + _pack(_plain(key))
+        raw = b"m" + _pack(_plain(key))
     except TypeError:
-        return b"p" + pickle.dumps(key, protocol=5)
+        raw = b"p" + _pickled(key)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"a key of {len(raw):,} bytes; a channel's key has at most {MOST_BYTES:,}")
+    return raw
+
+
+def _pickled(key: Any) -> bytes:
+    """Whatever parts of it are one object: keys are compared by value."""
+    target = io.BytesIO()
+    pickler = pickle.Pickler(target, protocol=5)
+    pickler.fast = True
+    why = "it is not equal to its copy in another process"
+    try:
+        pickler.dump(key)
+        copy = pickle.loads(target.getvalue())  # noqa: S301 (bytes of this function's own making)
+        if hash(copy) == hash(key) and copy == key:
+            return target.getvalue()
+    except Exception as error:
+        why = str(error)
+    raise TypeError(
+        f"a key of type {type(key).__name__} is refused: {why}. Keys of a channel are strings, numbers, bytes, None, "
+        "tuples of these, and other hashable values that are equal to their copies, such as members of an enum"
+    )
 
 
 def _plain(key: Any) -> Any:

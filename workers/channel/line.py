@@ -288,4 +288,6 @@ def _connect(endpoint: Endpoint) -> Stream:
 
 def lost(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:
     why = "it does not answer" if isinstance(error, StreamSilentError) else str(error) or type(error).__name__
-    return ChannelLostError(what=what, broker=endpoint.address, why=why)
+    gone = ChannelLostError(what=what, broker=endpoint.address, why=why)
+    gone.__cause__ = error
+    return gone

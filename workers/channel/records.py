@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from workers.channel import wire
 
@@ -33,14 +34,23 @@ class OpenPut:
 
 @dataclass(slots=True, eq=False)
 class OpenGet:
-    """A get that waits; taken: what it has collected of its batch."""
+    """A get that waits; taken: what it has collected of its batch; weight: of that, rounded, and `rounded_off`."""
 
     client: Client
     number: int
     queue: Queue
     target: float | None
     taken: list[Stored] = field(default_factory=list)
-    weight: float = 0
+    weight: float = 0.0
+    rounded_off: float = 0.0
+
+    def weight_with(self, more: float) -> tuple[float, float]:
+        """The two, with `more`: their sum is that of all weights, as if it had been rounded once."""
+        total = self.weight + more
+        if total == inf:
+            return total, 0.0
+        larger, smaller = (self.weight, more) if self.weight >= more else (more, self.weight)
+        return total, self.rounded_off + (smaller - (total - larger))
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from workers.directory import Entry, Facts
 
@@ -11,6 +13,8 @@ BROKER_NAME = "@broker/"
 """The directory has a node's broker under this and the node's rank, among the channels."""
 NODE_RANK_VARIABLE = "TQ_NODE_RANK"
 """Where a worker's process finds the rank of its node."""
+NODES_VARIABLE = "TQ_NODES"
+"""And how many there are."""
 
 
 def broker_name(node_rank: int) -> str:
@@ -20,6 +24,41 @@ def broker_name(node_rank: int) -> str:
 def node_rank_here() -> int:
     """What the environment says."""
     return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
+
+
+def check_name(name: Any) -> None:
+    """TypeError or ValueError unless a channel may have that name."""
+    if not isinstance(name, str):
+        raise TypeError(f"channel name {name!r}: expected a str, got {type(name).__name__}")
+    if not name or name.startswith(BROKER_NAME[0]):
+        raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
+
+
+def as_maxsize(value: Any) -> int:
+    """`value` as one; TypeError or ValueError if it is none."""
+    maxsize = _integer("maxsize", value)
+    if not 0 <= maxsize < 2**63:
+        raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more, and less than 2**63")
+    return maxsize
+
+
+def as_node_rank(value: Any, nodes: int | None) -> int:
+    """`value` as one of so many nodes, by default as many as the environment says, if it does; TypeError or ValueError
+    if it is none."""
+    rank = _integer("node_rank", value)
+    if nodes is None and NODES_VARIABLE in os.environ:
+        nodes = int(os.environ[NODES_VARIABLE])
+    if rank < 0 or (nodes is not None and rank >= nodes):
+        there = "nodes are" if nodes is None else f"the cluster has {nodes} nodes,"
+        raise ValueError(f"node {rank} was named; {there} counted from 0")
+    return rank
+
+
+def _integer(name: str, value: Any) -> int:
+    """Of any type of integers."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    return operator.index(value)
 
 
 @dataclass(frozen=True, kw_only=True)

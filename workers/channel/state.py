@@ -217,11 +217,12 @@ class Broker:
                 get.taken.append(items.popleft())
             return bool(get.taken)
         while items:
-            if get.taken and get.weight + items[0].weight > get.target:
+            total = get.weight_with(items[0].weight)
+            if get.taken and sum(total) > get.target:
                 return True
             get.taken.append(items.popleft())
-            get.weight += get.taken[-1].weight
-            if get.weight >= get.target:
+            get.weight, get.rounded_off = total
+            if sum(total) >= get.target:
                 return True
         return False
 

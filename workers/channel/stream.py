@@ -41,7 +41,7 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
         self.sock = sock
-        self._splitter = wire.Splitter()
+        self._splitter = wire.Splitter(wire.MAX_ANSWER_BYTES)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 

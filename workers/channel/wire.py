@@ -18,6 +18,8 @@ from workers.decoding import reader
 VERSION = 3
 HEADER = struct.Struct("<IQ")
 MAX_BODY_BYTES = 64 << 20
+"""Of a request. An answer may have as many as the header can say: a batch of many small items has."""
+MAX_ANSWER_BYTES = (1 << 32) - 1
 NOWHERE = -1
 
 
@@ -231,13 +233,14 @@ def decode_answer(body: bytes) -> AnyAnswer:
 
 class Splitter:
     """Cuts a stream of bytes into messages. `feed` what came, then take messages until there is none; the payload of
-    one must be taken from `rest` (and the stream) before the next."""
+    one must be taken from `rest` (and the stream) before the next. limit_bytes: of a body."""
 
-    def __init__(self) -> None:
-        self._buffer = b""
+    def __init__(self, limit_bytes: int = MAX_BODY_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        self._buffer = self._buffer + data if self._buffer else data
+        self._buffer += data
 
     def next(self) -> Message | None:
         """ValueError where the stream is no stream of messages."""
@@ -245,15 +248,17 @@ class Splitter:
         if len(buffer) < HEADER.size:
             return None
         body_bytes, payload_bytes = HEADER.unpack_from(buffer)
-        if body_bytes > MAX_BODY_BYTES:
-            raise ValueError(f"a message of {body_bytes:,} bytes; at most {MAX_BODY_BYTES:,} are taken")
+        if body_bytes > self._limit_bytes:
+            raise ValueError(f"a message of {body_bytes:,} bytes; at most {self._limit_bytes:,} are taken")
         end = HEADER.size + body_bytes
         if len(buffer) < end:
             return None
-        self._buffer = buffer[end:]
-        return Message(buffer[HEADER.size : end], payload_bytes)
+        body = bytes(memoryview(buffer)[HEADER.size : end])
+        del buffer[:end]
+        return Message(body, payload_bytes)
 
     def rest(self, most: int) -> bytes:
         """Up to `most` of the bytes that have come already."""
-        found, self._buffer = self._buffer[:most], self._buffer[most:]
+        found = bytes(self._buffer[:most])
+        del self._buffer[:most]
         return found
