@@ -17,7 +17,13 @@ import numpy as np
 
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.warm import WarmMemory
-from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError, WorkerLostError
+from workers.errors import (
+    GroupOptionsError,
+    MessageMismatchError,
+    MessageTimeoutError,
+    SourceFailedError,
+    WorkerLostError,
+)
 from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
