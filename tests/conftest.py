@@ -111,6 +111,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         _Test.pure = False
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Fixtures end here that other tests needed."""
+    _Test.pure = False
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """A child that a test forks, and in which something raises, ends: else it would go on as a second test process."""

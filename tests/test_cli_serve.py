@@ -252,20 +252,20 @@ def test_a_unit_that_cannot_start_is_one_line(services: list[Service], tmp_path:
     first = free_ports(3)
     with socket.create_server(("127.0.0.1", first + 1)):
         where = ("--state-dir", str(tmp_path)) if state else ()
-        service = Service("--http-port", str(first), "--units", "2", *where)
+        service = Service("--http-port", str(first), "--units", "2", *where, await_ready=False)
         services.append(service)
         assert service.process.wait(60) == 1
     service.end(signal.SIGTERM)
     (line,) = service.complaints
     assert line.startswith("tq: storage unit unit-0 cannot start: "), line
     assert str(first + 1) in line
-    assert not service.first_line
+    assert not service.output
     discard(tmp_path, ["/dev/shm"])
 
 
 def test_an_arena_directory_that_is_none_is_one_line(services: list[Service], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    service = Service("--arena-dir", str(tmp_path / "file"))
+    service = Service("--arena-dir", str(tmp_path / "file"), await_ready=False)
     services.append(service)
     assert service.process.wait(60) == 1
     service.end(signal.SIGTERM)

@@ -47,9 +47,12 @@ def test_names_that_cannot_be(name: str) -> None:
         WorkerAddress(name)
 
 
-@pytest.mark.parametrize(("ranks", "error"), [(-1, ValueError), ((0, -2), ValueError), ((True,), TypeError)])
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [(-1, ValueError), ((0, -2), ValueError), ((True,), TypeError), (1.0, TypeError), ("12", TypeError)],
+)
 def test_ranks_that_cannot_be(ranks: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="rank"):
+    with pytest.raises(error, match=r"^rank .* of group 'g' is "):
         WorkerAddress("g", ranks)  # type: ignore[arg-type]
 
 

@@ -142,6 +142,20 @@ def test_what_returns_takes_the_place_of_the_one_before() -> None:
     assert _only(_lookup(registry, b"x", Kind.CHANNEL, "c"))[1].entries == answered[1].entries
 
 
+def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
+    registry = Registry()
+    for name in ("g:1", "g:2", "gg:2", "g:²"):
+        _lookup(registry, name.encode(), Kind.WORKER, name, wait_s=5.0)
+    request = Register(number=1, kind=Kind.GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False)
+    waited, registered = registry.register(b"d", request)
+    no_such_rank = Failed(7, "NoSuchRankError", {"group": "g", "rank": 2, "size": 2})
+    assert registered[0] == b"d"
+    assert waited == (b"g:2", no_such_rank)
+    assert _only(_lookup(registry, b"x", Kind.WORKER, "g:2:0", wait_s=5.0)) == (b"x", no_such_rank)
+    for name in ("g", "g:1", "g:1:7", "g:" + "9" * 9999):
+        assert _lookup(registry, b"y", Kind.WORKER, name, wait_s=5.0) == []
+
+
 def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> None:
     registry = Registry()
     _register(registry, b"d", Kind.GROUP, "g", owned=False)

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.messengers import Here, address, here, one_road, until_it_fails
+from workers.address import WorkerAddress
 from workers.errors import (
     GroupOptionsError,
     MessageMismatchError,
+    NoSuchRankError,
     NotSerializableError,
 )
 from workers.messages import CollectiveGroupOptions, all_of, outgoing
@@ -164,3 +166,42 @@ def test_only_strided_tensors_go_in_place(one_road: Here, value: Any) -> None:
         a.send_tensor(value, B)
     with pytest.raises(TypeError, match="take a strided tensor"):
         a.recv_tensor(value, B)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.zeros(1, 3).expand(2, 3), torch.zeros(6).unfold(0, 3, 1), torch.zeros(9).as_strided((3, 3), (2, 1))],
+    ids=["expanded", "windows", "strided"],
+)
+def test_a_target_that_overlaps_itself_is_refused_and_takes_nothing(one_road: Here, target: torch.Tensor) -> None:
+    a, b = one_road.workers(2)
+    sent = torch.arange(float(target.numel())).reshape(target.shape)
+    sending = a.send_tensor(sent, B, async_op=True)
+    with pytest.raises(ValueError, match="several of its elements share a place"):
+        b.recv_tensor(target, A)
+    apart = torch.zeros(3, 2 * target.shape[0], 2).permute(1, 2, 0)[::2, 1][: target.shape[0], : target.shape[1]]
+    b.recv_tensor(apart, A)
+    assert torch.equal(apart, sent)
+    assert sending is not None
+    sending.wait()
+
+
+def test_a_group_is_not_a_worker(one_road: Here) -> None:
+    (a,) = one_road.workers(1)
+    for operation in (lambda: a.send(1, WorkerAddress("g")), lambda: a.recv(WorkerAddress("g"))):
+        with pytest.raises(ValueError, match="g is a group: name one of its workers"):
+            operation()
+
+
+def test_a_rank_that_the_group_has_not_is_refused_at_once(one_road: Here) -> None:
+    one_road.client().register_group("g", {"world_size": 2})
+    a, b = one_road.workers(2)
+    operations = [
+        lambda: a.send(1, address(9)),
+        lambda: a.recv(address(9)),
+        lambda: a.broadcast(1, [A, B, address(9)]),
+    ]
+    for operation in operations:
+        with pytest.raises(NoSuchRankError, match="rank 9 of worker group 'g' was named; it has 2 workers"):
+            operation()
+    assert b.broadcast(None, [A, B, address(9)]) == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dataplane.warm import WarmMemory
-from workers.errors import WorkerLostError
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
@@ -23,7 +22,7 @@ OPTIONS = CollectiveGroupOptions()
 RELAY = Relay("relay", 1, "127.0.0.1:1", 1)
 POST = Post(
     stream=b"s",
-    number=1,
+    number=0,
     source="source",
     incarnation=1,
     receiver=1,
@@ -124,19 +123,3 @@ def test_one_that_has_less_time_turns_to_the_source_in_time(engine: Engine) -> N
     assert at_s <= RELAY_S / 8
     look()
     assert engine.turned
-
-
-def test_one_that_has_more_time_is_not_hurried_by_one_that_gave_up(engine: Engine) -> None:
-    first, second = _receive(RELAY_S / 2), _receive(RELAY_S * 100)
-    engine.incoming.post(first, lives=True)
-    engine.incoming.arrive(b"route", POST, b"", b"")
-    engine.incoming.withdraw(first)
-    engine.incoming.post(second, lives=True)
-    (first_s, first_look), (second_s, second_look) = engine.timers
-    assert first_s < second_s == RELAY_S
-    first_look()
-    assert not engine.turned
-    second_look()
-    assert engine.turned
-    engine.incoming.fail_all(WorkerLostError(worker="me", why="the test is over"))
-    assert second.future.exception() is not None

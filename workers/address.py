@@ -23,7 +23,7 @@ class WorkerAddress:
     def __init__(self, root_group_name: str, ranks: int | Iterable[int] = ()) -> None:
         if not root_group_name or SEPARATOR in root_group_name:
             raise ValueError(f"group name {root_group_name!r}: it must not be empty and not contain {SEPARATOR!r}")
-        path = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+        path = tuple(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else (ranks,)
         for rank in path:
             if not isinstance(rank, int) or isinstance(rank, bool):
                 raise TypeError(f"rank {rank!r} of group {root_group_name!r} is {type(rank).__name__}, expected int")

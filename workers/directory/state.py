@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from workers import errors
-from workers.address import SEPARATOR
+from workers.address import SEPARATOR, WorkerAddress
 from workers.directory.wire import (
     End,
     Entry,
@@ -23,6 +23,8 @@ from workers.directory.wire import (
     failed,
 )
 
+SIZE = "world_size"
+"""Of a group's facts: how many workers it has, where that is known."""
 MOST_GONE = 4096
 """So many entries that are gone are remembered, to answer who asks for them at once; then the oldest is forgotten."""
 
@@ -89,6 +91,9 @@ class Registry:
         if request.kind is Kind.GROUP:
             for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
                 del self._gone[stale]
+            for awaited in list(self._waiting):
+                if wrong := _no_such_rank(awaited, entry):
+                    effects += [(waiter.session, failed(waiter.number, wrong)) for waiter in self._waiting.pop(awaited)]
         kept = self._live[key] = _Kept(entry, session if request.owned else None, asked, request.returns)
         effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
@@ -98,7 +103,7 @@ class Registry:
 
     def lookup(self, session: Session, request: Lookup, now: float) -> Effects:
         """Answers with the entry once it lives; `WorkerLostError` if it, or its group, was there and is gone for good
-        (what `returns` and was lost is waited for)."""
+        (what `returns` and was lost is waited for); `NoSuchRankError` for a worker that its group has not."""
         key = (request.kind, request.name)
         kept = self._live.get(key)
         if kept is not None:
@@ -107,6 +112,9 @@ class Registry:
         gone = self._gone.get(key) or self._gone.get((Kind.GROUP, _root(key)))
         if gone is not None:
             return [(session, _lost(request.number, request.name, gone))]
+        group = self._live.get((Kind.GROUP, _root(key)))
+        if group is not None and (error := _no_such_rank(key, group.entry)):
+            return [(session, failed(request.number, error))]
         waiter = _Waiter(session, request.number, now, now + request.wait_s)
         if request.wait_s <= 0:
             return [(session, _not_found(waiter, key, now))]
@@ -206,6 +214,20 @@ def _root(key: Key) -> str:
 
 def _belongs(key: Key, group: str) -> bool:
     return key[0] is Kind.WORKER and _root(key) == group
+
+
+def _no_such_rank(key: Key, group: Entry) -> errors.NoSuchRankError | None:
+    """What is said of a worker, if it is of that group and the group has no such rank."""
+    size = group.facts.get(SIZE)
+    if not _belongs(key, group.name) or not isinstance(size, int):
+        return None
+    try:
+        path = WorkerAddress.from_name(key[1]).rank_path
+    except ValueError:
+        return None
+    if not path or path[0] < size:
+        return None
+    return errors.NoSuchRankError(group=group.name, rank=path[0], size=size)
 
 
 def _not_found(waiter: _Waiter, key: Key, now: float) -> Failed:

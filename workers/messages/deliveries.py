@@ -45,7 +45,8 @@ class Arrival:
 @dataclass(eq=False)
 class Posting:
     """A receive that waits. target: for recv_tensor; ready: what is to be over on the GPU before target is written;
-    eager: nobody waits yet, so the engine copies whatever its size."""
+    eager: nobody waits yet, so the engine copies whatever its size; number: of the one message that it takes, in a
+    broadcast."""
 
     source: str
     stream: bytes
@@ -59,6 +60,7 @@ class Posting:
     begun: float
     deadline: float
     future: Future[Delivery] = field(default_factory=Future)
+    number: int = -1
 
     @property
     def key(self) -> Key:

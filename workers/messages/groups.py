@@ -36,3 +36,9 @@ def stream_of(workers: Sequence[WorkerAddress]) -> bytes:
     """Names what these workers broadcast among themselves; the same on each of them."""
     names = "\n".join(sorted(worker.get_name() for worker in workers))
     return hashlib.sha256(names.encode()).digest()[:16]
+
+
+def listed(workers: Sequence[WorkerAddress]) -> str:
+    """Their names, for messages."""
+    more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
+    return ", ".join(worker.get_name() for worker in workers[:10]) + more

@@ -17,7 +17,13 @@ import numpy as np
 
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.warm import WarmMemory
-from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, SourceFailedError
+from workers.errors import (
+    GroupOptionsError,
+    MessageMismatchError,
+    MessageTimeoutError,
+    SourceFailedError,
+    WorkerLostError,
+)
 from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
@@ -69,6 +75,15 @@ class _Fetch:
     missing: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class _Calls:
+    """The calls of this worker for broadcasts of a source in a stream. made: so many since the source's life began;
+    next_from: the first that is for the source's next life, None while none but the present one is known."""
+
+    made: int = 0
+    next_from: int | None = 0
+
+
 Reply = Callable[[bytes, Answer], None]
 
 
@@ -110,6 +125,9 @@ class Incoming:
         self._fetches: dict[MessageId, _Fetch] = {}
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
+        self._calls: dict[Key, _Calls] = {}
+        self._sources: set[str] = set()
+        """Those whose present life is known."""
 
     # --- receives -------------------------------------------------------------------------------------------------
 
@@ -124,6 +142,8 @@ class Incoming:
             posting.fail(missed)
             return False
         self._contact(posting.source, posting.stream, posting.options)
+        if posting.stream:
+            posting.number = self._next_call(posting.key)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if lives:
             self._match(posting.key)
@@ -136,10 +156,50 @@ class Incoming:
             self._match(key)
 
     def _match(self, key: Key) -> None:
-        while key in self._postings and key in self._arrivals:
-            posting, arrival = _first(self._postings, key), _first(self._arrivals, key)
+        while key in self._arrivals:
+            waiting, post = self._postings.get(key), self._arrivals[key][0].post
+            behind = self._behind(key, post.number)
+            if waiting and behind < 0:
+                why = "its call failed, or its time was over, before it could send"
+                _first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
+                continue
+            if not waiting and behind <= 0:
+                return
+            arrival = _first(self._arrivals, key)
             arrival.queued = False
-            self._meet(posting, arrival)
+            self._calls_of_late(key, post.number)
+            if behind > 0:
+                self._drop(arrival)
+            else:
+                self._meet(_first(self._postings, key), arrival)
+
+    def _behind(self, key: Key, number: int) -> int:
+        """How many calls ago the message of that number was waited for; 0 outside of broadcasts."""
+        calls, waiting = self._calls.get(key), self._postings.get(key)
+        if calls is None:
+            return 0
+        return (waiting[0].number if waiting else calls.made) - number
+
+    def _calls_of_late(self, key: Key, number: int) -> None:
+        """What still comes of a life that is over takes the call of its number from the next life."""
+        calls = self._calls.get(key)
+        if calls is not None and calls.next_from is not None:
+            calls.next_from = max(calls.next_from, number + 1)
+
+    def skip(self, key: Key) -> None:
+        """A call for a broadcast failed before it could wait: the message of its number is for nobody."""
+        self._next_call(key)
+        self._drop_left(key)
+
+    def _next_call(self, key: Key) -> int:
+        calls = self._calls.setdefault(key, _Calls(next_from=None if key[0] in self._sources else 0))
+        calls.made += 1
+        return calls.made - 1
+
+    def _drop_left(self, key: Key) -> None:
+        """What is for a call that gave up; where others wait, it is dropped when they are matched."""
+        if key in self._calls and key not in self._postings:
+            self._match(key)
 
     def settle(self) -> None:
         """This worker began to wait: senders that hope for an answer soon are told."""
@@ -149,15 +209,15 @@ class Incoming:
         self._unsettled.clear()
 
     def expire(self, now: float) -> float:
-        """Those whose time is over fail; a message that comes later is for the next receive. When the next one's time
-        is over."""
+        """Those whose time is over fail, see `withdraw`. When the next one's time is over."""
         for posting in [posting for posting in self._all() if posting.deadline <= now]:
             self.withdraw(posting)
             posting.fail(MessageTimeoutError(what=posting.what, waited_s=now - posting.begun))
         return min((posting.deadline for posting in self._all()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
-        """Nobody waits for it any more. A message that it had met, but has not been given, is for the next receive."""
+        """Nobody waits for it any more. A message between two that it had met, but has not been given, is for the next
+        receive, as is one that comes later; that of a broadcast is dropped."""
         queued = self._postings.get(posting.key)
         if queued and posting in queued:
             queued.remove(posting)
@@ -166,9 +226,17 @@ class Incoming:
         for fetch in self._fetches.values():
             if fetch.posting is posting:
                 fetch.posting = None
-                self._requeue(fetch.arrival)
+                self._leave(fetch.arrival)
                 self._match(posting.key)
                 break
+        self._drop_left(posting.key)
+
+    def _leave(self, arrival: Arrival) -> None:
+        """Its receive could not take it."""
+        if arrival.key in self._calls:
+            self._drop(arrival)
+        else:
+            self._requeue(arrival)
 
     def _requeue(self, arrival: Arrival) -> None:
         """In its place among those of its sender, who need not wait for a receive."""
@@ -204,13 +272,13 @@ class Incoming:
                 self.wanted(asker, want)
 
     def _take_in(self, arrival: Arrival) -> None:
-        if arrival.key in self._postings and arrival.key not in self._arrivals:
-            self._meet(_first(self._postings, arrival.key), arrival)
-            if arrival.queued:
-                self._match(arrival.key)
-            return
+        first = arrival.key not in self._arrivals
         self._arrivals.setdefault(arrival.key, deque()).append(arrival)
         arrival.queued = True
+        if first:
+            self._match(arrival.key)
+            if not arrival.queued:
+                return
         busy = self._busy()
         self._held(arrival, busy)
         if arrival.post.settling and not busy:
@@ -286,12 +354,28 @@ class Incoming:
         for key in [key for key in self._postings if key[0] == source]:
             for posting in self._postings.pop(key):
                 posting.fail(error)
+        if isinstance(error, WorkerLostError):
+            self._sources.discard(source)
+            for calls in self._calls_for(source).values():
+                calls.next_from = calls.made
 
     def outdate(self, source: str, incarnation: int) -> None:
-        """A new life of the source began: nothing of those before is received any more."""
+        """A new life of the source began: nothing of those before is received any more, and calls are counted anew:
+        from those that wait, or that were made since the life before was known to be over."""
         self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
         for posting in reversed(self._interrupted(source)):
             self._postings.setdefault(posting.key, deque()).appendleft(posting)
+        self._sources.add(source)
+        for key, calls in self._calls_for(source).items():
+            waiting = self._postings.get(key, ())
+            first = calls.made if calls.next_from is None else calls.next_from
+            first = min([first, *(posting.number for posting in waiting)])
+            calls.made, calls.next_from = calls.made - first, None
+            for posting in waiting:
+                posting.number -= first
+
+    def _calls_for(self, source: str) -> dict[Key, _Calls]:
+        return {key: calls for key, calls in self._calls.items() if key[0] == source}
 
     def _interrupted(self, source: str) -> list[Posting]:
         """Receives of messages from there whose bytes will not come any more; those are forgotten."""
@@ -312,6 +396,7 @@ class Incoming:
         self._fetches.clear()
         self._arrivals.clear()
         self._unsettled.clear()
+        self._calls.clear()
         self._relays.drop_all()
 
     def _keep(self, source: str, wanted: Callable[[Arrival], bool]) -> None:
@@ -371,7 +456,7 @@ class Incoming:
         except Exception as error:
             # Memory for its bytes; there may be some for the next receive.
             posting.fail(error)
-            self._requeue(arrival)
+            self._leave(arrival)
 
     def _begin(self, posting: Posting | None, arrival: Arrival) -> None:
         """Pull the bytes of a message: for a receive, or for others, if they are passed on."""
@@ -454,9 +539,17 @@ class Incoming:
         self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
+        self._interrupt(arrival)
+        self._reply(arrival.route, refused(arrival.post, error))
+
+    def _drop(self, arrival: Arrival) -> None:
+        """Nobody is to have it. To its sender it is as if it was received."""
+        self._interrupt(arrival)
+        self._done(arrival)
+
+    def _interrupt(self, arrival: Arrival) -> None:
         if self._fetches.pop(arrival.id, None) is not None:
             self._relays.interrupted(arrival.post)
-        self._reply(arrival.route, refused(arrival.post, error))
 
     def _done(self, arrival: Arrival) -> None:
         self._reply(arrival.route, Done(stream=arrival.post.stream, number=arrival.post.number))

@@ -39,7 +39,7 @@ from workers import values
 from workers.address import WorkerAddress
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.process import this_host
-from workers.errors import DirectoryLostError, MessengerClosedError, OpenFilesError
+from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
 from workers.messages import groups
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Delivery, Posting
@@ -198,10 +198,11 @@ class Messenger:
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Write the next tensor that `src` sends with `send_tensor` into `tensor`, of the same shape and dtype, on any
-        device, of any strides. Blocks for it, unless `async_op`: then `tensor` is not to be used until the work is
-        done."""
+        device, of any strides that keep its elements apart. Blocks for it, unless `async_op`: then `tensor` is not to
+        be used until the work is done."""
         self._check(options, timeout_s, src)
         form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
+        _check_target(tensor)
         work: AsyncWork[None] | None = self._in(src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor)
         return work
 
@@ -220,6 +221,13 @@ class Messenger:
         """The `object` of `src` (the first of `workers`, if None) on every one of them; what the others pass is
         ignored. All of them have to call this, with the same `workers` and `src`, in the same order of calls.
 
+        Both ends number their calls among these workers, from the moment at which either began to live: the n-th call
+        of a receiver gets what the source's n-th sent, and never another's, however late it comes. A call that failed
+        or whose time was over has its number, too. What comes for it later is dropped, and to the source it is as if it
+        was received; where it was the source's, that of the receiver is a `SourceFailedError`, at the latest when the
+        next one comes. A worker that leaves a call out is behind for good. After a `WorkerLostError` naming an end,
+        both begin anew.
+
         The source gets its own object back once all receivers know of it, and is told of one that died; the others
         block for it. If the source cannot send, or dies, all raise: the source its error, the others
         `SourceFailedError` or `WorkerLostError`. A receiver that dies, or stands still, keeps nobody else from it.
@@ -232,16 +240,19 @@ class Messenger:
         source = workers[0] if src is None else src
         for needed in (source, self.address):
             if needed not in workers:
-                names = [worker.get_name() for worker in workers[:10]]
-                more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
-                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}{more}")
+                names = groups.listed(workers)
+                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}")
         others = [worker for worker in workers if worker != source]
-        self._check(options, timeout_s, *(others if source == self.address else [source]))
         stream = groups.stream_of(workers)
-        if source != self.address:
-            what = f"{self._name}: broadcast from {source}"
-            return self._in(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
-        return self._spread(object, others, stream, options, timeout_s, async_op)
+        if source == self.address:
+            return self._spread(object, others, stream, options, timeout_s, async_op)
+        try:
+            self._check(options, timeout_s, source)
+        except Exception:
+            self._engine.call(lambda: self._engine.incoming.skip((source.get_name(), stream)))
+            raise
+        what = f"{self._name}: broadcast from {source} among {groups.listed(workers)}, all of whom have to name these"
+        return self._in(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
 
     def _spread(
         self,
@@ -253,17 +264,30 @@ class Messenger:
         async_op: bool,
     ) -> Any:
         try:
+            self._check(options, timeout_s, *others)
             snapshot = self._snapshot(ObjectForm(), values.pack(object), len(others), f"{self._name}: broadcast")
-        except Exception as error:
-            fault = FaultForm(f"{type(error).__name__}: {error}")
-            nothing = self._snapshot(fault, values.NOTHING, len(others), "a fault")
-            self._submit(nothing, others, stream, options, timeout_s)
+        except BaseException as error:
+            self._fault(error, others, stream, options)
             raise
         if snapshot.slab is not None and len(others) >= RECEIVERS_FROM:
             snapshot.tree = Tree(self._engine.host)
         works = self._submit(snapshot, others, stream, options, timeout_s)
         work = all_of(works, f"{self._name}: broadcast to {len(others)} workers", object)
         return work if async_op else work.wait()
+
+    def _fault(
+        self, error: BaseException, others: list[WorkerAddress], stream: bytes, options: CollectiveGroupOptions | None
+    ) -> None:
+        """This call's number is used up: the others are told why it brings nothing, if there is place for that."""
+        fault = FaultForm(f"{type(error).__name__}: {error}")
+        try:
+            nothing = self._snapshot(fault, values.NOTHING, len(others), "a fault")
+        except MessageBacklogError:
+            self._engine.call(lambda: self._engine.outgoing.skip(others, stream))
+        else:
+            self._submit(
+                nothing, others, stream, options if isinstance(options, CollectiveGroupOptions) else None, None
+            )
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -299,6 +323,8 @@ class Messenger:
         checked(options)
         self._wait_s(timeout_s)
         for peer in peers:
+            if not peer.rank_path:
+                raise ValueError(f"{peer} is a group: name one of its workers, by a rank or a path of ranks")
             late = self._engine.outgoing.late_error(peer.get_name())
             if late is not None:
                 raise late
@@ -412,6 +438,19 @@ def _form_of(tensor: Tensor) -> TensorForm:
     if not isinstance(tensor, Tensor) or not values.is_plain(tensor):
         raise TypeError(f"send_tensor and recv_tensor take a strided tensor, not {type(tensor).__name__}")
     return TensorForm(str(tensor.dtype), tuple(tensor.shape))
+
+
+def _check_target(tensor: Tensor) -> None:
+    """ValueError for one that has elements in the same place, such as an expanded one."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if tensor.numel() and size > 1:
+            if stride <= span:
+                raise ValueError(
+                    f"recv_tensor cannot write into a tensor of shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()}: several of its elements share a place in memory; give it a clone()"
+                )
+            span += stride * (size - 1)
 
 
 def _load(delivery: Delivery) -> Any:

@@ -7,14 +7,15 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import zmq
 
 from dataplane.errors import DataPlaneError, InternalError
-from workers.errors import GroupOptionsError, MessageTimeoutError
+from workers.address import WorkerAddress
+from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.relays import Later, Tree
 from workers.messages.slabs import OwnSlab
@@ -134,10 +135,23 @@ class Outgoing:
         self.contacts.pop((peer, stream), None)
 
     def queue(self, sending: Sending) -> None:
-        """To be sent by `flush`, once its receiver is known."""
+        """To be sent by `flush`, once its receiver is known. Its number is that of the call: one that is never sent has
+        its own, too."""
+        sending.number = self._next_number(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
         self._waited_for += 1
         sending.future.add_done_callback(self._not_waited_for)
+
+    def skip(self, peers: Sequence[WorkerAddress], stream: bytes) -> None:
+        """A call failed, and there is no place to say so: it has its number nevertheless."""
+        for peer in peers:
+            self._next_number(peer.get_name(), stream)
+
+    def _next_number(self, peer: str, stream: bytes) -> int:
+        """Of the next message to that peer in this stream, counted since the peer's life began."""
+        number = self._numbers.get((peer, stream), 0)
+        self._numbers[peer, stream] = number + 1
+        return number
 
     def flush(self, peer: str, ours: int, theirs: int, endpoint: str) -> None:
         """Send what is queued for `peer`; ours, theirs: the incarnations of both ends; endpoint: where the peer is. A
@@ -147,7 +161,7 @@ class Outgoing:
                 self._send(peer, sending, ours, theirs, endpoint)
             except Exception as error:
                 _log.exception("%s failed", sending.what)
-                if sending.number >= 0:
+                if self._found(peer, sending.stream, sending.number) is sending:
                     self._drop(sending)
                 else:
                     sending.snapshot.release()
@@ -156,8 +170,6 @@ class Outgoing:
     def _send(self, peer: str, sending: Sending, ours: int, theirs: int, endpoint: str) -> None:
         contact = self.contact(peer, sending.stream, sending.options)
         sending.settling = contact.waits
-        sending.number = self._numbers.get((peer, sending.stream), 0)
-        self._numbers[peer, sending.stream] = sending.number + 1
         self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
         snapshot = sending.snapshot
         tree = snapshot.tree
@@ -244,8 +256,8 @@ class Outgoing:
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
 
     def lose(self, peer: str, error: Exception) -> bool:
-        """That life of the peer is over: fail all that was to go to it, and forget what was agreed with it. Whether
-        somebody waited for any of it."""
+        """Fail all that was to go to the peer, and forget what was agreed with it; after a `WorkerLostError`, as its
+        life is over, messages are counted anew. Whether somebody waited for any of it."""
         waited = False
         for sending in self._queued.pop(peer, []):
             waited |= sending.fail(error)
@@ -255,8 +267,9 @@ class Outgoing:
             waited |= sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]
-        for key in [key for key in self._numbers if key[0] == peer]:
-            del self._numbers[key]
+        if isinstance(error, WorkerLostError):
+            for key in [key for key in self._numbers if key[0] == peer]:
+                del self._numbers[key]
         return waited
 
     def fail_all(self, error: Exception) -> None:
