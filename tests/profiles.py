@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 FACTOR = float(os.environ.get("TQ_EXAMPLES", "1"))
+LONG = pytest.mark.timeout(600 * max(1, FACTOR))
+"""Marks a property test that takes minutes with all of its examples."""
 
 
 def budget(examples: int, *, steps: int = 50) -> settings:

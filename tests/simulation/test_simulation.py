@@ -3,15 +3,14 @@ and an arena so small that freed bytes are reused at once. Every copy and every 
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 
 from tests.ledger_values import canonical
-from tests.profiles import budget
+from tests.profiles import LONG, budget
 from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate, small_pages
 
 
-@pytest.mark.timeout(600)
+@LONG
 @budget(120)
 @given(plan=plans(), decisions=schedules())
 def test_no_torn_or_stale_byte_and_none_lost(plan: Plan, decisions: bytes) -> None:

@@ -24,7 +24,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.saves import Saves
 from dataplane.ledger.state import State
-from tests.profiles import budget
+from tests.profiles import LONG, budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
 
@@ -255,7 +255,7 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
     patch.setattr(Numbering, "confirmed", ())
 
 
-@pytest.mark.timeout(600)
+@LONG
 @pytest.mark.parametrize(
     "plant",
     [
