@@ -86,12 +86,13 @@ class Queue:
         be."""
         if twice := [tag for tag, count in Counter(self.taken).items() if count > 1]:
             raise StormError(f"{name}: taken twice: {twice[:5]}")
-        if unknown := set(self.taken) - self.tried:
+        taken = set(self.taken)
+        if unknown := taken - self.tried:
             raise StormError(f"{name}: taken, and never put: {sorted(unknown)[:5]}")
         if false := self.refused.intersection(self.taken):
             raise StormError(f"{name}: taken, though their putter was told that they were not put: {sorted(false)[:5]}")
         self._check_order(name)
-        missing = [tag for tag in self.put if tag not in set(self.taken) and tag.rpartition("@")[2] not in dead]
+        missing = [tag for tag in self.put if tag not in taken and tag.rpartition("@")[2] not in dead]
         return missing if len(missing) > self.allowed else []
 
     def _check_order(self, name: str) -> None:
