@@ -115,9 +115,8 @@ def plan_shards(
     "max_tokens_per_microbatch").
 
     dynamic_batching_args: "max_tokens_per_microbatch", "budget_name", "sequence_length_round" (default 1). The rows of
-    a global batch
-    are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded length of the
-    longest of any rank, which is its length. All ranks have the same.
+    a global batch are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded
+    length of the longest of any rank, which is its length. All ranks have the same.
 
     locality: rows change shards, and places in their micro-batches, so that more tokens are in shards on their own
     host, but never so that it costs anything: micro-batches are as many and within the budget (with dynamic batching of
