@@ -1,4 +1,7 @@
-"""The simulator finds what it is there to find: with a defect planted in the ledger, a unit or a client, it fails."""
+"""The simulator finds what it is there to find: with a defect planted in the ledger, a unit or a client, it fails.
+
+Not here, as the simulator hardly comes by them: staged partitions that outlive their session (`test_ledger_saves.py`),
+and cells that change while they are compacted (`test_ledger_compaction.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import Phase, given, settings
 
 from dataplane.control.numbering import Numbering
 from dataplane.errors import StaleSampleError
-from dataplane.ledger import liveness, saves
+from dataplane.ledger import saves
 from dataplane.ledger.administration import UnitReports
 from dataplane.ledger.claims import Claims
 from dataplane.ledger.compaction import Compactions
@@ -157,10 +160,6 @@ def saves_show_what_is_there_now(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Saves, "read_saved", late)
 
 
-def the_end_of_a_session_forgets_what_it_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(liveness, "drop_staged", lambda state, session: None)
-
-
 def restarts_forget_saves(patch: pytest.MonkeyPatch) -> None:
     restored = Ledger.restored.__func__  # type: ignore[attr-defined]
 
@@ -204,17 +203,6 @@ def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
         switch(self, partition, field, command, room, kept, pinned[:0])
 
     patch.setattr(Drains, "_switch", forgetful)
-
-
-def compaction_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
-    relocate = Drains.relocate
-
-    def credulous(self: Drains, partition: Any, command: Any, room: Any, pinned: Any) -> None:
-        with pytest.MonkeyPatch.context() as meanwhile:
-            moves_do_not_look_again(meanwhile)
-            relocate(self, partition, command, room, pinned)
-
-    patch.setattr(Drains, "relocate", credulous)
 
 
 def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -278,13 +266,11 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         units_give_back_what_is_above_half,
         saves_pin_nothing,
         saves_show_what_is_there_now,
-        the_end_of_a_session_forgets_what_it_staged,
         restarts_forget_saves,
         what_is_published_over_is_kept,
         moves_do_not_look_again,
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
-        compaction_does_not_look_again,
         what_is_compacted_is_not_pinned,
         a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
