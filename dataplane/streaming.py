@@ -351,12 +351,9 @@ class _Taking:
         """What was cleared while its lease lasted, the caller cleared; after that, another may have had it before."""
         cleared = self._claims.client.ack(out)
         if cleared and time.monotonic() > self._out_until:
+            task = self._claims.task
             raise StaleSampleError(
-                partition=out.partition_id,
-                task=self._claims.task,
-                samples=cleared[:5],
-                total=len(cleared),
-                positions=[],
+                partition=out.partition_id, task=task, samples=cleared[:5], total=len(cleared), positions=[]
             )
 
     def _take(self, timeout_s: float) -> MicroBatch | None:
@@ -458,10 +455,9 @@ class _Queue:
             return needed
 
     def _timeout(self, waited_s: float) -> Exception:
-        late = self._late
-        if late is None:
+        if self._late is None:
             return CallTimeoutError(what="the next micro-batch of a stream", waited_s=waited_s, peer="the service")
-        return ClaimTimeoutError(**{**late.facts, "waited_s": waited_s})
+        return ClaimTimeoutError(**{**self._late.facts, "waited_s": waited_s})
 
     def refuse_if_closed(self) -> None:
         if self._closed:

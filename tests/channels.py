@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from workers.channel import (
     ChannelBroker,
 )
 from workers.channel.endpoint import Endpoint
+from workers.channel.hosted import HostedBroker
 from workers.channel.settings import Settings
+from workers.directory import DirectoryClient
 from workers.messages.work import AsyncWork
 
 MIB = 1 << 20
@@ -28,6 +30,17 @@ ROADS = ("shared", "tcp", "local")
 def elsewhere(endpoint: str) -> str:
     """The same broker, as from another machine."""
     return str(dataclasses.replace(Endpoint.parse(endpoint), host="another"))
+
+
+@contextlib.contextmanager
+def hosted(directory: DirectoryClient, ranks: Iterable[int]) -> Iterator[list[HostedBroker]]:
+    """A broker on each of these nodes."""
+    with contextlib.ExitStack() as stack:
+        brokers = []
+        for rank in ranks:
+            brokers.append(HostedBroker(directory.address, rank, capacity_bytes=CAPACITY))
+            stack.callback(brokers[-1].close)
+        yield brokers
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from dataplane import failpoints
 from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
-from dataplane.lockfile import is_held, open_own
+from dataplane.lockfile import is_unheld
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
 from tests.lives import WAIT_S, wait_until
@@ -54,20 +53,9 @@ def our_files() -> set[str]:
     return {str(path.relative_to(SHARED_MEMORY)) for path in files if path not in folders}
 
 
-def abandoned(path: Path) -> bool:
-    """Whether nobody holds the file: it is litter, not the file of some other run on this machine."""
-    fd = open_own(path)
-    if fd is None:
-        return False
-    try:
-        return not is_held(fd)
-    finally:
-        os.close(fd)
-
-
 def litter(before: set[str]) -> set[str]:
     """What came into shared memory since `before` and nobody holds."""
-    return {name for name in our_files() - before if abandoned(SHARED_MEMORY / name)}
+    return {name for name in our_files() - before if is_unheld(SHARED_MEMORY / name)}
 
 
 def pytest_configure() -> None:

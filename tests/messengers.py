@@ -14,6 +14,7 @@ import pytest
 from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.messages import Messenger
+from workers.messages.wire import Want
 
 WAIT_S = 60.0
 _spawn = multiprocessing.get_context("spawn")
@@ -27,6 +28,12 @@ def until_it_fails(operation: Callable[[], Any]) -> None:
 
 def address(rank: int, group: str = "g") -> WorkerAddress:
     return WorkerAddress(group, rank)
+
+
+def want_of(source: str, **facts: Any) -> Want:
+    """A request to one that passes on what `source` sent."""
+    usual = {"stream": b"s", "number": 1, "serial": 1, "incarnation": 1, "asker": 1, "receiver": 1, "nbytes": 1}
+    return Want(source=source, start=0, **(usual | facts))
 
 
 class Here:

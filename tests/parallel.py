@@ -9,7 +9,7 @@ RAY = (
     ("service", "builder", "channels", "start", "cluster"),
 )
 """Tests that share a Ray cluster, by the first word of their module's name: two clusters are enough."""
-GLOO = ("test_workers_broadcast", "test_workers_mixin", "test_workers_mixin_packing", "test_streaming")
+GLOO = ("test_workers_broadcast", "test_workers_mixin", "test_workers_mixin_packing", "test_streaming_siblings")
 """Modules that share the ranks of `tests/gloo.py`."""
 SHARING = ("tests/ui/", "tests/compat/test_nemo_rl", "tests/compat/test_transfer_queue")
 """Modules of a folder that share a browser, or what both packages were seen to do."""

@@ -34,7 +34,7 @@ OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine is no service that is not well, and calls under way at its end are answered."""
+    """On a slow machine the service counts as healthy, and calls that are pending when it stops are answered."""
     monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
     monkeypatch.setattr(grpc_door, "GRACE_S", WAIT_S)
 

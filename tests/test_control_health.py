@@ -64,7 +64,7 @@ def answers(controller: Controller) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine is no service that is not well."""
+    """On a slow machine the service counts as healthy."""
     monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
 
 

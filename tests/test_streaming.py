@@ -1,20 +1,19 @@
+# ruff: noqa: F401, F811
 """Streams of micro-batches: what they claim, when they end, what they give back."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import dataplane
-from dataplane import DataPlaneClient, KVBatchMeta, Server, StreamingDataLoader
+from dataplane import DataPlaneClient, StreamingDataLoader
 from dataplane.errors import (
     CallTimeoutError,
     ClaimTimeoutError,
@@ -23,56 +22,10 @@ from dataplane.errors import (
     StaleSampleError,
 )
 from dataplane.streaming import _Queue
-from tests.gloo import Ranks
 from tests.lives import wait_until
-from tests.mixin_worker import worker_on
+from tests.streams import NEVER_S, TASKS, client, loader, partition, prefetches, put, rewards, server
 
 pytestmark = pytest.mark.integration
-
-NEVER_S = 600.0
-TASKS = ["train", "other"]
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with dataplane.serve({"capacity_bytes": 16 << 20}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[DataPlaneClient]:
-    with dataplane.connect(server.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def partition(client: DataPlaneClient) -> Iterator[str]:
-    name = f"p{next(_numbers)}"
-    client.register_partition(name, ["input_ids", "reward"], None, TASKS)
-    yield name
-    client.clear_samples(None, name)
-
-
-def put(client: DataPlaneClient, partition: str, numbers: Sequence[int]) -> KVBatchMeta:
-    """Sample n has n + 1 tokens, all n."""
-    ids = [torch.full((n + 1,), n, dtype=torch.int64) for n in numbers]
-    fields = {"input_ids": ids, "reward": torch.tensor([float(n) for n in numbers])}
-    tags = [{"input_lengths": n + 1} for n in numbers]
-    return client.put_samples([f"s{n}" for n in numbers], partition, fields, tags=tags)
-
-
-def loader(client: DataPlaneClient, partition: str, batch_size: int = 2, **options: Any) -> StreamingDataLoader:
-    return StreamingDataLoader(
-        client, partition, "train", ["input_ids", "reward"], batch_size=batch_size, timeout_s=NEVER_S, **options
-    )
-
-
-def rewards(stream: StreamingDataLoader) -> list[list[float]]:
-    return [data["reward"].tolist() for data, _ in stream]
-
-
-prefetches = pytest.mark.parametrize("prefetch", [0, 2])
 
 
 @prefetches
@@ -458,62 +411,3 @@ def test_a_stream_goes_on_after_an_error(client: DataPlaneClient, partition: str
         client.register_partition(partition, ["input_ids", "reward"], 2, TASKS)
         put(client, partition, range(2))
         assert rewards(stream) == [[0.0, 1.0]]
-
-
-# --- replicas -------------------------------------------------------------------------------------------------------
-
-
-def stream_in_step(rank: int, address: str, partition: str, prefetch: int) -> Any:
-    worker = worker_on(rank, "tp2", address)
-    worker.fetch_timeout_s = 60.0
-    fields = ["input_ids", "reward"]
-    got: list[Any] = []
-    with worker.stream(partition, "train", fields, batch_size=2, prefetch=prefetch, pad_to_multiple=4) as stream:
-        for data, meta in stream:
-            got.append((data["input_ids"].tolist(), meta))
-            if len(got) == 1 and rank == 0:
-                with dataplane.connect(address) as client:
-                    client.seal(partition)
-    threads = [thread.name for thread in threading.enumerate() if partition in thread.name]
-    try:
-        worker.stream("nowhere", "train", fields, batch_size=2).__iter__().__next__()
-    except KeyError as error:
-        got.append(type(error).__name__)
-    worker.close_data_plane()
-    return got, threads
-
-
-@prefetches
-def test_siblings_get_the_same(
-    pair: Ranks, server: Server, client: DataPlaneClient, partition: str, prefetch: int
-) -> None:
-    meta = put(client, partition, range(3))
-    leader, sibling = pair.run(stream_in_step, server.address, partition, prefetch)
-    if isinstance(leader, Exception):
-        raise leader
-    assert leader == sibling
-    (first, second, error), threads = leader
-    assert first[0] == [[0, 99, 99, 99], [1, 1, 99, 99]]
-    assert second[0] == [[2, 2, 2, 99]]
-    assert (error, threads) == ("PartitionNotFoundError", [])
-    assert first[1].sample_ids == ["s0", "s1"]
-    assert first[1].handles[1].tolist() == meta.handles[1].tolist()[:2], "it can be written back to"  # type: ignore[index]
-    assert first[1].tags == [{"input_lengths": 1}, {"input_lengths": 2}]
-
-
-def disagree(rank: int, address: str, partition: str) -> str:
-    worker = worker_on(rank, "tp2", address)
-    with worker.stream(partition, "train", ["reward"], batch_size=2 + rank, prefetch=0) as stream:
-        try:
-            next(iter(stream))
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            worker.close_data_plane()
-    raise AssertionError("nobody raised")
-
-
-def test_siblings_stream_the_same_way(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
-    put(client, partition, range(3))
-    for message in pair.run(disagree, server.address, partition):
-        assert "other than that of the leader" in str(message)

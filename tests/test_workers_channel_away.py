@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.channel_peer import Peer, kept
-from tests.channels import CAPACITY
+from tests.channels import CAPACITY, hosted
 from tests.lives import wait_until
 from workers.channel import Channel, line
 from workers.channel import channel as channel_module
@@ -41,10 +41,8 @@ def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def others(directory: DirectoryClient) -> Iterator[None]:
     """The brokers that stay."""
-    hosted = [HostedBroker(directory.address, rank, capacity_bytes=CAPACITY) for rank in RANKS if rank != AWAY]
-    yield
-    for each in hosted:
-        each.close()
+    with hosted(directory, [rank for rank in RANKS if rank != AWAY]):
+        yield
 
 
 def _host(directory: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.channels import CAPACITY
+from tests.channels import hosted
 from tests.directories import client, directory
 from workers.channel import Channel, ChannelClosedError, ChannelLostError, EndOfChannelError
 from workers.channel.hosted import HostedBroker
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def brokers(client: DirectoryClient) -> Iterator[list[HostedBroker]]:
-    hosted = [HostedBroker(client.address, rank, capacity_bytes=CAPACITY) for rank in range(3)]
-    yield hosted
-    for each in hosted:
-        each.close()
+    with hosted(client, range(3)) as running:
+        yield running
 
 
 @pytest.fixture

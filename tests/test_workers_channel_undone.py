@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.channels import CAPACITY
+from tests.channels import hosted
 from tests.directories import client, directory
 from workers.channel import Channel, ChannelTimeoutError
 from workers.channel import channel as channel_module
@@ -23,10 +23,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def brokers(client: DirectoryClient) -> Iterator[list[HostedBroker]]:
-    hosted = [HostedBroker(client.address, rank, capacity_bytes=CAPACITY) for rank in range(2)]
-    yield hosted
-    for each in hosted:
-        each.close()
+    with hosted(client, range(2)) as running:
+        yield running
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_no_memory_for_its_bytes_costs_that_call(far: Here, monkeypatch: pytest.
         raise MemoryError("none left")
 
     with monkeypatch.context() as patched:
-        patched.setattr("workers.messages.incoming.fresh", none)
+        patched.setattr("workers.messages.fetches.fresh", none)
         with pytest.raises(MemoryError, match="none left"):
             b.broadcast(None, PAIR)
     assert int(b.broadcast(None, PAIR)[0]) == 1

@@ -137,7 +137,7 @@ def test_one_of_another_form_refuses_it(far: Here, monkeypatch: pytest.MonkeyPat
     with pytest.raises(MessageMismatchError):
         b.recv_tensor(torch.zeros(3), A)
     dam.open()
-    wait_until(lambda: not b._engine.incoming._fetches, "nothing comes any more")
+    wait_until(lambda: not b._engine.incoming._fetches, "the pull has ended")
     with pytest.raises(MessageMismatchError):
         until_it_fails(lambda: a.send("fine", B))
     a.send("fine", B)
@@ -152,7 +152,7 @@ def test_no_memory_for_its_bytes_leaves_it_for_the_next(far: Here, monkeypatch: 
         raise MemoryError("none left")
 
     with monkeypatch.context() as patched:
-        patched.setattr("workers.messages.incoming.fresh", none)
+        patched.setattr("workers.messages.fetches.fresh", none)
         with pytest.raises(MemoryError, match="none left"):
             b.recv(A)
     assert torch.equal(b.recv(A), torch.arange(BIG))

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from tests.lives import wait_until
-from tests.messengers import Here, address, elsewhere, one_road
+from tests.messengers import Here, address, elsewhere, one_road, want_of
 from workers.address import WorkerAddress
 from workers.errors import WorkerLostError
-from workers.messages import Messenger, groups, incoming, outgoing, relays
+from workers.messages import Messenger, fetches, groups, outgoing, relays
 from workers.messages.engine import Engine
 from workers.messages.relays import Relays, Tree
 from workers.messages.wire import Absent, Data, Relay, Want
@@ -48,9 +48,9 @@ class Hosts(Here):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody turns to the source because the machine is slow; and little is much."""
-    monkeypatch.setattr(incoming, "RELAY_S", 600.0)
+    monkeypatch.setattr(fetches, "RELAY_S", 600.0)
     monkeypatch.setattr(relays, "RELAY_S", 600.0)
-    monkeypatch.setattr(incoming, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(fetches, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_messages_and_broadcasts_keep_their_order(hosts: Hosts) -> None:
 def test_one_that_passes_nothing_on_is_gone_round(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(incoming, "RELAY_S", 0.05)
+    monkeypatch.setattr(fetches, "RELAY_S", 0.05)
     workers = hosts.workers(COUNT)
     _spread(hosts, workers, "first contact")
     asked = threading.Event()
@@ -236,7 +236,7 @@ def _receive_until_killed(messenger: Messenger, pipe: Any) -> None:
 
 @pytest.mark.integration
 def test_one_that_passes_on_and_dies_takes_nobody_along(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming, "RELAY_S", 0.2)
+    monkeypatch.setattr(fetches, "RELAY_S", 0.2)
     others = [hosts.worker(name) for name in NAMES[2:]]
     source = hosts.worker(NAMES[0])
     with elsewhere(hosts.directory, NAMES[1], _receive_until_killed, host="127.0.0.2") as inner:
@@ -307,17 +307,7 @@ def test_one_whose_port_is_another_s_by_now_is_not_asked(one_road: Here) -> None
     sending = a.send(torch.arange(BIG), NAMES[1], async_op=True)
     assert sending is not None
     wait_until(lambda: b._engine.incoming._arrivals, "the message has come")
-    want = Want(
-        source="g:5",
-        incarnation=1,
-        serial=1,
-        stream=b"s",
-        number=1,
-        asker=1,
-        receiver=1,
-        start=0,
-        nbytes=CHUNK_BYTES,
-    )
+    want = want_of("g:5")
     asked: Future[bool] = Future()
     relay = Relay("g:9", 1, a._engine._peer("g:1").endpoint, 1)
     a._engine.call(lambda: asked.set_result(a._engine._ask_relay(relay, want)))
@@ -339,18 +329,7 @@ def test_what_is_not_passed_on_is_refused(hosts: Hosts, monkeypatch: pytest.Monk
     (key,) = workers[1]._engine.incoming._relays._kept
     answered: list[Any] = []
     done = threading.Event()
-
-    want = Want(
-        source=key[0],
-        incarnation=key[1],
-        serial=key[2],
-        stream=b"s",
-        number=1,
-        asker=1,
-        receiver=1,
-        start=0,
-        nbytes=CHUNK_BYTES,
-    )
+    want = want_of(key[0], incarnation=key[1], serial=key[2], nbytes=CHUNK_BYTES)
     kept = workers[1]._engine.incoming._relays
     monkeypatch.setattr(kept, "_reply", lambda route, answer, body: answered.append(answer))
 
@@ -377,16 +356,9 @@ def test_what_is_asked_for_early_waits_for_its_message(
     monkeypatch.setattr(engine.incoming._relays, "_reply", lambda route, answer, body: answered.append(answer))
     source = workers[0]._engine.incarnation
     serial = next(outgoing._serials) + 1 if comes else 10**9
-    want = Want(
-        source="g:0",
-        incarnation=source,
-        serial=serial,
-        stream=groups.stream_of(NAMES),
-        number=1,
-        asker=1,
-        receiver=engine.incarnation,
-        start=0,
-        nbytes=CHUNK_BYTES,
+    stream = groups.stream_of(NAMES)
+    want = want_of(
+        "g:0", incarnation=source, serial=serial, stream=stream, receiver=engine.incarnation, nbytes=CHUNK_BYTES
     )
     done = threading.Event()
 

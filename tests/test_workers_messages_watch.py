@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.warm import WarmMemory
+from tests.messengers import want_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
@@ -97,17 +98,7 @@ def engine() -> Engine:
 
 
 def _pulled_for_others(engine: Engine) -> None:
-    want = Want(
-        source="source",
-        incarnation=1,
-        serial=1,
-        stream=b"s",
-        number=1,
-        asker=1,
-        receiver=1,
-        start=0,
-        nbytes=NBYTES,
-    )
+    want = want_of("source", nbytes=NBYTES)
     engine.incoming.arrive(b"route", POST, b"", b"")
     engine.incoming.wanted(b"other", want)
     assert [want.receiver for want in engine.wants] == [1], "it is being pulled from the relay"

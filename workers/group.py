@@ -236,7 +236,7 @@ class RayWorkerGroup:
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """`future_bundle.get_results` on this group. TypeError for what is no bundle, such as the list of futures that
+        """`future_bundle.get_results` on this group. TypeError for anything else, such as the list of futures that
         `run_all_workers_single_data` and `run_all_workers_multiple_data` return."""
         if not isinstance(future_bundle, MultiWorkerFuture):
             raise TypeError(

@@ -22,7 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from workers.actors import await_constructed, kill
 from workers.address import WorkerAddress
+from workers.channel.settings import NODE_RANK_VARIABLE, NODES_VARIABLE
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, Entry, Facts, Kind
+from workers.directory.state import WORLD_SIZE
 from workers.directory.wire import State
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
 from workers.hosted import hosted
@@ -111,7 +113,7 @@ class Crew:
             "MASTER_ADDR": self._cluster.nodes[node].host,
             "MASTER_PORT": str(port),
             DIRECTORY_VARIABLE: self._cluster.directory.address,
-            "TQ_NODES": str(self._cluster.num_nodes),
+            NODES_VARIABLE: str(self._cluster.num_nodes),
             "TQ_LOG": "driver" if launch.log_to_driver else "file",
         }
 
@@ -139,7 +141,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> Crew:
         launch.name,
         {
             "class": launch.cls.__qualname__,
-            "world_size": len(launch.placements),
+            WORLD_SIZE: len(launch.placements),
             "namespace": ray.get_runtime_context().namespace,
             "token": secrets.token_hex(4),
         },
@@ -174,7 +176,7 @@ def take_name(directory: DirectoryClient, name: str, facts: Facts) -> Entry:
 def find_actors(entry: Entry) -> list[ActorHandle]:
     """The workers of a live group, by rank. `WorkerLostError` for one that is gone."""
     actors = []
-    for rank in range(int(str(entry.facts["world_size"]))):
+    for rank in range(int(str(entry.facts[WORLD_SIZE]))):
         try:
             actors.append(ray.get_actor(actor_name(entry, rank), str(entry.facts["namespace"])))
         except ValueError as error:
@@ -202,7 +204,7 @@ def place_environment(placement: Placement) -> dict[str, str]:
         "NODE_LOCAL_RANK": str(placement.local_rank),
         "NODE_LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "CLUSTER_NODE_RANK": str(placement.cluster_node_rank),
-        "TQ_NODE_RANK": str(placement.cluster_node_rank),
+        NODE_RANK_VARIABLE: str(placement.cluster_node_rank),
         "LOCAL_ACCELERATOR_RANK": str(placement.local_accelerator_rank),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.visible)),
     }
@@ -218,7 +220,7 @@ def _is_launching(directory: DirectoryClient, name: str) -> bool:
 
 def _lives(entry: Entry) -> bool:
     """Whether any of the group's workers answers, or is too busy to."""
-    size = int(str(entry.facts["world_size"]))
+    size = int(str(entry.facts[WORLD_SIZE]))
     asked = []
     for rank in range(size):
         with contextlib.suppress(ValueError, RayError):

@@ -32,7 +32,7 @@ PASSING = frozenset({"1", "2", "4", "8", "13", "14"})
 """gRPC statuses of a server that is busy or is just starting: cancelled, unknown, deadline, exhausted, internal,
 unavailable."""
 MAX_TEXT = 300
-"""So many characters of a status's text are told."""
+"""Characters of a status's text that an error repeats, at most."""
 LOOK_S = 0.1
 """How long a read waits before `rest` is called again."""
 

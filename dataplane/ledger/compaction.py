@@ -134,8 +134,8 @@ class Compactions:
         return found
 
     def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> list[Int64s] | None:
-        """Take what is free in the window, and room elsewhere for the values: source, target and bytes of every range
-        to be copied. None if there is no room; nothing is taken then."""
+        """Reserve what is free in the window, and room elsewhere for the values. Returns source, target and bytes of
+        every range to be copied; None, with nothing reserved, if there is no room."""
         for start, nbytes in window.free:
             unit.space.take_at(start, nbytes)
         for values in found:

@@ -36,12 +36,12 @@ def produce(client: DataPlaneClient, partition: str = "train") -> None:
 
 @contextlib.contextmanager
 def waiting(server: Server, partition: str = "train", task: str = "policy", name: str = "policy-0") -> Iterator[None]:
-    """Meanwhile a client waits for four samples with logprobs. The service has its claim when this begins."""
+    """Meanwhile a client waits for four samples with logprobs, for 2 h 30 min. The service has its claim by then."""
     client = connect(server.address, client_name=name)
 
     def claim() -> None:
         with contextlib.suppress(ClientClosedError):
-            client.claim_meta(partition, task, ["input_ids", "logprobs"], 4, timeout_s=120.0)
+            client.claim_meta(partition, task, ["input_ids", "logprobs"], 4, timeout_s=9000.0)
 
     thread = threading.Thread(target=claim, daemon=True)
     thread.start()

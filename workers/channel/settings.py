@@ -43,8 +43,8 @@ def as_maxsize(value: Any) -> int:
 
 
 def as_node_rank(value: Any, nodes: int | None) -> int:
-    """`value` as one of so many nodes, by default as many as the environment says, if it does; TypeError or ValueError
-    if it is none."""
+    """`value` as the rank of a node; TypeError or ValueError if it is none. nodes: how many there are, by default what
+    the environment says; where it says nothing, any rank is taken."""
     rank = _integer("node_rank", value)
     if nodes is None and NODES_VARIABLE in os.environ:
         nodes = int(os.environ[NODES_VARIABLE])

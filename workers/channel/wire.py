@@ -259,6 +259,6 @@ class Splitter:
 
     def rest(self, most: int) -> bytes:
         """Up to `most` of the bytes that have come already."""
-        found = bytes(self._buffer[:most])
+        found = bytes(memoryview(self._buffer)[:most])
         del self._buffer[:most]
         return found

@@ -23,8 +23,8 @@ from workers.directory.wire import (
     failed,
 )
 
-SIZE = "world_size"
-"""Of a group's facts: how many workers it has, where that is known."""
+WORLD_SIZE = "world_size"
+"""The fact of a group that says how many workers it has, where that is known."""
 MOST_GONE = 4096
 """So many entries that are gone are remembered, to answer who asks for them at once; then the oldest is forgotten."""
 
@@ -218,7 +218,7 @@ def _belongs(key: Key, group: str) -> bool:
 
 def _no_such_rank(key: Key, group: Entry) -> errors.NoSuchRankError | None:
     """What is said of a worker, if it is of that group and the group has no such rank."""
-    size = group.facts.get(SIZE)
+    size = group.facts.get(WORLD_SIZE)
     if not _belongs(key, group.name) or not isinstance(size, int):
         return None
     try:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,67 +20,32 @@ from workers.errors import (
     SourceFailedError,
     WorkerLostError,
 )
+from workers.messages.broadcast_calls import BroadcastCalls
 from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
+from workers.messages.fetches import Fetches, Reply
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
-from workers.messages.relays import RELAY_S, Later, Relays
+from workers.messages.relays import Later, Relays
 from workers.messages.slabs import Mappings
 from workers.messages.wire import (
     Absent,
-    Answer,
     Data,
     Done,
     FaultForm,
     Held,
     ObjectForm,
     Post,
-    Pull,
     Relay,
     Settled,
     TensorForm,
     Want,
     refused,
 )
-from workers.values import Bytes, fresh
 
-CHUNK_BYTES = 4 << 20
 EAGER_BYTES = 32 << 20
 """So much the engine copies at once, which spares waking another thread first; of more, other messages would wait."""
-CHUNKS_AHEAD = 4
-"""Values in memory of another host are asked for in chunks, so many at a time."""
 
 _Q = TypeVar("_Q")
-_log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """A message whose bytes are being pulled. posting: None once the receive that began it gave up: the message is
-    queued again, and its bytes still come. relay: from whom, None for the source; passed_on: others may want them, so
-    they are not to be written; missing: bytes that were asked for, by where they start; watch: the number of the last
-    look at whether more of it came."""
-
-    posting: Posting | None
-    arrival: Arrival
-    staging: Bytes
-    relay: Relay | None
-    passed_on: bool
-    asked: int = 0
-    got: int = 0
-    watch: int = 0
-    missing: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Calls:
-    """The calls of this worker for broadcasts of a source in a stream. made: so many since the source's life began;
-    next_from: the first that is for the source's next life, None while none but the present one is known."""
-
-    made: int = 0
-    next_from: int | None = 0
-
-
-Reply = Callable[[bytes, Answer], None]
 
 
 class Incoming:
@@ -113,8 +74,6 @@ class Incoming:
         self._warm = warm
         self._relays = relays
         self._reply = reply
-        self._ask = ask
-        self._later = later
         self._call = call
         self._contact = contact
         self._forget = forget
@@ -122,12 +81,10 @@ class Incoming:
         self._lives = lives
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self._fetches: dict[MessageId, _Fetch] = {}
+        self._fetches = Fetches(warm, relays, reply=reply, ask=ask, later=later)
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
-        self._calls: dict[Key, _Calls] = {}
-        self._sources: set[str] = set()
-        """Those whose present life is known."""
+        self._calls = BroadcastCalls(self._postings)
 
     # --- receives -------------------------------------------------------------------------------------------------
 
@@ -143,7 +100,7 @@ class Incoming:
             return False
         self._contact(posting.source, posting.stream, posting.options)
         if posting.stream:
-            posting.number = self._next_call(posting.key)
+            posting.number = self._calls.next(posting.key)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if lives:
             self._match(posting.key)
@@ -158,7 +115,7 @@ class Incoming:
     def _match(self, key: Key) -> None:
         while key in self._arrivals:
             waiting, post = self._postings.get(key), self._arrivals[key][0].post
-            behind = self._behind(key, post.number)
+            behind = self._calls.behind(key, post.number)
             if waiting and behind < 0:
                 why = "its call failed, or its time was over, before it could send"
                 _first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
@@ -167,34 +124,16 @@ class Incoming:
                 return
             arrival = _first(self._arrivals, key)
             arrival.queued = False
-            self._calls_of_late(key, post.number)
+            self._calls.met(key, post.number)
             if behind > 0:
                 self._drop(arrival)
             else:
                 self._meet(_first(self._postings, key), arrival)
 
-    def _behind(self, key: Key, number: int) -> int:
-        """How many calls ago the message of that number was waited for; 0 outside of broadcasts."""
-        calls, waiting = self._calls.get(key), self._postings.get(key)
-        if calls is None:
-            return 0
-        return (waiting[0].number if waiting else calls.made) - number
-
-    def _calls_of_late(self, key: Key, number: int) -> None:
-        """What still comes of a life that is over takes the call of its number from the next life."""
-        calls = self._calls.get(key)
-        if calls is not None and calls.next_from is not None:
-            calls.next_from = max(calls.next_from, number + 1)
-
     def skip(self, key: Key) -> None:
         """A call for a broadcast failed before it could wait: the message of its number is for nobody."""
-        self._next_call(key)
+        self._calls.next(key)
         self._drop_left(key)
-
-    def _next_call(self, key: Key) -> int:
-        calls = self._calls.setdefault(key, _Calls(next_from=None if key[0] in self._sources else 0))
-        calls.made += 1
-        return calls.made - 1
 
     def _drop_left(self, key: Key) -> None:
         """What is for a call that gave up; where others wait, it is dropped when they are matched."""
@@ -216,8 +155,8 @@ class Incoming:
         return min((posting.deadline for posting in self._all()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
-        """Nobody waits for it any more. A message between two that it had met, but has not been given, is for the next
-        receive, as is one that comes later; that of a broadcast is dropped."""
+        """The receive gave up. Its message goes to the next receive, whether it is here or comes later; the message of
+        a broadcast is dropped."""
         queued = self._postings.get(posting.key)
         if queued and posting in queued:
             queued.remove(posting)
@@ -303,7 +242,7 @@ class Incoming:
         fetch.got += part.size
         self._relays.came(fetch.arrival.post, data.start, part.size)
         if fetch.got < fetch.staging.size:
-            self._ask_for_more(fetch)
+            self._fetches.ask_for_more(fetch)
             return
         del self._fetches[key]
         fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.passed_on
@@ -316,7 +255,7 @@ class Incoming:
         """The relay does not pass on these values."""
         fetch = self._fetches.get((absent.source, absent.stream, absent.number))
         if fetch is not None:
-            self._turn_to_source(fetch)
+            self._fetches.turn_to_source(fetch)
 
     def wanted(self, route: bytes, want: Want) -> None:
         """Another receiver wants values that this one passes on, and may be the first to want them."""
@@ -332,7 +271,7 @@ class Incoming:
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
                 if post.passes_on and arrival.memory is None and arrival.id not in self._fetches:
-                    self._begin(None, arrival)
+                    self._fetches.begin(None, arrival)
                 return
 
     def _give_up(self, key: MessageId, why: str) -> None:
@@ -355,27 +294,14 @@ class Incoming:
             for posting in self._postings.pop(key):
                 posting.fail(error)
         if isinstance(error, WorkerLostError):
-            self._sources.discard(source)
-            for calls in self._calls_for(source).values():
-                calls.next_from = calls.made
+            self._calls.lost(source)
 
     def outdate(self, source: str, incarnation: int) -> None:
-        """A new life of the source began: nothing of those before is received any more, and calls are counted anew:
-        from those that wait, or that were made since the life before was known to be over."""
+        """A new process of the source is there: nothing of those before it is received, and calls are counted anew."""
         self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
         for posting in reversed(self._interrupted(source)):
             self._postings.setdefault(posting.key, deque()).appendleft(posting)
-        self._sources.add(source)
-        for key, calls in self._calls_for(source).items():
-            waiting = self._postings.get(key, ())
-            first = calls.made if calls.next_from is None else calls.next_from
-            first = min([first, *(posting.number for posting in waiting)])
-            calls.made, calls.next_from = calls.made - first, None
-            for posting in waiting:
-                posting.number -= first
-
-    def _calls_for(self, source: str) -> dict[Key, _Calls]:
-        return {key: calls for key, calls in self._calls.items() if key[0] == source}
+        self._calls.renewed(source)
 
     def _interrupted(self, source: str) -> list[Posting]:
         """Receives of messages from there whose bytes will not come any more; those are forgotten."""
@@ -447,82 +373,14 @@ class Incoming:
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
         if arrival.id in self._fetches:
-            fetch = self._fetches[arrival.id]
-            fetch.posting = posting
-            self._watch(fetch)
+            self._fetches.join(posting, arrival)
             return
         try:
-            self._begin(posting, arrival)
+            self._fetches.begin(posting, arrival)
         except Exception as error:
             # Memory for its bytes; there may be some for the next receive.
             posting.fail(error)
             self._leave(arrival)
-
-    def _begin(self, posting: Posting | None, arrival: Arrival) -> None:
-        """Pull the bytes of a message: for a receive, or for others, if they are passed on."""
-        post = arrival.post
-        staging = fresh(post.nbytes, self._warm)
-        passed_on = self._relays.begin(post, staging)
-        if posting is None and not passed_on:
-            return
-        fetch = _Fetch(posting, arrival, staging, post.relay, passed_on)
-        self._fetches[arrival.id] = fetch
-        for _ in range(CHUNKS_AHEAD):
-            self._ask_for_more(fetch)
-        self._watch(fetch)
-
-    def _ask_for_more(self, fetch: _Fetch) -> None:
-        nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.asked)
-        if nbytes > 0:
-            start, fetch.asked = fetch.asked, fetch.asked + nbytes
-            fetch.missing[start] = nbytes
-            self._ask_for(fetch, start, nbytes)
-
-    def _ask_for(self, fetch: _Fetch, start: int, nbytes: int) -> None:
-        post, relay = fetch.arrival.post, fetch.relay
-        if relay is None:
-            pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
-            self._reply(fetch.arrival.route, pull)
-            return
-        want = Want(
-            source=post.source,
-            incarnation=post.incarnation,
-            serial=post.serial,
-            stream=post.stream,
-            number=post.number,
-            asker=post.receiver,
-            receiver=relay.incarnation,
-            start=start,
-            nbytes=nbytes,
-        )
-        if not self._ask(relay, want):
-            self._turn_to_source(fetch)
-
-    def _turn_to_source(self, fetch: _Fetch) -> None:
-        if fetch.relay is not None:
-            fetch.relay = None
-            for start, nbytes in fetch.missing.items():
-                self._ask_for(fetch, start, nbytes)
-
-    def _watch(self, fetch: _Fetch) -> None:
-        """Turn from a relay to the source if nothing comes for a while, in time for a receive that has not long to
-        wait. In place of any earlier watch, which was for another receive."""
-        if fetch.relay is None:
-            return
-        fetch.watch += 1
-        left_s = math.inf if fetch.posting is None else fetch.posting.deadline - time.monotonic()
-        look = partial(self._look_at, fetch, fetch.watch, fetch.got)
-        self._later(min(RELAY_S * fetch.relay.depth, left_s / 4), look)
-
-    def _look_at(self, fetch: _Fetch, watch: int, got: int) -> None:
-        if fetch.relay is None or fetch.watch != watch or self._fetches.get(fetch.arrival.id) is not fetch:
-            return
-        if fetch.got > got:
-            self._watch(fetch)
-            return
-        source = fetch.arrival.post.source
-        _log.warning("%s passed on nothing of a message of %s; it is pulled from there", fetch.relay.worker, source)
-        self._turn_to_source(fetch)
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
