@@ -352,9 +352,7 @@ class _Taking:
         cleared = self._claims.client.ack(out)
         if cleared and time.monotonic() > self._out_until:
             task = self._claims.task
-            raise StaleSampleError(
-                partition=out.partition_id, task=task, samples=cleared[:5], total=len(cleared), positions=[]
-            )
+            raise StaleSampleError(partition=out.partition_id, task=task, samples=cleared, positions=[])
 
     def _take(self, timeout_s: float) -> MicroBatch | None:
         if self._thread is None:

@@ -319,16 +319,17 @@ def test_a_lease_ends_with_the_next_micro_batch(client: DataPlaneClient, partiti
 
 
 def test_what_another_consumed_and_cleared_since_is_told(client: DataPlaneClient, partition: str) -> None:
-    put(client, partition, range(2))
+    put(client, partition, range(7))
     lease_s = 0.2
-    with loader(client, partition, prefetch=0, lease_s=lease_s) as stream:
+    with loader(client, partition, batch_size=7, prefetch=0, lease_s=lease_s) as stream:
         next(iter(stream))
         handed_out = time.monotonic()
-        again = client.claim_meta(partition, "train", [], 2, lease_s=NEVER_S)
+        again = client.claim_meta(partition, "train", [], 7, lease_s=NEVER_S)
         client.clear_samples(again, partition)
         wait_until(lambda: time.monotonic() > handed_out + lease_s)
-        with pytest.raises(StaleSampleError, match="lease ended"):
+        with pytest.raises(StaleSampleError, match="lease ended") as caught:
             next(iter(stream))
+    assert caught.value.samples == [f"s{n}" for n in range(7)]
 
 
 def held_ready(stream: StreamingDataLoader) -> Any:
