@@ -46,10 +46,10 @@ def _confirming(channel: Channel) -> bool:
     return pump is not None and bool(pump._confirming)
 
 
-def _left(channel: Channel) -> list[Any]:
-    """What others can get, once nobody has anything that may come back."""
+def _is_empty(channel: Channel) -> bool:
+    """Whether others can get nothing, once nobody has anything that may come back."""
     wait_until(lambda: channel._counted(channel._links[0], "default_queue", "a test").leased == 0, "nothing is held")
-    return [channel.get_nowait() for _ in range(channel.qsize())]
+    return channel.qsize() == 0
 
 
 def test_what_is_cancelled_too_late_is_had_and_its_task_is_cancelled_next(
@@ -77,7 +77,8 @@ def test_what_is_cancelled_too_late_is_had_and_its_task_is_cancelled_next(
 
     asyncio.run(cancel())
     assert had == ["a"]
-    assert _left(near) == ["b"]
+    assert near.get(timeout_s=60) == "b"  # the other get may have it still, or ask for it only now: it comes back
+    assert _is_empty(near)
 
 
 @pytest.mark.parametrize("by", ["timeout", "task"])
@@ -116,7 +117,7 @@ def test_who_cancels_too_late_has_the_item(
         return item
 
     assert asyncio.run(whole()) == "a"
-    assert _left(near) == []
+    assert _is_empty(near)
 
 
 def test_what_is_cancelled_before_it_is_taken_goes_to_the_next(near_and_far: tuple[Channel, Channel]) -> None:
