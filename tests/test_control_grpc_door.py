@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import grpc_door, health
+from dataplane.control import grpc_door, grpc_public, health
 from dataplane.control.controller import Controller
 from dataplane.control.statuses import DETAILS_KEY, from_status
-from dataplane.errors import InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
+from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
 from dataplane.pb import control_pb2_grpc
@@ -259,3 +260,25 @@ def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: s
         call(body, timeout=WAIT_S) if kind == "unary_unary" else list(call(iter([body]), timeout=WAIT_S))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a" in refused.value.details()
+
+
+def test_a_refused_call_whose_caller_is_gone_leaves_no_traceback(
+    real: grpc.Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reached, gone, tell = threading.Event(), threading.Event(), grpc_public.to_status
+
+    def late(error: DataPlaneError) -> Any:
+        reached.set()
+        assert gone.wait(WAIT_S)
+        time.sleep(0.2)  # for the news to arrive; where it takes longer, the answer is sent into the void
+        return tell(error)
+
+    monkeypatch.setattr(grpc_public, "to_status", late)
+    call = control_pb2_grpc.ControlStub(real).AttachUnit(iter([]))  # type: ignore[no-untyped-call]
+    assert reached.wait(WAIT_S)
+    call.cancel()
+    gone.set()
+    monkeypatch.setattr(grpc_public, "to_status", tell)
+    assert control_pb2_grpc.ControlStub(real).Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S)  # type: ignore[no-untyped-call]
+    told = [record.getMessage() for record in caplog.records if record.exc_info or "AttachUnit" in record.getMessage()]
+    assert told == []

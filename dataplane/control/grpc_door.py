@@ -376,9 +376,9 @@ def _failures(request: str) -> Complaints:
 
 
 async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
-    """End the call with `error`, unless it is ended already. One that nobody expected is logged, and told as what it
-    is; the door goes on."""
-    if isinstance(error, grpc.aio.AbortError):
+    """End the call with `error`, unless it is ended already, or its caller is gone: gRPC's own errors. One that nobody
+    expected is logged, and told as what it is; the door goes on."""
+    if isinstance(error, grpc.aio.BaseError):
         return
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
