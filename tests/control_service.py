@@ -32,7 +32,7 @@ def done(call: c.Call) -> c.Result:
 
 
 class ScriptedLedger:
-    """Answers calls as `answer` says (None: not now), opens sessions and adds units, and keeps what it was given.
+    """Answers calls as `answer` says when they come (None: not now), opens sessions and adds units, and keeps what it was given.
     `ended` is what a session that would go on is told."""
 
     def __init__(self, answer: Answer = done, *, epoch: int = 1) -> None:
@@ -53,10 +53,11 @@ class ScriptedLedger:
                     self.deadline = None
             else:
                 self.inputs.append(item)
+            answer = self.answer  # who has waited for this input may set another at once
             self._changed.notify_all()
         match item:
             case c.Call():
-                result = self.answer(item)
+                result = answer(item)
                 return [] if result is None else [c.Answer(session=item.session, number=item.number, result=result)]
             case c.OpenSession() if item.session and self.ended is not None:
                 return [c.Opened(nonce=item.nonce, error=self.ended)]
