@@ -32,7 +32,7 @@ def done(call: c.Call) -> c.Result:
 
 
 class ScriptedLedger:
-    """Answers calls as `answer` says when they come (None: not now), opens sessions and adds units, and keeps what it was given.
+    """Answers calls as `answer` says (None: not now), opens sessions and adds units, and keeps what it was given.
     `ended` is what a session that would go on is told."""
 
     def __init__(self, answer: Answer = done, *, epoch: int = 1) -> None:
