@@ -26,9 +26,8 @@ NONE_LEFT = r"no more open files \(ulimit -n \d+\).*allow it more"
 
 
 def _nobody_closes_any() -> None:
-    """Until what other threads and the garbage close late, such as connections that ended, is closed: one file more
-    that is free is one more than `only` allows."""
-    gc.collect()
+    """Until what other threads close late, such as connections that ended, is closed: each is one more that is free
+    than `only` allows."""
     looks: collections.deque[list[str]] = collections.deque(maxlen=4)
 
     def same() -> bool:
@@ -42,6 +41,7 @@ def _nobody_closes_any() -> None:
 def only(count: int) -> Iterator[None]:
     """This process may open at most so many more files."""
     _nobody_closes_any()
+    gc.disable()  # nor does it
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first = os.dup(0)
     os.close(first)
@@ -50,6 +50,7 @@ def only(count: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        gc.enable()
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 5, 9, 19])
