@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,8 +142,11 @@ def test_a_crowd_finds_room_in_the_queue_of_the_port() -> None:
 def queue_of_port(port: int) -> int:
     """How many connections to a port of this process may wait to be taken."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as listener:
-            if listener.family == socket.AF_INET and listener.getsockname()[1] == port:
-                info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
-                return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue  # a copy of it would stay open
+            with socket.socket(fileno=os.dup(int(name))) as listener:
+                if listener.family == socket.AF_INET and listener.getsockname()[1] == port:
+                    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                    return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
     raise AssertionError(f"nothing of this process listens on port {port}")
