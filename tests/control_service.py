@@ -53,10 +53,11 @@ class ScriptedLedger:
                     self.deadline = None
             else:
                 self.inputs.append(item)
+            answer = self.answer  # who has waited for this input may set another at once
             self._changed.notify_all()
         match item:
             case c.Call():
-                result = self.answer(item)
+                result = answer(item)
                 return [] if result is None else [c.Answer(session=item.session, number=item.number, result=result)]
             case c.OpenSession() if item.session and self.ended is not None:
                 return [c.Opened(nonce=item.nonce, error=self.ended)]

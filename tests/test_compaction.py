@@ -30,6 +30,8 @@ FIELDS = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
 KEPT = [f"s{i}" for i in range(1, 13, 2)]
 LARGE = 5 * MIB
 """Of 16 MiB, 10 are free, in pieces of at most 4."""
+START_S = 300.0
+"""The first process is forked from a server that has all of torch to import before."""
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +183,7 @@ def _start(address: str, config: DataPlaneConfig, point: str) -> Any:
     ours, theirs = forks.Pipe()
     unit = forks.Process(target=_be_a_unit, args=(theirs, address, config, point), daemon=True)
     unit.start()
-    assert ours.poll(WAIT_S)
+    assert ours.poll(START_S)
     assert ours.recv() == 1
     return unit
 

@@ -135,7 +135,9 @@ def test_failpoints_stand_around_every_command(scripted: Controller) -> None:
     assert reached == names
 
 
-def test_cancelling_while_it_opens_leaves_nothing(scripted: Controller, ledger: ScriptedLedger) -> None:
+def test_cancelling_while_it_opens_leaves_nothing(
+    scripted: Controller, ledger: ScriptedLedger, unhurried: None
+) -> None:
     async def main() -> None:
         opening = asyncio.create_task(AsyncChannel.open(replace(QUICK, address=scripted.address)))
         await asyncio.sleep(0)
@@ -205,11 +207,11 @@ def test_too_few_open_files_when_the_session_moved(
 
 
 def test_too_few_open_files_to_say_goodbye(
-    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch, unhurried: None
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
         with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
             await channel.close()
 
-    run(scripted, script)
+    run(scripted, script, STILL)
     assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [1]

@@ -47,6 +47,7 @@ from tests.control_service import (  # noqa: F401
     scripted,
     unhurried,
 )
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -231,7 +232,8 @@ def test_a_call_that_waits_stops_no_others(open_channel: Open) -> None:
 def test_a_message_beyond_the_limit_is_refused_at_both_ends(
     scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = open_channel(scripted)
+    # A heartbeat that is late would have the session looked for, and what answers that is longer than 100 bytes.
+    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(RequestTooLargeError, match="a Seal command needs"):
         channel.call(c.Seal(partition="x" * 200))
@@ -333,9 +335,9 @@ def test_a_service_that_has_the_session_but_not_for_calls_ends_the_channel(
 
 
 def test_a_service_of_another_epoch_ends_the_channel(open_channel: Open) -> None:
-    with Controller(QUICK, epoch=1) as first:
+    port = free_ports(2)  # which nobody is given while no service has it
+    with Controller(replace(QUICK, port=port), epoch=1) as first:
         channel = open_channel(first)
-        port = int(first.address.rpartition(":")[2])
     with (
         Controller(replace(QUICK, port=port), epoch=2),
         pytest.raises(ServiceRestartedError, match="epoch 2, expected 1"),

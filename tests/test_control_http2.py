@@ -109,6 +109,26 @@ def test_long_headers_and_the_message_arrive(pair: tuple[socket.socket, socket.s
     assert [event.data for event in asked if isinstance(event, DataReceived)] == [b"\0\0\0\0\3ask"]
 
 
+@pytest.mark.parametrize("end", [frame(RST, 0, 1, bytes([0, 0, 0, 7])), frame(GOAWAY, 0, 0, bytes([0] * 7 + [2]))])
+def test_a_server_that_ends_the_call_for_now_is_busy(pair: tuple[socket.socket, socket.socket], end: bytes) -> None:
+    """As gRPC does, with an internal error, where for ten seconds it was too busy to read what was sent."""
+    near, far = pair
+    far.sendall(BEGIN + end)
+    with pytest.raises(http2.BusyError, match="it ended the call"):
+        call(near)
+
+
+@pytest.mark.parametrize("end", [frame(RST, 0, 1, bytes([0, 0, 0, 1])), frame(GOAWAY, 0, 0, bytes([0] * 7 + [1]))])
+def test_a_server_that_does_not_like_the_call_is_none_of_ours(
+    pair: tuple[socket.socket, socket.socket], end: bytes
+) -> None:
+    near, far = pair
+    far.sendall(BEGIN + end)
+    with pytest.raises(http2.Http2Error, match="it ended the call") as caught:
+        call(near)
+    assert not isinstance(caught.value, http2.BusyError)
+
+
 def test_a_server_that_is_busy_says_so(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     far.sendall(BEGIN + frame(HEADERS, 5, 1, b"\0\x0bgrpc-status\x0214"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,12 +15,14 @@ import pytest
 from dataplane.config import DataPlaneConfig
 from dataplane.control import unit_link
 from dataplane.control.controller import Controller
+from dataplane.control.keys import DoorKeys
 from dataplane.control.unit_link import Outbox, UnitLink
 from dataplane.errors import ArenaSpaceError, InvalidRequestError, ServiceRestartedError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, add_unit
 from tests.lives import Proxy, wait_until
 from tests.logs import logged
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -35,14 +39,15 @@ class Scene:
 
     def __init__(self) -> None:
         self.ledger = ScriptedLedger()
-        self.controller = Controller(CONFIG, ledger=self.ledger, epoch=1).start()
-        port = int(self.controller.address.rpartition(":")[2])
-        self.proxy = Proxy(port)
+        port = free_ports(2)  # which nobody is given while no controller has it
         self.config = replace(CONFIG, port=port)
+        self.controller = Controller(self.config, ledger=self.ledger, epoch=1).start()
+        self.proxy = Proxy(port)
         self.links: list[UnitLink] = []
 
-    def link(self, reconnect_s: float = 60.0) -> UnitLink:
-        self.links.append(UnitLink(f"127.0.0.1:{self.proxy.port}", None, reconnect_s=reconnect_s))
+    def link(self, reconnect_s: float = 60.0, timeout_s: float = 10.0) -> UnitLink:
+        address = f"127.0.0.1:{self.proxy.port}"
+        self.links.append(UnitLink(address, None, reconnect_s=reconnect_s, timeout_s=timeout_s))
         return self.links[-1]
 
     def live_again(self, ledger: ScriptedLedger) -> ScriptedLedger:
@@ -102,6 +107,7 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
     link.report(attached(3))
     link.report(gone(2))
     scene.ledger.wait_for(c.SessionGone)
+    wait_until(lambda: not link._outbox._items, "the link need not say again what has arrived")
     with logged("the link to the controller at"):
         scene.proxy.cut()
     scene.ledger.wait_for(c.UnitLost)
@@ -219,17 +225,30 @@ def test_a_refusal_that_stands_is_not_tried_again(scene: Scene) -> None:
 def test_closing_a_broken_link_is_quick(
     scene: Scene, caplog: pytest.LogCaptureFixture, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unit_link, "CLOSE_S", WAIT_S)
     tries: list[str] = []
-    resolve = unit_link.resolve
-    monkeypatch.setattr(unit_link, "resolve", lambda address: tries.append(address) or resolve(address))  # type: ignore[func-returns-value]
-    link = scene.link()
+    waits, keys_of = threading.Event(), unit_link.keys_of
+
+    def trying(address: str, *asked: Any, check: Callable[[], None], **more: Any) -> DoorKeys:
+        tries.append(address)
+        looks = itertools.count()
+
+        def look() -> None:
+            if next(looks) == 5:  # one that is refused ends before
+                waits.set()
+            check()
+
+        return keys_of(address, *asked, check=look, **more)
+
+    monkeypatch.setattr(unit_link, "keys_of", trying)
+    link = scene.link(timeout_s=10 * WAIT_S)
     link.open(add_unit(), ignore)
     scene.proxy.cut()
     if failure == "pause":
         wait_until(lambda: len(tries) > 1)
+        waits.clear()
         scene.proxy.pause()
-        tried = len(tries)
-        wait_until(lambda: len(tries) > tried)
+        assert waits.wait(WAIT_S)
     link.close()
     assert link.lost.is_set()
     assert "did not close" not in caplog.text

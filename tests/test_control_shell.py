@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from dataplane.control import shell as shell_module
 from dataplane.control.handlers import Facts, Reply
 from dataplane.control.shell import LedgerShell
 from dataplane.control.zmq_door import ZmqDoor
@@ -86,9 +87,7 @@ def test_a_deadline_of_the_ledger_wakes_the_thread(serve: Serve) -> None:
 
     ledger.answer = park
     serve(ledger).submit(call(1), inbox.reply)
-    ledger.wait_for(c.Call)
-    ledger.wait_until(lambda: ledger.deadline is None)
-    assert ledger.ticks >= 2
+    ledger.wait_until(lambda: ledger.ticks >= 2 and ledger.deadline is None)
 
 
 def ledger_wakes(shell: LedgerShell) -> None:
@@ -241,7 +240,11 @@ def ledger_orders(ledger: ScriptedLedger, shell: LedgerShell, order: c.Output) -
     ledger.apply = apply  # type: ignore[method-assign]
 
 
-def test_a_journal_that_cannot_be_written_refuses_and_goes_on(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell_module, "COMPLAIN_S", 600.0)
+
     def full(item: c.Call) -> c.Result:
         if item.number < 3:
             raise StateDirError(directory="/state", why="no space left on device")

@@ -208,11 +208,17 @@ def test_pings_on_an_idle_link_are_welcome(monkeypatch: pytest.MonkeyPatch) -> N
     import_grpc_door()
     import_grpc_link()
     door, link_module = sys.modules["dataplane.control.grpc_door"], sys.modules["dataplane.control.grpc_link"]
-    quick = {"grpc.keepalive_time_ms": 100, "grpc.http2.min_ping_interval_without_data_ms": 20}
+    quick = {
+        "grpc.keepalive_time_ms": 100,
+        "grpc.keepalive_timeout_ms": int(1000 * WAIT_S),
+        "grpc.http2.min_ping_interval_without_data_ms": 20,
+    }
     for module in (door, link_module):
         monkeypatch.setattr(module, "OPTIONS", tuple((name, quick.get(name, value)) for name, value in module.OPTIONS))
+    streams = counted(monkeypatch)
     with Controller(CONFIG, epoch=1) as controller:
         link = UnitLink(controller.address, None)
         link.open(add_unit(), refuse)
         assert not link.lost.wait(PINGS_S)
+        assert len(streams) == 1, "one that the controller ends is made again"
         link.close()

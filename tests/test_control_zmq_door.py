@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import zmq
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import calls, codec, sockets, wire, zmq_door
+from dataplane.control import calls, codec, opening, sockets, wire, zmq_door
 from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.control.handlers import Facts, Reply
@@ -95,7 +96,8 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
         monkeypatch.setattr(module, name, counted)
 
-    monkeypatch.setattr(calls, "RESEND_S", 600.0)
+    for module, name in ((calls, "RESEND_S"), (opening, "IPC_WAIT_S"), (opening, "REPEAT_S")):
+        monkeypatch.setattr(module, name, 600.0)  # nothing is said twice, nor once more by TCP, on a slow machine
     quiet = DataPlaneConfig(port=0, heartbeat_s=600.0)
     with Controller(quiet) as controller:
         client = Channel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
@@ -140,8 +142,11 @@ def test_a_crowd_finds_room_in_the_queue_of_the_port() -> None:
 def queue_of_port(port: int) -> int:
     """How many connections to a port of this process may wait to be taken."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as listener:
-            if listener.family == socket.AF_INET and listener.getsockname()[1] == port:
-                info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
-                return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue  # a copy of it would stay open
+            with socket.socket(fileno=os.dup(int(name))) as listener:
+                if listener.family == socket.AF_INET and listener.getsockname()[1] == port:
+                    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                    return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
     raise AssertionError(f"nothing of this process listens on port {port}")

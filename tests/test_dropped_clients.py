@@ -18,10 +18,14 @@ from tests.lives import wait_until
 pytestmark = pytest.mark.integration
 
 SETTINGS = {"heartbeat_s": 0.2, "capacity_bytes": 16 << 20}
+OTHERS: set[threading.Thread] = set()
+"""Threads of clients that were there before the test."""
 
 
 @pytest.fixture
 def client() -> Iterator[DataPlaneClient]:
+    OTHERS.clear()
+    OTHERS.update(client_threads())
     with serve(SETTINGS) as server, connect(server.address, heartbeat_s=0.2) as made:
         made.register_partition("p", ["x"], None, ["t"])
         made.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
@@ -29,10 +33,14 @@ def client() -> Iterator[DataPlaneClient]:
         yield made
 
 
+def client_threads() -> set[threading.Thread]:
+    """Of all clients in this process."""
+    return {thread for thread in threading.enumerate() if thread.name in ("tq-heartbeat", "tq-close")}
+
+
 def held(client: DataPlaneClient) -> tuple[int, int]:
-    """Sessions at the service, and threads of clients in this process."""
-    threads = [thread for thread in threading.enumerate() if thread.name in ("tq-heartbeat", "tq-close")]
-    return len(client.stats().sessions), len(threads)
+    """Sessions at the service, and threads of clients that this test made: those of others may end meanwhile."""
+    return len(client.stats().sessions), len(client_threads() - OTHERS)
 
 
 def test_what_dropped_clients_had_goes_back(client: DataPlaneClient) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
+from h2.errors import ErrorCodes
 from h2.events import (
     ConnectionTerminated,
     DataReceived,
@@ -31,6 +32,17 @@ RECEIVE_BYTES = 16 << 10
 PASSING = frozenset({"1", "2", "4", "8", "13", "14"})
 """gRPC statuses of a server that is busy or is just starting: cancelled, unknown, deadline, exhausted, internal,
 unavailable."""
+PASSING_ENDS = frozenset(
+    {
+        ErrorCodes.NO_ERROR,
+        ErrorCodes.INTERNAL_ERROR,
+        ErrorCodes.REFUSED_STREAM,
+        ErrorCodes.CANCEL,
+        ErrorCodes.ENHANCE_YOUR_CALM,
+    }
+)
+"""What such a server ends a call or a connection with: gRPC with an internal error where it was too busy to read what
+the connection began with."""
 MAX_TEXT = 300
 """Characters of a status's text that an error repeats, at most."""
 LOOK_S = 0.1
@@ -44,7 +56,7 @@ class Http2Error(Exception):
 
 
 class BusyError(Http2Error):
-    """A gRPC server ended the call with a status that may be another the next time."""
+    """A gRPC server ended the call as it may not do the next time."""
 
 
 def call(
@@ -105,7 +117,7 @@ def _arrived(peer: socket.socket, rest: Rest) -> bytes:
 
 def _data(event: Event) -> bytes:
     if isinstance(event, StreamReset | ConnectionTerminated):
-        raise Http2Error("it ended the call")
+        raise (BusyError if event.error_code in PASSING_ENDS else Http2Error)("it ended the call")
     return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 
