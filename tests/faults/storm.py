@@ -155,7 +155,8 @@ class Storm:
             player.start(order)
         else:
             nth = 1 if order.at in POKES else self.random.randint(1, 3)
-            player.tell(Order(order.at, order.how, nth))
+            order = Order(order.at, order.how, nth)
+            player.tell(order)
         self._until_it_obeyed(player, order, before)
         if order.how == "kill":
             player.await_death()
@@ -171,7 +172,8 @@ class Storm:
         poke = POKES.get(order.at)
         if poke and player.name == "south":
             poke = poke.replace("-near", "-far")
-        end, patience_s = time.monotonic() + PROGRESS_S, POKE_S if poke else PROGRESS_S
+        limit_s = order.nth * PROGRESS_S  # on a busy machine a saver takes half a minute from one time to the next
+        end, patience_s = time.monotonic() + limit_s, POKE_S if poke else limit_s
         while not player.await_obeyed(before, patience_s):
             code = player.process.exitcode
             if player.obeyed > before:  # just now, and it may have died of it
