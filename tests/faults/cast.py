@@ -8,6 +8,8 @@ import signal
 import time
 from typing import Any
 
+import psutil
+
 from tests.faults.acting import Order
 from tests.faults.books import StormError
 from tests.faults.forks import forks
@@ -16,6 +18,11 @@ START_S = 60.0
 PROGRESS_S = 90.0
 """After a fault everybody has this long to get on."""
 LOOK_S = 0.005
+
+
+def stands_still(pid: int) -> bool:
+    """Whether a signal stopped this process."""
+    return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 class Player:
@@ -103,6 +110,14 @@ class Player:
                 return False
             time.sleep(LOOK_S)
         return True
+
+    def await_stop(self) -> None:
+        """Of the order that it carried out: it is counted just before, and a stop after `wake` would last for ever."""
+        end = time.monotonic() + START_S
+        while not stands_still(self.process.pid):
+            if time.monotonic() > end:
+                raise StormError(f"{self.name} did not stop (exit code {self.process.exitcode})")
+            time.sleep(LOOK_S)
 
     def await_death(self) -> None:
         """Of the order that it carried out."""

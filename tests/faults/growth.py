@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,12 @@ class Figures:
     def of(cls, service: dict[str, int], state: Path) -> Figures:
         """service: process ids by name."""
         processes = {name: psutil.Process(pid) for name, pid in service.items()}
-        own = psutil.Process(os.getpid())
+        own, sizes = psutil.Process(os.getpid()), _sizes(state)
         return cls(
             memory={name: process.memory_full_info().uss for name, process in processes.items()},
             fds={name: process.num_fds() for name, process in processes.items()},
-            state_bytes=sum(path.stat().st_size for path in state.iterdir()),
-            image_bytes=max((path.stat().st_size for path in state.glob("image-*")), default=0),
+            state_bytes=sum(sizes.values()),
+            image_bytes=max((size for name, size in sizes.items() if name.startswith("image-")), default=0),
             own_bytes=own.memory_full_info().uss,
             own_fds=own.num_fds(),
             own_threads=own.num_threads(),
@@ -73,3 +74,12 @@ class Figures:
         grown = [f"{what}: {value:,}, at most {limit:,}" for what, (value, limit) in limits.items() if value > limit]
         if grown:
             raise StormError(f"it grows: {'; '.join(grown)} ({self}; at first: {first})")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Of its files, by name. A controller that makes an image meanwhile renames one and removes others."""
+    sizes = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes

@@ -153,6 +153,7 @@ def _neighbors(count: int) -> tuple[int, list[socket.socket]]:
                 bound.append(socket.socket())
                 bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 bound[-1].bind((HOST, port))
+                bound[-1].listen()  # until it does, whoever reuses addresses may bind the same port
         except OSError:
             for each in bound:
                 each.close()

@@ -12,10 +12,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dataplane import DataPlaneClient, StaleSampleError, connect
+from dataplane import DataPlaneClient, SessionExpiredError, StaleSampleError, connect
 from dataplane.folder import own_path
 from dataplane.kept import discard
 from dataplane.lockfile import sweep
@@ -27,6 +28,7 @@ from tests.faults.growth import Figures
 from tests.faults.houses import BACKED_BYTES, ELSEWHERE, HERE, serve_controller, serve_unit
 from tests.faults.network import HOST, Network
 from tests.faults.players import ALBUM, FIELDS, HURRIED, PARTITION, PATIENT, TASK, Role, columns, verify
+from tests.faults.pulse import Pulse
 from tests.faults.weather import UNIT_FIRST_POINTS, UNITS
 
 MONUMENT = "monument"
@@ -35,6 +37,11 @@ FAR_STONES = [f"far-stone-{number}" for number in range(16)]
 STONES = [f"stone-{number}" for number in range(BACKED_BYTES // 2 // 12_000)]
 TOGETHER = 256
 """Samples that are verified in one read."""
+STILL_S = 0.5
+"""Where this process stood still for so long at once, the machine is so busy that the bystander may have been silent
+for longer than its session lasts."""
+
+T = TypeVar("T")
 
 
 def found(actor: Actor, address: str, role: Role) -> None:
@@ -43,6 +50,22 @@ def found(actor: Actor, address: str, role: Role) -> None:
         client.put_samples(FAR_STONES, MONUMENT, columns(FAR_STONES))
     actor.has_done_something()
     threading.Event().wait()
+
+
+def _put_stones(client: DataPlaneClient) -> None:
+    client.put_samples(STONES, MONUMENT, columns(STONES))
+
+
+def _look(client: DataPlaneClient) -> None:
+    """The monument stands, and samples can be put, read and cleared."""
+    stones = client.list_samples(MONUMENT)
+    if set(stones.sample_ids) != {*STONES, *FAR_STONES}:
+        raise StormError(f"{stones.size} of {len(STONES) + len(FAR_STONES)} committed samples are left")
+    verify(client, stones)
+    names = players.new_names(ROOM)
+    meta = client.put_samples(names, ROOM, columns(names), mode="create")
+    verify(client, meta)
+    client.clear_samples(meta, ROOM)
 
 
 def enough(name: str) -> int:
@@ -66,6 +89,7 @@ class Scene:
         self.units: dict[str, Player] = {}
         self.clients: dict[str, Player] = {}
         self._bystander: DataPlaneClient | None = None
+        self._pulse = Pulse()
         self._first: Figures | None = None
 
     def _player(self, name: str, role: Any, *arguments: Any, says: bool = False) -> Player:
@@ -96,7 +120,7 @@ class Scene:
             self.units[unit].await_death()
             self.units[unit].start()
             self.units[unit].ready()
-        self._bystander = connect(near, client_name=ROOM, **PATIENT)
+        self._bystander = self._arrive()
         for partition, tasks in ((PARTITION, [TASK]), (MONUMENT, []), (ROOM, [])):
             self.bystander.register_partition(partition, dict.fromkeys(FIELDS), None, tasks)
         self._build_monument(far)
@@ -128,7 +152,7 @@ class Scene:
         founder.kill()
         north = self.units["north"]
         north.tell(Order(UNIT_FIRST_POINTS[1], "kill"))
-        put = threading.Thread(target=self.bystander.put_samples, args=(STONES, MONUMENT, columns(STONES)))
+        put = threading.Thread(target=self._by_bystander, args=(_put_stones,))
         put.start()
         north.await_death()
         north.start()
@@ -163,15 +187,25 @@ class Scene:
             if player.process.exitcode is not None:
                 raise StormError(f"{name} ended with code {player.process.exitcode}: {books.bad(self.folder)[:3]}")
 
+    def _arrive(self) -> DataPlaneClient:
+        return connect(self.address, client_name=ROOM, **PATIENT)
+
+    def _by_bystander(self, work: Callable[[DataPlaneClient], T]) -> T:
+        """Its session lasts, whatever happens to others. Only where this process stood still, while no storage unit was
+        there to say that it lives, it opens another session and does its work again."""
+        try:
+            done = work(self.bystander)
+        except SessionExpiredError as error:
+            if self._pulse.longest_s < STILL_S:
+                raise StormError(f"the session of a bystander that never stood still has ended: {error}") from error
+            self.bystander.close()
+            self._bystander = self._arrive()
+            done = work(self.bystander)
+        self._pulse.begin_anew()
+        return done
+
     def _look_around(self) -> None:
-        stones = self.bystander.list_samples(MONUMENT)
-        if set(stones.sample_ids) != {*STONES, *FAR_STONES}:
-            raise StormError(f"{stones.size} of {len(STONES) + len(FAR_STONES)} committed samples are left")
-        verify(self.bystander, stones)
-        names = players.new_names(ROOM)
-        meta = self.bystander.put_samples(names, ROOM, columns(names), mode="create")
-        verify(self.bystander, meta)
-        self.bystander.clear_samples(meta, ROOM)
+        self._by_bystander(_look)
 
     def calm(self) -> Figures:
         """All rest for a moment: nothing is reserved, pinned or retired, every session is somebody's (sleepers may have
@@ -258,6 +292,7 @@ class Scene:
         for player in self.everybody.values():
             player.end()
         self.network.close()
+        self._pulse.close()
         discard(self.folder / "state", ["/dev/shm", self.folder])
         with contextlib.suppress(FileNotFoundError):
             sweep(own_path("/dev/shm"))  # the locks of the dead, as the next storage unit here would

@@ -27,6 +27,7 @@ from tests.faults.weather import AT_START, CONTROLLER_AT_START, UNIT_AT_START, F
 LONG_S = 2.5
 """Longer than a session is waited for, a lease lasts, or a hurried client waits for anything."""
 POKE_S = 3.0
+"""How long somebody has to come by a place before the first poke; before each further one, twice as long."""
 CALM_EVERY = 40
 SAY_EVERY_S = 20.0
 MOST_ASLEEP = 3
@@ -154,13 +155,15 @@ class Storm:
             player.start(order)
         else:
             nth = 1 if order.at in POKES else self.random.randint(1, 3)
-            player.tell(Order(order.at, order.how, nth))
+            order = Order(order.at, order.how, nth)
+            player.tell(order)
         self._until_it_obeyed(player, order, before)
         if order.how == "kill":
             player.await_death()
             player.start()
             player.ready()
         elif order.how == "stop":
+            player.await_stop()
             self._falls_asleep(player)
             if at_start:
                 player.ready()
@@ -169,11 +172,16 @@ class Storm:
         poke = POKES.get(order.at)
         if poke and player.name == "south":
             poke = poke.replace("-near", "-far")
-        end = time.monotonic() + PROGRESS_S
-        while not player.await_obeyed(before, POKE_S if poke else PROGRESS_S):
-            if player.process.exitcode is not None or time.monotonic() > end:
-                raise StormError(f"{player.name} did not come to {order.at} (exit code {player.process.exitcode})")
+        limit_s = order.nth * PROGRESS_S  # on a busy machine a saver takes half a minute from one time to the next
+        end, patience_s = time.monotonic() + limit_s, POKE_S if poke else limit_s
+        while not player.await_obeyed(before, patience_s):
+            code = player.process.exitcode
+            if player.obeyed > before:  # just now, and it may have died of it
+                return
+            if code is not None or time.monotonic() > end:
+                raise StormError(f"{player.name} did not come to {order.at} (exit code {code})")
             if poke:
+                patience_s *= 2
                 poked = self.scene.everybody[poke]
                 poked.kill()
                 poked.start()  # it may not get ready before `player` goes on

@@ -12,7 +12,7 @@ from typing import Any
 from tests.faults import board as places
 from tests.faults.board import LANES, board
 from tests.faults.books import StormError, bad
-from tests.faults.cast import PROGRESS_S, START_S
+from tests.faults.cast import PROGRESS_S, START_S, stands_still
 from tests.faults.launcher import Launcher
 from tests.faults.workers_roles import LOOK_S
 
@@ -67,6 +67,10 @@ class Member:
         before = self._board[1]
         self._board[places.ORDER] = order
         self._until(lambda: self._board[1] > before, f"obey order {order}", PROGRESS_S)
+
+    def await_stop(self) -> None:
+        """After an order to stop: that is counted just before, and a stop after `wake` would last for ever."""
+        self._until(lambda: stands_still(self.pid), "stop", START_S)
 
     def has(self, what: int) -> int:
         """What it says now that it has: `BYTES` or `ITEMS`."""

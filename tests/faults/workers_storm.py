@@ -123,6 +123,7 @@ class WorkersStorm:
             member.stop()
         else:
             member.tell(places.STOP_IN_RECV if fault.kind == "stop in recv" else places.STOP_IN_SEND)
+            member.await_stop()
         self._for(fault.seconds, lambda: self.scene.all_get_on(but={fault.who}))
         member.wake()
 

@@ -185,7 +185,8 @@ def a_node_comes_back(nodes: Cluster, directory: str) -> dict[str, Any]:
         waited_for = list(scene.live()) == names[0]
         service.drop_unit(names[0][0])
         outcome = {"same name": names[0] == names[1], "units": len(names[0]), "read": read}
-        outcome |= {"waited for": waited_for, "dropped": scene.live() == {}}
+        dropped = scene.wait(lambda: not scene.live(), "the unit that was given up is forgotten")
+        outcome |= {"waited for": waited_for, "dropped": dropped}
         scene.close()
     discard(state, ["/dev/shm"])
     return outcome
