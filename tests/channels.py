@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from tests.channel_peer import Peer
-from workers.channel import (
-    Channel,
-    ChannelBroker,
-)
+from workers.channel import Channel, ChannelBroker, line, link, pump
+from workers.channel import broker as broker_module
 from workers.channel.endpoint import Endpoint
 from workers.channel.hosted import HostedBroker
 from workers.channel.settings import Settings
@@ -25,6 +23,10 @@ from workers.messages.work import AsyncWork
 MIB = 1 << 20
 CAPACITY = 32 * MIB
 ROADS = ("shared", "tcp", "local")
+WAIT_S = 60.0
+
+# On a busy machine a broker may stand still for longer than users wait for one.
+line.CONNECT_S = line.GRACE_S = link.GRACE_S = pump.GRACE_S = broker_module.STOP_WAIT_S = WAIT_S
 
 
 def elsewhere(endpoint: str) -> str:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from dataplane import failpoints
 
 WAIT_S = 90.0
+START_S = 240.0
+"""Ranks begin together when all have started: on a busy machine that takes longer than they wait for each other."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -33,6 +35,7 @@ class RankDied:
 
 def _serve(connection: Connection, rank: int) -> None:
     torch.set_num_threads(1)
+    connection.send("started")
     while True:
         task = connection.recv()
         if task is None:
@@ -63,16 +66,18 @@ class Pool:
 
     def run(self, world: int, scenario: Callable[..., Any], *args: Any) -> list[Any]:
         """Each of `world` ranks' result or exception; `RankDied` for one whose process ended."""
-        for rank in range(world):
-            self._see_to(rank)
+        for connection in [self._connections[rank] for rank in range(world) if self._see_to(rank)]:
+            assert connection.poll(START_S), "a rank did not start"
+            connection.recv()
         store = os.path.join(self._directory.name, str(next(self._numbers)))
         for connection in self._connections[:world]:
             connection.send((store, world, scenario, args))
         return [self._outcome(rank) for rank in range(world)]
 
-    def _see_to(self, rank: int) -> None:
+    def _see_to(self, rank: int) -> bool:
+        """Whether its process had to be started, and is to say that it has."""
         if rank < len(self._processes) and self._processes[rank].is_alive():
-            return
+            return False
         ours, theirs = _spawn.Pipe()
         process = _spawn.Process(target=_serve, args=(theirs, rank), daemon=True)
         process.start()
@@ -83,6 +88,7 @@ class Pool:
         else:
             self._processes.append(process)
             self._connections.append(ours)
+        return True
 
     def _outcome(self, rank: int) -> Any:
         if not self._connections[rank].poll(WAIT_S):

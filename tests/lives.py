@@ -20,7 +20,12 @@ from dataplane.ports import require_free_port
 from dataplane.unit import StorageUnit
 
 CONFIG = DataPlaneConfig(
-    capacity_bytes=16 * MIB, heartbeat_s=0.1, session_timeout_s=30.0, call_timeout_s=60.0, reconnect_s=60.0
+    capacity_bytes=16 * MIB,
+    heartbeat_s=0.1,
+    session_timeout_s=30.0,
+    call_timeout_s=60.0,
+    connect_timeout_s=60.0,
+    reconnect_s=60.0,
 )
 WAIT_S = 60.0
 

@@ -102,6 +102,14 @@ def services() -> Iterator[dict[str, Server]]:
             server.close()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _found_out_on_a_busy_machine() -> Iterator[None]:
+    """Why two ends do not come together is found out however long the other one takes to answer."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tls_module, "DIAGNOSE_S", WAIT_S)
+        yield
+
+
 def put_and_get(client: Any, partition: str) -> None:
     client.register_partition(partition, ["x"], num_samples=2, consumer_tasks=["t"])
     client.put_samples(["a", "b"], partition, {"x": [torch.arange(5), torch.arange(300_000)]})

@@ -20,6 +20,7 @@ from tests.bulk_unit import Unit
 
 pytestmark = pytest.mark.integration
 
+WAIT_S = 60.0
 SMALL = {"capacity_bytes": 128 * MIB}
 
 
@@ -84,10 +85,13 @@ def test_views_that_are_read_keep_their_memory(client: DataPlaneClient) -> None:
 def test_shrinking_while_others_put_loses_no_row(server: Server, client: DataPlaneClient) -> None:
     """Each row's content derives from its id; memory is given back all the time."""
     wrong: list[str] = []
+    shrunk = threading.Semaphore(0)
 
     def work(first: int) -> None:
         with connect(server.address) as mine:
             for number in range(first, first + 40):
+                if number == first + 20:
+                    assert shrunk.acquire(timeout=WAIT_S)
                 name, nbytes = f"s{number}", 1000 + 77_777 * (number % 9)
                 mine.put_samples([name], "p", rows(number, nbytes))
                 got = read(mine, name)
@@ -99,14 +103,12 @@ def test_shrinking_while_others_put_loses_no_row(server: Server, client: DataPla
     workers = [threading.Thread(target=work, args=(1000 * k,)) for k in range(3)]
     for worker in workers:
         worker.start()
-    shrinks = 0
     while any(worker.is_alive() for worker in workers):
         assert not [unit.error for unit in client.shrink().units if unit.error]
-        shrinks += 1
+        shrunk.release()
     for worker in workers:
         worker.join()
     assert not wrong
-    assert shrinks
     left = client.list_samples("p")
     assert left.size == 40
     for name in left.sample_ids:
@@ -122,10 +124,10 @@ def test_a_unit_forgets_growth_that_was_ordered_before() -> None:
     with Unit(backed=4 * MIB) as unit:
         unit.server.order(c.GrowArena(unit=7, backed_bytes=32 * MIB))
         unit.server.order(c.ShrinkArena(unit=7, number=1, backed_bytes=MIB))
-        reports = [unit.reports.get(timeout=20)]
+        reports = [unit.reports.get(timeout=WAIT_S)]
         if isinstance(reports[0], c.Grown):  # it was faster
             assert reports[0].shrinks == 0
-            reports = [unit.reports.get(timeout=20)]
+            reports = [unit.reports.get(timeout=WAIT_S)]
         assert isinstance(reports[0], c.Shrunk)
         assert (reports[0].number, reports[0].backed_bytes) == (1, MIB)
         unit.server.order(c.GrowArena(unit=7, backed_bytes=8 * MIB))

@@ -250,8 +250,7 @@ def queue_of(stream: StreamingDataLoader) -> Any:
 
 def fetched_ahead(client: DataPlaneClient, partition: str, left: int) -> None:
     """Wait until the thread has claimed all but `left` samples."""
-    while client.why_blocked(partition, "train").unclaimed > left:
-        pass
+    wait_until(lambda: client.why_blocked(partition, "train").unclaimed <= left, "the samples to be claimed ahead")
 
 
 def test_closing_gives_back_what_was_fetched_ahead(client: DataPlaneClient, partition: str) -> None:

@@ -8,21 +8,27 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect
-from tests.lives import one_unit
+from tests.lives import one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
 
+def of_units() -> set[threading.Thread]:
+    """Threads of storage units in this process."""
+    return {thread for thread in threading.enumerate() if thread.name in ("tq-bulk", "tq-unit-link")}
+
+
 def test_a_unit_that_was_started_is_not_started_twice(tmp_path: Path) -> None:
     with one_unit(tmp_path / "state") as lives:
-        unit, before = lives.units[0], set(threading.enumerate())
+        unit, before = lives.units[0], of_units()
+        assert {"tq-bulk", "tq-unit-link"} <= {thread.name for thread in before}
         with unit.start() as same:
             assert same is unit
-            assert {thread.name for thread in set(threading.enumerate()) - before} == set()
+            assert not of_units() - before
             with connect(lives.address) as client:
                 assert [found.unit for found in client.stats().units] == [1]
-        assert not {thread.name for thread in threading.enumerate() if thread.name in ("tq-bulk", "tq-unit-link")}
+        wait_until(lambda: not before & of_units(), "the end of its threads")
         unit.stop()
         unit.start()
         with connect(lives.address) as client:
-            assert [found.connected for found in client.stats().units] == [False, True]
+            wait_until(lambda: [found.connected for found in client.stats().units] == [False, True], "the first's end")

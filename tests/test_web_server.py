@@ -37,6 +37,14 @@ def echo(request: Request) -> Response:
     return as_json({"path": request.path, "query": request.query, "body": request.body.decode(), "way": request.method})
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _busy_machine() -> Iterator[None]:
+    """A client that a busy machine delays is not hung up on."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server_module, "READ_S", WAIT_S)
+        yield
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with HttpServer(echo, "127.0.0.1", 0) as server:
@@ -123,7 +131,8 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
         socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer,
     ):
         peer.sendall(b"GET / HTTP/1.1\r\n")
-        assert peer.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # it was hung up on before that was read
+            assert peer.recv(1) == b""
 
 
 def test_who_sends_one_byte_at_a_time_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +159,7 @@ def test_more_at_once_than_are_taken_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "AT_ONCE", 2)
+    monkeypatch.setattr(server_module, "COMPLAIN_S", 3600.0)
     came, go = threading.Semaphore(0), threading.Event()
 
     def slow(request: Request) -> Response:
@@ -172,7 +182,7 @@ def test_more_at_once_than_are_taken_are_refused(
         assert got == [200, 200]
         wait_until(lambda: server._slots._value == 2, "both places are free")
         assert ask(server.address, "/").status == 200
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records if record.name == server_module.__name__] == [
         "more than 2 HTTP requests at once: 1 not taken so far"
     ]
 
@@ -190,8 +200,7 @@ def test_who_draws_a_handshake_out_gives_its_place_up(monkeypatch: pytest.Monkey
         assert slow.recv(1) == b""
 
 
-def test_who_says_nothing_keeps_nobody_from_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "READ_S", WAIT_S)
+def test_who_says_nothing_keeps_nobody_from_health() -> None:
     count = 2 * server_module.UNREAD
     with HttpServer(echo, "127.0.0.1", 0) as server, contextlib.ExitStack() as ends:
         where = split_address(server.address)

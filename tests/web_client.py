@@ -57,12 +57,12 @@ def ask(
 def raw(address: str, sent: bytes) -> bytes:
     """Everything that comes back for these bytes, until the server hangs up."""
     with socket.create_connection(split_address(address), timeout=WAIT_S) as peer:
-        peer.sendall(sent)
         found = bytearray()
         try:
+            peer.sendall(sent)
             while part := peer.recv(65536):
                 found += part
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):
             pass
         return bytes(found)
 
