@@ -13,6 +13,7 @@ from tests.cli_service import TQ, filled  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
+
 def completions(line: str, **more: str) -> list[str]:
     words = line.split(" ")
     environment = {
