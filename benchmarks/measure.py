@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -148,8 +148,11 @@ def anonymous_bytes(pid: int) -> int:
 
 def cpu_seconds(pid: int) -> float:
     """Processor time that the living threads of a process have used."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text(encoding="utf-8").split()[0]) for task in tasks) / 1e9
+    taken_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            taken_ns += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+    return taken_ns / 1e9
 
 
 def _processor() -> str:

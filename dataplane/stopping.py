@@ -5,23 +5,31 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
 
 class Stop:
-    """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`."""
+    """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`.
+
+    A handler runs between any two steps of the main thread, also while that begins to wait and has the lock of what it
+    waits for: so whoever waits does so at a queue of his own, which takes no lock that a handler could wait for.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
+        self._waiting: list[SimpleQueue[None]] = []
         self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
 
     def _asked(self, *_: object) -> None:
         self.asked = True
-        self._event.set()
+        self.set()
 
     def set(self) -> None:
-        self._event.set()
+        self._is_set = True
+        for each in list(self._waiting):
+            each.put(None)
 
     def when(self, event: threading.Event) -> None:
         """Set this as soon as `event` is."""
@@ -36,11 +44,14 @@ class Stop:
         """Have `act` called in a thread of its own as soon as this is set."""
 
         def wait() -> None:
-            self._event.wait()
+            self.wait()
             act()
 
         threading.Thread(target=wait, name="tq-stop", daemon=True).start()
 
     def wait(self) -> None:
         """Blocks until a signal asks to stop: that is what a server does."""
-        self._event.wait()
+        mine: SimpleQueue[None] = SimpleQueue()
+        self._waiting.append(mine)
+        if not self._is_set:
+            mine.get()

@@ -15,7 +15,15 @@ from dataplane import DataPlaneClient, connect, serve
 from dataplane.config import MIB
 from tests.conftest import our_files
 
-BUSY = ("stood still", "did not answer goodbye", "did not close within")
+TQ = [
+    sys.executable,
+    "-c",
+    "import sys; from dataplane.cli import completing, main; from dataplane.config import DataPlaneConfig; "
+    "DataPlaneConfig.__init__.__kwdefaults__['connect_timeout_s'] = completing.WAIT_S = 60.0; sys.exit(main())",
+]
+"""`tq`, but for how long it waits for a service: one in a test process may be slow to answer on a busy machine."""
+
+BUSY = ("stood still", "did not answer goodbye", "did not close within", "the ledger's thread did not end within")
 """What programs of ours say where the machine is too busy for one of their ends."""
 
 

@@ -221,15 +221,15 @@ def test_sweep_takes_what_nobody_holds_and_nothing_else(tmp_path, arena):
 
 
 @pytest.mark.integration
-def test_an_arena_of_a_killed_unit_is_swept():
+def test_an_arena_of_a_killed_unit_is_swept(tmp_path):
     code = (
-        "import os, signal; from dataplane.arena import Arena;"
-        "print(Arena.create('/dev/shm', 1 << 20, epoch=1).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from dataplane.arena import Arena;"
+        "print(Arena.create(sys.argv[1], 1 << 20, epoch=1).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     path = Path(killed.stdout.strip())
     assert path.exists()
-    assert path in sweep(SHM)
+    assert sweep(tmp_path) == [path]
     assert not path.exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from benchmarks.systems.base import Span
 from benchmarks.systems.ceiling import Ceiling
 from benchmarks.systems.round_trip import REFERENCE_S, at_reference
 from benchmarks.targets import TARGETS, Results, Target, judge
+from tests.children import Child
 
 pytestmark = pytest.mark.integration
 
@@ -77,11 +79,20 @@ def test_a_turn_is_the_median_of_its_repetitions() -> None:
     assert steady(lambda: float(gc.isenabled()), turn_s=0.0) == 0.0
 
 
-def test_what_the_kernel_says_of_this_process() -> None:
-    before = cpu_seconds(os.getpid())
-    sum(range(1_000_000))
-    assert cpu_seconds(os.getpid()) >= before > 0
-    assert anonymous_bytes(os.getpid()) > 1 << 20
+def test_what_the_kernel_says_of_a_process() -> None:
+    """Of one whose threads all live on: time that another's thread has used goes with it."""
+    code = "for _ in range(2):\n    sum(range(1_000_000))\n    print(flush=True)\n    input()"
+    with Child([sys.executable, "-c", code]) as process:
+        process.line()
+        before = cpu_seconds(process.pid)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.line()
+        assert cpu_seconds(process.pid) > before > 0
+        assert anonymous_bytes(process.pid) > 1 << 20
+        assert process.finish("\n")[0] == 0
+    assert cpu_seconds(os.getpid()) > 0
     assert Machine.here().cores >= 1
 
 

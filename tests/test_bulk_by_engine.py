@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from dataplane.bulk import by_engine
+from dataplane.bulk import by_engine, contacts
 from dataplane.bulk.by_engine import ClientEngine, EngineTransport, UnitEngine, open_slots
 from dataplane.bulk.frames import CHUNK_BYTES, READ_BYTES
 from dataplane.bulk.slots import SLOT_BYTES, TAG_BYTES, Slots
@@ -26,7 +26,10 @@ CONFIG = DataPlaneConfig(bulk_transport="mooncake")
 
 @pytest.fixture(autouse=True)
 def counts(monkeypatch):
+    """Transfers have long enough on a busy machine: none that begins ends in frames for want of time."""
     require_engine()
+    monkeypatch.setattr(by_engine, "FETCH_S", WAIT_S / 2)
+    monkeypatch.setattr(contacts, "TRIAL_S", WAIT_S)
     return use_at_once(monkeypatch)
 
 
@@ -64,9 +67,10 @@ def peer(unit):
 
 
 class Held:
-    """Every payload stays under way until `go_on`; `begun`: one is."""
+    """Every payload stays under way until `go_on`, however long that takes; `begun`: one is."""
 
     def __init__(self, monkeypatch):
+        monkeypatch.setattr(by_engine, "FETCH_S", 10 * WAIT_S)
         self.begun, self.go_on = threading.Event(), threading.Event()
         fetched = Slots.fetched
 
@@ -417,8 +421,7 @@ def test_an_engine_that_is_not_reached_is_not_used(unit, connection, counts, mon
     assert not counts
 
 
-def test_closing_ends_a_fetch_under_way(unit, transport, held, monkeypatch):
-    monkeypatch.setattr(by_engine, "FETCH_S", 10 * WAIT_S)
+def test_closing_ends_a_fetch_under_way(unit, transport, held):
     connection = unit.connect("tcp", transport=transport)
     outcome = in_thread(connection.read, [0], [MIB], timeout_s=WAIT_S)
     assert held.begun.wait(WAIT_S)

@@ -172,7 +172,7 @@ from dataplane.bulk.lock import SessionLock
 from dataplane.ledger.commands import UnitInfo
 info = msgspec.json.decode(sys.argv[1], type=UnitInfo)
 lock = SessionLock.create()
-connection = UnitConnection(info, session=5, lock=lock, token=sys.argv[2])
+connection = UnitConnection(info, session=5, lock=lock, token=sys.argv[2], timeout_s=60)
 print(lock.path if connection.local else "remote", flush=True)
 sys.stdin.readline()
 connection.close()
@@ -214,13 +214,14 @@ import os, signal, sys, msgspec
 from dataplane import failpoints
 from dataplane.bulk.client import UnitConnection
 from dataplane.ledger.commands import UnitInfo
-connection = UnitConnection(msgspec.json.decode(sys.argv[1], type=UnitInfo), session=5, token=sys.argv[2])
+info = msgspec.json.decode(sys.argv[1], type=UnitInfo)
+connection = UnitConnection(info, session=5, token=sys.argv[2], timeout_s=60)
 frames = iter(range(100))
 def die_between_the_frames_of_the_second_request():
     if next(frames) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 failpoints.arm("bulk.write.between_frames", die_between_the_frames_of_the_second_request)
-connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, reservation=1, timeout_s=20)
+connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, reservation=1, timeout_s=60)
 """
 
 
@@ -324,8 +325,24 @@ class Mine(np.ndarray):
     """An array that can be watched dying."""
 
 
+def watched_frames(monkeypatch):
+    """The trackers of all frames that are sent from now on."""
+    trackers = []
+    send = client_module.Wire.send
+
+    def watched(wire, header, frames=(), *, held):
+        try:
+            send(wire, header, frames, held=held)
+        finally:
+            trackers.extend(held)
+
+    monkeypatch.setattr(client_module.Wire, "send", watched)
+    return trackers
+
+
 @pytest.mark.parametrize("ending", ["return", "timeout", "interrupt", "refused", "closed"])
 def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, monkeypatch, ending):
+    trackers = watched_frames(monkeypatch)
     data = noise(10 * MIB).view(Mine)
     gone = weakref.ref(data)
     release = threading.Event()
@@ -349,9 +366,12 @@ def test_zmq_has_let_go_of_the_buffers_however_a_write_ends(unit, connection, mo
     with pytest.raises(errors[ending]) if ending in errors else contextlib.nullcontext() as caught:
         offset = 10 * MIB if ending == "refused" else 0
         connection.write([offset], [data], reservation=1, timeout_s=0.05 if ending == "timeout" else WAIT_S)
+    assert trackers
+    assert all(each.done for each in trackers), "ZMQ still refers to the buffer"
     del data, caught
     gc.collect()
-    assert gone() is None, "something still refers to the buffer"
+    # The thread that ZMQ tells drops its own reference just after it has told the tracker.
+    wait_until(lambda: gone() is None, "nothing refers to the buffer")
     release.set()
 
 

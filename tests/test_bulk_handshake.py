@@ -49,7 +49,7 @@ def test_who_is_not_local_is_remote(unit, lock, why):
         lock.path.unlink()
     else:
         unit.arena.path.unlink()
-    with UnitConnection(facts, session=5, token=TOKEN, **more) as connection:
+    with UnitConnection(facts, session=5, token=TOKEN, timeout_s=WAIT_S, **more) as connection:
         assert not connection.local
         assert connection.arena is None
         connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
@@ -82,13 +82,14 @@ def test_refusals_at_the_door(unit, facts, more, error):
 
 def test_an_endpoint_that_does_not_answer_is_passed_over(unit):
     endpoints = ("ipc://@tq-nobody", "tcp://127.0.0.1:9", unit.info.endpoints[1])
-    with UnitConnection(changed(unit.info, endpoints=endpoints), session=1, token=TOKEN) as connection:
+    facts = changed(unit.info, endpoints=endpoints)
+    with UnitConnection(facts, session=1, token=TOKEN, timeout_s=WAIT_S) as connection:
         connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
 
 
 def test_a_shared_context_is_left_open(unit):
     context = client_module.zmq.Context()
-    with UnitConnection(unit.info, session=1, token=TOKEN, context=context) as connection:
+    with UnitConnection(unit.info, session=1, token=TOKEN, timeout_s=WAIT_S, context=context) as connection:
         connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
     assert not context.closed
     context.term()

@@ -394,10 +394,10 @@ def test_no_token_serves_who_gives_none_and_refuses_who_gives_one(unit):
     open_unit.unit = UNIT
     try:
         info = changed(unit.info, endpoints=open_unit.endpoints)
-        with UnitConnection(info, session=1) as connection:
+        with UnitConnection(info, session=1, timeout_s=WAIT_S) as connection:
             connection.write([0], [b"x"], reservation=1, timeout_s=WAIT_S)
         with pytest.raises(StorageUnitError, match="cannot be reached"):
-            UnitConnection(info, session=1, token=TOKEN)
+            UnitConnection(info, session=1, token=TOKEN, timeout_s=WAIT_S)
     finally:
         open_unit.stop()
 

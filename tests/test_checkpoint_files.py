@@ -271,7 +271,7 @@ def test_a_failure_leaves_what_was_there_and_pins_nothing(
 ) -> None:
     if older:
         client.checkpoint(tmp_path / "c")
-    before = [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def fail() -> None:
         raise RuntimeError("here")
@@ -279,7 +279,7 @@ def test_a_failure_leaves_what_was_there_and_pins_nothing(
     failpoints.arm(at, fail)
     with pytest.raises(RuntimeError, match="here"):
         client.checkpoint(tmp_path / "c")
-    assert [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()] == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert names(tmp_path) == (["c"] if older else [])
     wait_until(lambda: released(client))
 

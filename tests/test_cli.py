@@ -18,6 +18,7 @@ from dataplane.cli.app import app
 from dataplane.cli.flags import Memory
 from dataplane.config import DURABILITIES, MIB
 from dataplane.unit import StorageUnit
+from tests.cli_service import TQ
 from tests.secure import tls
 
 VERBS = [
@@ -198,7 +199,7 @@ def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_a_reader_that_has_enough_gets_no_traceback(secured: str) -> None:
     files = [f"--tls-{name}={tls()[f'tls_{name}_file']}" for name in ("cert", "key", "ca")]
-    command = [sys.executable, "-m", "dataplane", "ls", "--address", secured, *files]
+    command = [*TQ, "ls", "--address", secured, *files]
     ours, theirs = os.pipe()
     os.close(ours)  # nobody reads
     environment = {**os.environ, "TQ_TOKEN": "secret"}

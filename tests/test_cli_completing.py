@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
-from tests.cli_service import filled  # noqa: F401
+from tests.cli_service import TQ, filled  # noqa: F401
 
 pytestmark = pytest.mark.integration
-
-TQ = "import sys; from dataplane.cli import main; sys.exit(main())"
 
 
 def completions(line: str, **more: str) -> list[str]:
@@ -26,7 +23,7 @@ def completions(line: str, **more: str) -> list[str]:
         "COMP_CWORD": str(len(words) - 1),
         **more,
     }
-    done = subprocess.run([sys.executable, "-c", TQ], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(TQ, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 

@@ -24,12 +24,12 @@ from dataplane.cli.top import frame
 from dataplane.cli.watching import Look, Rates, look, rates
 from dataplane.control.channel import Channel
 from tests.children import Child
-from tests.cli_service import complaints, filled  # noqa: F401
+from tests.cli_service import TQ, complaints, filled  # noqa: F401
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
-TOP = [sys.executable, "-m", "dataplane", "top", "--interval", "0.1"]
+TOP = [*TQ, "top", "--interval", "0.1"]
 
 
 def test_once(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,4 +140,5 @@ def test_a_service_that_goes_is_exit_1(filled: DataPlaneClient) -> None:
             service.finish("\n")
             exit_code, _, errors = process.finish()
     assert exit_code == 1
-    assert errors.startswith(f"tq: no data plane service at {other}")
+    (line,) = complaints(errors)
+    assert line.startswith(f"tq: no data plane service at {other}")
