@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray._private import services, worker
 
+from tests.lives import WAIT_S
 from tests.ray import patience
 
 
@@ -27,10 +28,13 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             namespace="tests",
         )
+    processes = [each.process for several in worker._global_node.all_processes.values() for each in several]
     try:
         yield
     finally:
         ray.shutdown()
+        for process in processes:  # Ray waits for those that it kills for a second only
+            process.wait(WAIT_S)
         shutil.rmtree(directory, ignore_errors=True)
 
 
