@@ -7,7 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 WAIT_S = 60.0
+
+
+def told(caplog: pytest.LogCaptureFixture, package: str = "workers") -> list[str]:
+    """What this package logged in the test: Ray's threads log when they come to it."""
+    return [record.message for record in caplog.records if record.name.partition(".")[0] == package]
 
 
 class _Watch(logging.Handler):

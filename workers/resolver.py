@@ -8,7 +8,8 @@ from ray.exceptions import RayError
 from dataplane.errors import ServiceUnavailableError
 
 SCHEME = "actor"
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
+"""A busy machine's controller may stand still for longer than ten seconds."""
 
 
 def actor_address(name: str, namespace: str) -> str:

@@ -48,10 +48,13 @@ def begin(disk: Path) -> Service:
 
 def crash(service: Service, disk: Path) -> None:
     """Everything dies at once, and the records are of another boot."""
-    for process in [*psutil.Process(service.process.pid).children(), psutil.Process(service.process.pid)]:
+    controller = psutil.Process(service.process.pid)
+    controller.suspend()  # or it would start its unit again
+    (unit,) = controller.children()
+    for process in (unit, controller):
         process.kill()
-        process.wait(60)
     service.process.communicate(timeout=60)
+    wait_until(lambda: not unit.is_running() or unit.status() == psutil.STATUS_ZOMBIE, "the unit's end")
     with sqlite3.connect(disk / "journal.sqlite") as journal:
         journal.execute("UPDATE facts SET value = 'the boot before' WHERE name = 'boot'")
     journal.close()

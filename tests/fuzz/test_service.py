@@ -37,7 +37,7 @@ BULK_MESSAGES = 1500
 RAW_CONNECTIONS = 60
 GROWTH_BYTES = 96 * MIB
 """What a process of the service may keep of all that. Messages have some hundred bytes."""
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 TCP_BEGINNINGS = (
     b"",
     b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48),
@@ -62,11 +62,20 @@ class Service:
 
     def sizes(self) -> list[tuple[int, int]]:
         """(threads, bytes) of each process; shared memory is not counted."""
-        return [(each.num_threads(), each.memory_info().rss - each.memory_info().shared) for each in self.processes]
+        return [(_threads(each.pid), each.memory_info().rss - each.memory_info().shared) for each in self.processes]
 
     def end(self) -> None:
         self._process.terminate()
         self._process.communicate(timeout=60)
+
+
+def _threads(process: int) -> int:
+    """But for those of gRPC's pool, which it has more of while it is late with its work."""
+    found = 0
+    for name in Path(f"/proc/{process}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += name.read_text() != "event_engine\n"
+    return found
 
 
 @pytest.fixture
@@ -228,5 +237,5 @@ def attack_sockets(service: Service, opened: control_pb2.Opened) -> None:
     chance = random.Random(13)
     for address in [(host, port), (host, port + 1), *map(split_address, units)]:
         for number in range(RAW_CONNECTIONS):
-            with socket.create_connection(address, timeout=20) as peer, contextlib.suppress(OSError):
+            with socket.create_connection(address, timeout=WAIT_MS / 1000) as peer, contextlib.suppress(OSError):
                 peer.sendall(TCP_BEGINNINGS[number % len(TCP_BEGINNINGS)] + chance.randbytes(200))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import ray
 from ray._private import services, worker
 
-START_S = 180.0
+from tests.lives import WAIT_S
+from tests.ray import patience
 
 
 @pytest.fixture(scope="package")
@@ -20,7 +19,7 @@ def ray_cluster() -> Iterator[None]:
     """Ends with this directory's tests: what comes after them runs as where there is no cluster."""
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", _patiently(services.get_node))
+        patch.setattr(services, "get_node", patience.get_node)
         ray.init(
             num_cpus=16,
             num_gpus=0,
@@ -29,10 +28,13 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             namespace="tests",
         )
+    processes = [each.process for several in worker._global_node.all_processes.values() for each in several]
     try:
         yield
     finally:
         ray.shutdown()
+        for process in processes:  # Ray waits for those that it kills for a second only
+            process.wait(WAIT_S)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -42,19 +44,3 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     logged: list[str] = []
     monkeypatch.setattr(worker, "_unhandled_error_handler", lambda error: logged.append(str(error)))
     return logged
-
-
-def _patiently(get_node: Any) -> Any:
-    """Ray gives its processes 30 s to start, however busy the machine is."""
-
-    def get(*arguments: Any) -> Any:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    return get

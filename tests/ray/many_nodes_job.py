@@ -21,6 +21,7 @@ import dataplane
 from dataplane.errors import DataPlaneError, ServiceUnavailableError
 from dataplane.kept import discard
 from tests.ray.hosts import VARIABLE
+from tests.ray.patience import be_patient
 from workers import LaunchedService, launch_service
 
 PATIENCE_S = 150.0
@@ -141,7 +142,7 @@ def a_node_dies(scene: Scene, node: Any) -> dict[str, Any]:
 def a_node_leaves(scene: Scene, node: Any) -> dict[str, Any]:
     """Ray says so, as it does for a spot instance whose time is over."""
     before = scene.client.list_samples(PARTITION)
-    preempted, deadline_ms = 2, int(time.time() * 1000) + 60_000
+    preempted, deadline_ms = 2, int((time.time() + PATIENCE_S) * 1000)  # the unit imports torch, to drain
     told = ray._raylet.GcsClient(address=scene.nodes.gcs_address).drain_node(node.node_id, preempted, "", deadline_ms)
     scene.wait(lambda: len(scene.live()) == 1, "the node that leaves has no unit any more")
     states = [each.state for each in scene.service.nodes()]
@@ -213,6 +214,7 @@ def a_service_outlives_its_driver(nodes: Cluster) -> dict[str, Any]:
 
 
 def main(directory: str) -> None:
+    be_patient()
     hook = {"worker_process_setup_hook": "tests.ray.hosts.live_there"}
     began = time.monotonic()
 

@@ -14,6 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import dataplane
+from tests.ray.patience import be_patient
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, ResourcesNotReadyError, launch_service
 from workers.cluster import node_of_bundle
 
@@ -116,6 +117,7 @@ def wait_until_free(**wanted: float) -> None:
 
 
 def main(directory: str) -> None:
+    be_patient()
     nodes = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "temp_dir": directory},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import ray
@@ -32,6 +33,15 @@ def nothing_but(before: set[str]) -> bool:
     """Whether it comes to that nothing stands that did not stand `before`, of which some may be gone: Ray ends what
     nobody has a handle of when it comes to it."""
     return bool(wait_until(lambda: standing() <= before, "nothing more than before"))
+
+
+def can_bind(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def call_until_dead(method: Any, *args: Any) -> None:

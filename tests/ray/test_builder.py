@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
+from tests.logs import told
 from tests.ray.standing import alive_actors, call_until_dead
 from workers import RayVirtualCluster, RayWorkerBuilder
 
@@ -48,7 +49,7 @@ def test_what_the_call_asks_for_is_overridden_with_a_warning(
     options = {"num_cpus": 1, **with_variables(A_WORKER="call")}
     with caplog.at_level(logging.WARNING, logger="workers"):
         worker = builder(place, 1, 0, (0, [1, 0]), num_gpus_per_node=4, **options)
-    assert [record.message for record in caplog.records] == [
+    assert told(caplog) == [
         "Configured.configure_worker overrides num_cpus=1 with 0, variable A_WORKER of the call: the class needs it so",
     ]
     assert options == {"num_cpus": 1, **with_variables(A_WORKER="call")}
@@ -78,7 +79,7 @@ def test_a_maker_in_this_process(place: PlacementGroup, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, logger="workers"):
         worker = maker.create_worker(place, 0, 0, None, **with_variables(A_CLASS="call", RANK="3"))
     assert alive_actors(INITIALIZER) <= before
-    assert [record.message for record in caplog.records] == [
+    assert told(caplog) == [
         "the call overrides variable A_CLASS of Configured._default_options: the class's options are defaults",
         "the builder overrides variable RANK of Configured.configure_worker: a worker has its place's bundle and ranks",
     ]

@@ -22,6 +22,7 @@ from examples.arithmetic.model import build
 from examples.arithmetic.report import Reporter, StepRow
 from examples.arithmetic.task import Task
 from examples.arithmetic.weights import SendingWorker
+from tests.ray.standing import call_until_dead
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -148,6 +149,8 @@ def test_a_dead_producer_ends_the_run(concurrent: AsyncConfig, task: Task, crew:
     buffer = ReplayBuffer(client, TRAIN, policy, required_fields=FIELDS)
     crew.begin()
     ray.kill(crew.producers[0])
+    with pytest.raises(ray.exceptions.RayActorError):
+        call_until_dead(crew.producers[0].__ray_ready__)
 
     def run() -> None:
         with Production(concurrent, task, crew.producers[:1], buffer) as production:

@@ -8,19 +8,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import ray
-from ray import ObjectRefGenerator
+from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from workers import MultiWorkerFuture, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +172,29 @@ def test_a_group_left_as_a_context_ends(cluster: RayVirtualCluster, left: Path, 
     assert group.workers == []
 
 
+@pytest.fixture
+def wait_for_all_but_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Has a wait of so many seconds last until all but one of those waited for are done."""
+    wait = ray.wait
+
+    def replace(wait_s: float) -> None:
+        def waited(futures: list[ObjectRef], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+            if timeout == wait_s:
+                wait(futures, num_returns=num_returns - 1, timeout=60)
+                timeout = 0.1
+            return wait(futures, num_returns=num_returns, timeout=timeout)
+
+        monkeypatch.setattr(ray, "wait", waited)
+
+    return replace
+
+
 def test_one_dead_one_stuck_and_one_that_cannot_leave(
-    cluster: RayVirtualCluster, left: Path, gates: Path, caplog: pytest.LogCaptureFixture
+    cluster: RayVirtualCluster,
+    left: Path,
+    gates: Path,
+    caplog: pytest.LogCaptureFixture,
+    wait_for_all_but_one: Callable[[float], None],
 ) -> None:
     group = start(cluster, 4, left, gates)
     workers = list(group.workers)
@@ -183,6 +206,7 @@ def test_one_dead_one_stuck_and_one_that_cannot_leave(
     assert [ray.get(group.run_single_worker_single_data("rank", rank)) for rank in (0, 2, 3)] == [0, 2, 3]
 
     group.run_single_worker_single_data("wait_at", 2, str(gates))
+    wait_for_all_but_one(8.0)
     with caplog.at_level(logging.WARNING, logger="workers"):
         assert group.shutdown(cleanup_method="leave_or_fail", timeout=8.0) is False
     assert names(left) == ["3"]
@@ -212,8 +236,10 @@ def test_a_clean_up_that_is_not_there(
 AFTER_RAY = """
 import sys
 import ray
+from tests.ray.patience import be_patient
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 
+be_patient()
 ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1], log_to_driver=False)
 cluster = RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2)
 builder = RayWorkerBuilder("collections.Counter")
@@ -231,7 +257,12 @@ def test_an_end_after_the_end_of_ray() -> None:
     directory = tempfile.mkdtemp(prefix="tqe", dir="/tmp")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", AFTER_RAY, directory], capture_output=True, text=True, timeout=150, check=True
+            [sys.executable, "-c", AFTER_RAY, directory],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)

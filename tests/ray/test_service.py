@@ -71,7 +71,7 @@ def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None
 
 
 def test_the_service_takes_no_cpu(service: LaunchedService) -> None:
-    wait_until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], "all CPUs are free")
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all CPUs are free")
 
 
 def test_units_are_on_every_node_and_use_shared_memory(service: LaunchedService) -> None:

@@ -13,10 +13,11 @@ import torch
 import dataplane
 from dataplane.errors import StateDirError
 from dataplane.kept import discard
-from workers import launch_service
+from workers import LaunchedService, launch_service
 from workers.service.asking import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+PATIENCE_S = 150.0
 
 
 @pytest.fixture
@@ -26,11 +27,17 @@ def state(tmp_path: Path) -> Iterator[str]:
     discard(tmp_path, ["/dev/shm"])
 
 
+def connected(service: LaunchedService) -> dataplane.DataPlaneClient:
+    """A client that waits for actors which a busy machine starts again."""
+    settings = {"heartbeat_s": 0.2, "call_timeout_s": PATIENCE_S, "reconnect_s": PATIENCE_S}
+    return dataplane.connect(service.address, token=service.token, **settings)
+
+
 def test_what_was_put_outlives_controller_and_units(state: str) -> None:
     settings = {"capacity_bytes": 8 << 20, "state_dir": state, "heartbeat_s": 0.2}
     with (
         launch_service(settings, name="lasting") as service,
-        dataplane.connect(service.address, token=service.token, heartbeat_s=0.2) as client,
+        connected(service) as client,
     ):
         client.register_partition("p", ["x"], None, ["t"])
         meta = client.put_samples(["a", "b"], "p", {"x": [torch.arange(3), torch.arange(5)]})
@@ -55,7 +62,7 @@ def test_a_controller_that_cannot_go_on_gives_its_place_to_another(state: str) -
     settings = {"capacity_bytes": 8 << 20, "state_dir": state, "heartbeat_s": 0.2}
     with (
         launch_service(settings, name="broken") as service,
-        dataplane.connect(service.address, token=service.token, heartbeat_s=0.2) as client,
+        connected(service) as client,
     ):
         client.register_partition("p", ["x"], None, ["t"])
         ray.get(service._controller.__ray_call__.remote(breaks))

@@ -16,8 +16,9 @@ import pytest
 import ray
 from ray.exceptions import ActorHandleNotFoundError, RayActorError
 
+from tests import logs
 from tests.lives import wait_until
-from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, nothing_but, standing
+from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
 from tests.ray.starters import Refused
 from workers import (
     NamedSharding,
@@ -102,8 +103,7 @@ def test_colocated_groups_get_other_ports(cluster: RayVirtualCluster, group: Ray
         first = {entry["port"] for entry in group.worker_metadata}
         assert len(first | {entry["port"] for entry in second.worker_metadata}) == 5
         freed = second.worker_metadata[0]["port"]
-    with socket.socket() as sock:
-        sock.bind(("", freed))
+    wait_until(lambda: can_bind(freed), "a busy node has let go of the port")
 
 
 def test_the_first_of_a_tied_group_is_told_of_all_its_bundles(cluster: RayVirtualCluster) -> None:
@@ -158,7 +158,7 @@ def test_settings_come_over_each_other(
             {"bundle_indices": (node, [0]), "num_gpus": 0.0, "num_gpus_per_node": 8, "more": "told"} for node in (0, 1)
         ]
     assert (env_vars, builder.kwargs) == before
-    lines = [record.message for record in caplog.records]
+    lines = logs.told(caplog)
     assert sorted(lines) == sorted(set(lines))
     assert set(lines) == {
         "the argument env_vars overrides variable A_GROUP of the driver's environment: it is for this group",
@@ -323,4 +323,4 @@ def test_killing_goes_on_whatever_goes_wrong_with_one(
         assert actors.kill(["of another session", "well"]) is True  # type: ignore[list-item]
         assert actors.kill(["stuck", "well"]) is False  # type: ignore[list-item]
     assert asked == ["of another session", "well", "stuck", "well"]
-    assert [record.message for record in caplog.records] == ["cannot kill stuck: no answer"]
+    assert logs.told(caplog) == ["cannot kill stuck: no answer"]

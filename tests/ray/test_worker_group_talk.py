@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.lives import wait_until
 from tests.messengers import until_it_fails
 from tests.ray.talkers import Talker
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
@@ -122,6 +123,10 @@ def test_a_channel_is_not_made_on_a_node_that_there_is_not(cluster: Cluster, gro
         group.make_on(7).wait()
 
 
+def our_threads() -> str:
+    return " ".join(thread.name for thread in threading.enumerate() if thread.name.startswith("tq-"))
+
+
 def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker]) -> None:
     """All clusters of a process have one link, which the first to be shut down closes."""
     with Cluster() as cluster:
@@ -131,6 +136,6 @@ def test_a_closed_cluster_leaves_no_threads_of_ours(group: WorkerGroup[Talker]) 
         channel.close()
         channel.disconnect()
     assert DIRECTORY_VARIABLE not in os.environ
-    assert {thread.name for thread in threading.enumerate() if thread.name.startswith("tq-")} == set()
+    wait_until(lambda: not our_threads(), our_threads)
     with pytest.raises(GroupEndedError):
         group.rank()

@@ -8,8 +8,9 @@ from typing import Literal
 from dataplane.config import DataPlaneConfig
 from workers.service.nodes import Nodes, Storage
 
-STOP_TIMEOUT_S = 10.0
-"""How long a part of a service may take to stop."""
+STOP_TIMEOUT_S = 30.0
+"""How long a part of a service may take to stop. One that is killed leaves its memory behind, so that a busy machine's
+has the time."""
 
 State = Literal["starting", "serving", "draining"]
 
