@@ -13,7 +13,7 @@ import pytest
 
 from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
-from workers.messages import Messenger
+from workers.messages import Messenger, outgoing
 from workers.messages.wire import Want
 
 WAIT_S = 60.0
@@ -24,6 +24,14 @@ def until_it_fails(operation: Callable[[], Any]) -> None:
     """Call it again and again: it succeeds until something becomes known."""
     while True:
         operation()
+
+
+@contextlib.contextmanager
+def settling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile a send at first contact waits for its receive, however late that begins."""
+    with monkeypatch.context() as patient:
+        patient.setattr(outgoing, "SETTLE_S", WAIT_S)
+        yield
 
 
 def address(rank: int, group: str = "g") -> WorkerAddress:
