@@ -17,6 +17,8 @@ from workers.messages import Messenger, outgoing
 from workers.messages.wire import Want
 
 WAIT_S = 60.0
+START_S = 240.0
+"""A process imports torch before it is a worker, for long where many do so at once; of one that dies it is known."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -79,16 +81,16 @@ class Elsewhere:
         self._process = _spawn.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        assert self.hear() == "registered"
+        assert self.hear(START_S) == "registered"
 
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
 
-    def hear(self) -> Any:
-        if not self.pipe.poll(WAIT_S):
-            raise AssertionError(f"process {self._process.pid} said nothing within {WAIT_S} s")
+    def hear(self, within_s: float = WAIT_S) -> Any:
+        if not self.pipe.poll(within_s):
+            raise AssertionError(f"process {self._process.pid} said nothing within {within_s} s")
         return self.pipe.recv()
 
     def kill(self) -> None:
