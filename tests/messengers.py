@@ -13,10 +13,12 @@ import pytest
 
 from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
-from workers.messages import Messenger
+from workers.messages import Messenger, outgoing
 from workers.messages.wire import Want
 
 WAIT_S = 60.0
+START_S = 240.0
+"""A process imports torch before it is a worker, for long where many do so at once; of one that dies it is known."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -24,6 +26,14 @@ def until_it_fails(operation: Callable[[], Any]) -> None:
     """Call it again and again: it succeeds until something becomes known."""
     while True:
         operation()
+
+
+@contextlib.contextmanager
+def settling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile a send at first contact waits for its receive, however late that begins."""
+    with monkeypatch.context() as patient:
+        patient.setattr(outgoing, "SETTLE_S", WAIT_S)
+        yield
 
 
 def address(rank: int, group: str = "g") -> WorkerAddress:
@@ -71,16 +81,16 @@ class Elsewhere:
         self._process = _spawn.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        assert self.hear() == "registered"
+        assert self.hear(START_S) == "registered"
 
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
 
-    def hear(self) -> Any:
-        if not self.pipe.poll(WAIT_S):
-            raise AssertionError(f"process {self._process.pid} said nothing within {WAIT_S} s")
+    def hear(self, within_s: float = WAIT_S) -> Any:
+        if not self.pipe.poll(within_s):
+            raise AssertionError(f"process {self._process.pid} said nothing within {within_s} s")
         return self.pipe.recv()
 
     def kill(self) -> None:

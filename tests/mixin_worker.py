@@ -138,7 +138,7 @@ def worker_on(rank: int, layout: str, address: str) -> Worker:
         if rank in siblings:
             worker.group = group
     worker.fetch_timeout_s = NEVER_S
-    worker.setup_data_plane({"address": address})
+    worker.setup_data_plane({"address": address, "connect_timeout_s": 60.0})
     return worker
 
 

@@ -16,7 +16,7 @@ import zmq
 
 from dataplane.errors import InternalError
 from tests.alone import alone, leaves_nothing_open
-from tests.directories import client, directory  # noqa: F401
+from tests.directories import START_S, client, directory  # noqa: F401
 from tests.late import Late
 from tests.logs import logged
 from tests.processor import costs_little
@@ -285,7 +285,8 @@ def test_a_process_that_dies_is_noticed(
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_hold, args=(directory.address, theirs, fatal is signal.SIGKILL), daemon=True)
     process.start()
-    assert ours.poll(60)
+    theirs.close()
+    assert ours.poll(START_S)
     pid = ours.recv()
     client.lookup_worker(G0)
     os.kill(pid, fatal)
@@ -298,7 +299,6 @@ def test_a_process_that_dies_is_noticed(
     client.register_worker(G0, "f")
     process.close()
     ours.close()
-    theirs.close()
 
 
 def test_a_directory_that_ends_is_noticed() -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from tests.directories import client, directory  # noqa: F401
+from tests.directories import START_S, client, directory  # noqa: F401
 from tests.lives import Proxy, wait_until
 from workers.address import WorkerAddress
 from workers.directory import Directory, DirectoryClient, Entry, Kind, State, server
@@ -59,9 +59,9 @@ class Frozen:
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve_until_told, args=(theirs,), daemon=True)
         self._process.start()
-        assert self._pipe.poll(60)
-        self.address = self._pipe.recv()
         theirs.close()
+        assert self._pipe.poll(START_S)
+        self.address = self._pipe.recv()
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
@@ -82,8 +82,17 @@ class Frozen:
 
 
 def _until_taken(client: DirectoryClient) -> None:
-    """Its silence was noticed, and the kernel took another connection for the process that stands still."""
-    wait_until(lambda: client._away_since is not None and client._taken, "the silence is noticed")
+    """Its silence was noticed, and the kernel took another connection for the process that stands still. It stays so:
+    no answer from before comes over that connection."""
+
+    def since() -> float | None:
+        return client._away_since if client._taken else None
+
+    while True:
+        noticed = wait_until(since, "the silence is noticed")
+        time.sleep(1.0)
+        if since() == noticed:
+            return
 
 
 def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes_on(
@@ -93,6 +102,7 @@ def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes
         told: list[Entry] = []
         client.subscribe(told.append)
         mine = client.register_worker(G0, "e")
+        assert other.listing(Kind.GROUP) == [], "it is connected"
         waiting = other.ask(Kind.GROUP, "late", 60.0)
         frozen.stop()
         for each in (client, other):

@@ -323,23 +323,26 @@ def test_parts_of_a_message_between_others_are_dropped(
 def test_a_port_that_was_something_else_s_is_tried_again(one_road: Here) -> None:
     (a,) = one_road.workers(1)
     client = one_road.client()
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-        client.register_worker(B, f"127.0.0.1:{port}")
-        lost = a.send("to a stranger", B, async_op=True)
-        connection, _ = stranger.accept()
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
-        connection.close()
-    assert lost is not None
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
-        peer.bind(f"tcp://127.0.0.1:{port}")
-        heard = False
-        for _ in range(100):
-            a.send("again", B, async_op=True)
-            if heard := bool(peer.poll(500)):
-                break
-        assert heard
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))  # while it is open, the kernel gives the port to nobody
+        port = held.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)) as stranger:
+            client.register_worker(B, f"127.0.0.1:{port}")
+            lost = a.send("to a stranger", B, async_op=True)
+            connection, _ = stranger.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+            connection.close()
+        assert lost is not None
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+            peer.linger = 0
+            peer.bind(f"tcp://127.0.0.1:{port}")
+            heard = False
+            for _ in range(100):
+                a.send("again", B, async_op=True)
+                if heard := bool(peer.poll(500)):
+                    break
+            assert heard
 
 
 # --- defects -------------------------------------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.messengers import Here, address, here, one_road, until_it_fails
+from tests.messengers import Here, address, here, one_road, settling, until_it_fails
 from workers.address import WorkerAddress
 from workers.errors import (
     GroupOptionsError,
@@ -19,7 +17,7 @@ from workers.errors import (
     NoSuchRankError,
     NotSerializableError,
 )
-from workers.messages import CollectiveGroupOptions, all_of, outgoing
+from workers.messages import CollectiveGroupOptions, all_of
 
 pytestmark = pytest.mark.integration
 
@@ -46,21 +44,13 @@ def _mismatches() -> list[Any]:
     ]
 
 
-@contextlib.contextmanager
-def _settling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Meanwhile a send at first contact waits for its receive, however late that begins."""
-    with monkeypatch.context() as patient:
-        patient.setattr(outgoing, "SETTLE_S", 60.0)
-        yield
-
-
 @pytest.mark.parametrize(("send", "recv"), _mismatches())
 def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(
     here: Here, send: Any, recv: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = here.workers(2)
     receiving = here.start(recv, b)
-    with _settling(monkeypatch), pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
+    with settling(monkeypatch), pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
         send(a)
     with pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
         receiving.result(60)
@@ -68,16 +58,16 @@ def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(
     assert b.recv(A) == "fine"
 
 
-def test_a_target_of_another_shape_is_not_touched(one_road: Here) -> None:
+def test_a_target_of_another_shape_is_not_touched(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = one_road.workers(2)
     target = torch.zeros(2, 3)
-    receiving = b.recv_tensor(target, A, async_op=True)
-    sending = a.send_tensor(torch.ones(3, 2), B, async_op=True)
-    assert receiving is not None
-    assert sending is not None
-    for each in (receiving, sending):
-        with pytest.raises(MessageMismatchError):
-            each.wait()
+    with settling(monkeypatch):
+        receiving = b.recv_tensor(target, A, async_op=True)
+        sending = a.send_tensor(torch.ones(3, 2), B, async_op=True)
+        for each in (receiving, sending):
+            assert each is not None
+            with pytest.raises(MessageMismatchError):
+                each.wait()
     assert target.sum() == 0
 
 
@@ -103,7 +93,7 @@ def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here, monk
     a, b = here.workers(2)
     receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4))
     theirs = r"g:0 made first contact with g:1 .*accel_max_ctas=2"
-    with _settling(monkeypatch), pytest.raises(GroupOptionsError, match=theirs):
+    with settling(monkeypatch), pytest.raises(GroupOptionsError, match=theirs):
         a.send(1, B, options=CollectiveGroupOptions(accel_max_ctas=2))
     with pytest.raises(GroupOptionsError, match=r"g:1 made first contact with g:0 .*accel_max_ctas=4"):
         receiving.result(60)

@@ -50,6 +50,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody turns to the source because the machine is slow; and little is much."""
     monkeypatch.setattr(fetches, "RELAY_S", 600.0)
     monkeypatch.setattr(relays, "RELAY_S", 600.0)
+    monkeypatch.setattr(relays, "KEEP_S", 600.0)
     monkeypatch.setattr(fetches, "CHUNK_BYTES", CHUNK_BYTES)
 
 
@@ -118,11 +119,19 @@ def _spread(hosts: Here, workers: list[Messenger], value: Any) -> list[Any]:
     return [work.wait() for work in works]
 
 
+def _first_contact(hosts: Here, workers: list[Messenger]) -> None:
+    """Afterwards each knows that the source lives: a receiver passes on nothing of one of which it does not."""
+    assert _spread(hosts, workers, "first contact") == ["first contact"] * (len(workers) - 1)
+    source = workers[0].address.get_name()
+    for worker in workers[1:]:
+        wait_until(lambda worker=worker: worker._engine.incoming._lives(source), "the directory has answered")
+
+
 @pytest.mark.integration
 def test_the_source_serves_few(hosts: Hosts, served: Served) -> None:
     workers = hosts.workers(COUNT)
     value = torch.arange(BIG)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     for got in _spread(hosts, workers, {"a": value, "b": "text"}):
         assert torch.equal(got["a"], value)
         assert got["b"] == "text"
@@ -135,7 +144,7 @@ def test_the_source_serves_few(hosts: Hosts, served: Served) -> None:
 def test_one_of_each_host_pulls_from_another_host(served: Served) -> None:
     hosts = Hosts(per_host=4)
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     for got in _spread(hosts, workers, torch.arange(BIG)):
         assert torch.equal(got, torch.arange(BIG))
     assert served.by_source == (3 + 2) * CHUNKS, "three of its own host, which share no memory here, and one of each"
@@ -156,7 +165,7 @@ def test_few_or_small_go_from_the_source(hosts: Hosts, served: Served) -> None:
 def test_what_is_passed_on_counts_and_is_given_back(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "KEEP_S", 0.2)
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     admitted = []
     real = relays.Relays.begin
 
@@ -215,7 +224,7 @@ def test_one_that_passes_nothing_on_is_gone_round(
 ) -> None:
     monkeypatch.setattr(fetches, "RELAY_S", 0.05)
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     asked = threading.Event()
     monkeypatch.setattr(workers[1]._engine.incoming, "wanted", lambda *_: asked.set())
     for got in _spread(hosts, workers, torch.arange(BIG)):
@@ -261,7 +270,7 @@ def test_one_that_passes_on_and_dies_takes_nobody_along(hosts: Hosts, monkeypatc
 def test_the_first_ask_begins_to_pull(hosts: Hosts, served: Served) -> None:
     """One that passes on need not receive itself before others can."""
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     workers[0].broadcast(torch.arange(BIG), NAMES)
     works = [worker.broadcast(None, NAMES, async_op=True) for worker in workers[3:]]
     for work in works:
@@ -322,9 +331,8 @@ def test_one_whose_port_is_another_s_by_now_is_not_asked(one_road: Here) -> None
 @pytest.mark.integration
 @pytest.mark.parametrize("wrong", [{"serial": -1}, {"start": 3}, {"nbytes": 7}, {"incarnation": 0}])
 def test_what_is_not_passed_on_is_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]) -> None:
-    monkeypatch.setattr(relays, "KEEP_S", 600.0)
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     _spread(hosts, workers, torch.arange(BIG))
     (key,) = workers[1]._engine.incoming._relays._kept
     answered: list[Any] = []
@@ -350,7 +358,7 @@ def test_what_is_asked_for_early_waits_for_its_message(
 ) -> None:
     monkeypatch.setattr(relays, "RELAY_S", 600.0 if comes else 0.1)
     workers = hosts.workers(COUNT)
-    _spread(hosts, workers, "first contact")
+    _first_contact(hosts, workers)
     engine = workers[1]._engine
     answered: list[Any] = []
     monkeypatch.setattr(engine.incoming._relays, "_reply", lambda route, answer, body: answered.append(answer))

@@ -21,6 +21,7 @@ from tests.messengers import Here, address, one_road
 from tests.open_files import exhausted
 from workers.channel import Channel, ChannelBroker
 from workers.directory import Directory, DirectoryClient, Kind, server
+from workers.directory import client as client_module
 from workers.errors import OpenFilesError
 from workers.messages import Messenger
 from workers.ports import PortKeeper
@@ -83,6 +84,7 @@ def test_a_channel(make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 def test_a_directory_and_its_client_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither opens a file where one of its clients, or it, has lost its connection."""
     monkeypatch.setattr(server, "GRACE_S", 600.0)
+    monkeypatch.setattr(client_module, "AWAY_S", 600.0)
     with Directory.serve() as served:
         proxy = Proxy(split_address(served.address)[1])
         with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:

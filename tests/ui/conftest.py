@@ -17,6 +17,7 @@ from dataplane import DataPlaneClient, Server, connect, serve
 PICTURES = Path(__file__).parents[2] / "out" / "ui"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 40_000.0
+START_MS = 240_000.0
 WIDE = {"width": 1360, "height": 2400}
 """So high that every part of the page is in view, and asked for."""
 
@@ -30,8 +31,11 @@ class Visit:
         self.requests: list[str] = []
         self.faults: list[str] = []
         self.expected: list[str] = []
+        self._unanswered = 0
         context.set_default_timeout(WAIT_MS)
         context.on("request", self._requested)
+        context.on("requestfinished", self._answered)
+        context.on("requestfailed", self._answered)
         self.page = context.new_page()
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self.faults.append(f"raised {error}"))
@@ -40,6 +44,13 @@ class Visit:
         self.requests.append(request.url)
         if not request.url.startswith(f"{self.origin}/"):
             self.faults.append(f"asked {request.url}")
+        self._unanswered += self._is_of_a_round(request)
+
+    def _answered(self, request: Request) -> None:
+        self._unanswered -= self._is_of_a_round(request)
+
+    def _is_of_a_round(self, request: Request) -> bool:
+        return request.url.startswith(f"{self.origin}/api/")
 
     def _said(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -49,11 +60,19 @@ class Visit:
         """The dashboard, when it has shown what there is for the first time."""
         self.page.goto(self.origin)
         self.page.wait_for_selector("[data-ready]")
+        self.until("#connection", "live")
         return self.page
 
     def asked(self, path: str) -> int:
         """How often this was asked for."""
         return sum(url.startswith(f"{self.origin}/{path}") for url in self.requests)
+
+    def settle(self) -> None:
+        """Returns when all that the page asked is answered, and what it asks upon those answers."""
+        quiet = 0
+        while quiet < 3:
+            self.page.evaluate("() => fetch('healthz').then((answer) => answer.text())")
+            quiet = 0 if self._unanswered else quiet + 1
 
     def until(self, selector: str, text: str) -> None:
         """Waits until an element that `selector` finds has `text` in it."""
@@ -78,7 +97,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip(f"there is none of {', '.join(BROWSERS)} here (apt-get install chromium)")
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=path)
+        started = driver.chromium.launch(executable_path=path, timeout=START_MS)
         yield started
         started.close()
 

@@ -32,6 +32,7 @@ def produce(client: DataPlaneClient, partition: str = "train") -> None:
     leased = client.claim_meta(partition, "reference", ["input_ids"], LEASED, lease_s=300.0)
     client.claim_meta(partition, "reference", ["input_ids"], CLAIMED)
     client.get_data(leased, ["input_ids"])
+    client.list_samples(partition)  # the service knows by now that the read has ended
 
 
 @contextlib.contextmanager

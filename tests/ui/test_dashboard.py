@@ -31,7 +31,7 @@ def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, vis
         assert cells[7].startswith("in 2 h ")
         seen.until(".attention li.warn", "Task policy of train: policy-0 has waited")
         seen.until(".attention .sentence", "nobody has produced field 'logprobs' for any live sample")
-        assert page.inner_text("#health") == "1 needs attention"
+        seen.until("#health", "1 needs attention")
     seen.until("#no-waits", "Nobody waits.")
     seen.until("#health", "all well")
 
@@ -128,7 +128,7 @@ def test_a_full_arena_is_told_of(service: Server, client: DataPlaneClient, visit
     page = seen.open()
     seen.until(".attention li", "Partition train is near its budget: 96% of what new rows may take is used.")
     assert page.inner_text(".budget span").startswith("budget: 6.5 MiB of 8.0 MiB (81%), 6.5 MiB at most; when full, ")
-    with connect(service.address, client_name="rollout-1", put_timeout_s=60.0) as other, scene.putting(other):
+    with connect(service.address, client_name="rollout-1", put_timeout_s=600.0) as other, scene.putting(other):
         seen.until(".attention li.bad", "A put of rollout-1 has waited")
         seen.until("#waits tr", "4.0 MiB")
         assert page.locator("#waits .op").inner_text() == "put"

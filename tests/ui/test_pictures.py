@@ -169,6 +169,7 @@ def test_flow_is_charted(service: Server, client: DataPlaneClient, visit: Visito
     seen.until("figure", "samples per second")
     seen.until("figure", "live 21.0 KiB")
     page.get_by_label("last").select_option("60")
+    client.put_samples(["late"], "train", {"reward": torch.ones(1)})
     (put,) = colours(seen, "put")
     page.wait_for_function(
         f"([canvas, colour]) => ({UPPER_HALF})(canvas).includes(colour)", arg=[chart.element_handle(), put]
@@ -179,10 +180,10 @@ def test_flow_is_charted(service: Server, client: DataPlaneClient, visit: Visito
 
 
 def test_calls_have_their_place_in_time(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
-    scene.produce(client)
     seen = visit(service.http_address)
+    page = seen.open()
+    scene.produce(client)
     with scene.waiting(service):
-        page = seen.open()
         seen.until(".lane", "policy-0")
         assert page.locator(".lane").all_inner_texts() == ["rollout-0", "policy-0"]
         seen.until("#timeline-told", "30 s, following")
