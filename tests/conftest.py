@@ -3,11 +3,13 @@ mark of `IMPURE` may open sockets and start processes."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import traceback
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -49,7 +51,10 @@ providers.HypothesisProvider._local_constants = providers._local_constants
 def our_files() -> set[str]:
     """Arenas and session locks that are in shared memory now, by their paths in it."""
     folders = [SHARED_MEMORY, *(path for path in SHARED_MEMORY.glob("tq-*") if path.is_dir())]
-    files = [path for folder in folders for path in folder.iterdir() if path.name.startswith(("tq-", ".tq-"))]
+    files: list[Path] = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+            files += [path for path in folder.iterdir() if path.name.startswith(("tq-", ".tq-"))]
     return {str(path.relative_to(SHARED_MEMORY)) for path in files if path not in folders}
 
 

@@ -19,15 +19,15 @@ from dataplane.host import lasting_port
 from dataplane.ports import require_free_port
 from dataplane.unit import StorageUnit
 
+WAIT_S = 60.0
 CONFIG = DataPlaneConfig(
     capacity_bytes=16 * MIB,
     heartbeat_s=0.1,
     session_timeout_s=30.0,
-    call_timeout_s=60.0,
-    connect_timeout_s=60.0,
-    reconnect_s=60.0,
+    call_timeout_s=WAIT_S,
+    connect_timeout_s=WAIT_S,  # what tests/conftest.py sets for all others comes too late for this one
+    reconnect_s=WAIT_S,
 )
-WAIT_S = 60.0
 
 
 def wait_until(come: Callable[[], Any], what: str | Callable[[], str] = "", within_s: float = WAIT_S) -> Any:

@@ -49,11 +49,11 @@ def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> Non
     with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
         client.stats()
         (arena,) = own_path(tmp_path).iterdir()
-        locks = list(own_path("/dev/shm").glob("tq-session-*.lock"))
-        assert mode(arena) == 0o600
+        lock = client._connections.get().desk._lock
+        assert lock is not None
+        assert lock.path.parent == own_path("/dev/shm")
+        assert mode(arena) == mode(lock.path) == 0o600
         assert mode(own_path(tmp_path)) == mode(own_path("/dev/shm")) == 0o700
-        assert locks
-        assert {mode(path) for path in locks} == {0o600}
 
 
 @pytest.mark.integration

@@ -31,7 +31,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip("this process may not mount a tmpfs")
     yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # somebody may hold a view of an arena there still
 
 
 def row(nbytes: int, value: int = 1) -> dict[str, torch.Tensor]:

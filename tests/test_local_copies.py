@@ -26,7 +26,9 @@ NAMES = itertools.count()
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[DataPlaneClient]:
-    with serve({"capacity_bytes": 128 * MIB}) as server, connect(server.address, copy_threads=2) as client:
+    """Without heartbeats: what one of them posted, or allocated, would be counted as a test's own."""
+    settings = {"capacity_bytes": 128 * MIB, "heartbeat_s": 600.0, "session_timeout_s": 6000.0}
+    with serve(settings) as server, connect(server.address, copy_threads=2, heartbeat_s=600.0) as client:
         get(client, put(client, fields()))  # a process's first read looks into what torch can do
         yield client
 

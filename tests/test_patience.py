@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +55,15 @@ class Attempts:
             return stop.value
 
 
+def clock(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
+    """What `patience` has of `time`, and no other thread of this process."""
+    monkeypatch.setattr(patience, "time", SimpleNamespace(**{"monotonic": time.monotonic, **functions}))
+
+
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     made: list[float] = []
-    monkeypatch.setattr(patience.time, "sleep", made.append)
+    clock(monkeypatch, sleep=made.append)
     return made
 
 
@@ -90,8 +97,7 @@ def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(patience.time, "sleep", sleep)
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now)
+    clock(monkeypatch, sleep=sleep, monotonic=lambda: now)
     attempts = Attempts(*[GONE] * 1000)
     with pytest.raises(StorageUnitError):
         attempts.run(desk(reconnect_s=10.0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, SampleNotFoundError, connect, failpoints
+from dataplane import DataPlaneClient, SampleNotFoundError, connect, draining, failpoints
 from dataplane.errors import StorageUnitError
 from tests.lives import Lives, one_unit, wait_until
 
@@ -35,7 +35,10 @@ def client(server: Lives) -> Iterator[DataPlaneClient]:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_rows_that_were_moved_are_read_where_they_are_now(server: Lives, client: DataPlaneClient, copy: bool) -> None:
+def test_rows_that_were_moved_are_read_where_they_are_now(
+    server: Lives, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, copy: bool
+) -> None:
+    monkeypatch.setattr(draining, "LOOK_S", 0.1)  # for a reader, who does not end before
     acts = [lambda: leave(server)]
     failpoints.arm("get.mid_copy", lambda: acts.pop()() if acts else None)
     got = client.get_samples(["b", "a"], "p", ["x"], copy=copy)
@@ -48,7 +51,7 @@ def test_rows_that_were_moved_are_read_where_they_are_now(server: Lives, client:
 def leave(server: Lives) -> None:
     """The first unit is emptied, and ends, though somebody reads."""
     with connect(server.address) as other:
-        other.drain(1, timeout_s=30)
+        other.drain(1, timeout_s=300)
     server.units[0].stop()
 
 

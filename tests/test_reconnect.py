@@ -24,11 +24,14 @@ from tests.test_control_channel import in_fork
 pytestmark = pytest.mark.slow
 
 FIELDS = ["x", "n"]
+STILL = replace(CONFIG, heartbeat_s=600.0, session_timeout_s=6000.0)
+"""No heartbeat comes, so none is late on a busy machine, for which a client would take the service to be gone."""
 
 
 @pytest.fixture
-def lives(tmp_path: Path) -> Iterator[Lives]:
-    made = Lives(tmp_path / "state")
+def lives(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lives]:
+    """With `CONFIG`, or what a test says."""
+    made = Lives(tmp_path / "state", getattr(request, "param", CONFIG))
     made.start()
     made.unit()
     yield made
@@ -69,7 +72,7 @@ def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Ite
     made: list[Any] = []
 
     def client(style: str = "local", address: str = "", **settings: Any) -> Any:
-        config = {**vars(replace(CONFIG, force_remote=style.startswith("remote"))), **settings}
+        config = {**vars(replace(lives.config, force_remote=style.startswith("remote"))), **settings}
         del config["address"]
         address = address or lives.address
         made.append(
@@ -218,7 +221,7 @@ def test_views_stay_pinned_and_their_release_arrives(lives: Lives, open_client: 
 
 def test_the_end_of_a_service_that_keeps_its_state_is_noticed_at_once(tmp_path: Path, ending: str) -> None:
     """Not after two heartbeats, which last longer here than the call may take."""
-    lives = Lives(tmp_path / "state", replace(CONFIG, heartbeat_s=600.0, session_timeout_s=6000.0, units=0))
+    lives = Lives(tmp_path / "state", replace(STILL, units=0))
     lives.start()
     try:
         with connect(lives.address, heartbeat_s=600.0, call_timeout_s=WAIT_S) as client:
@@ -310,6 +313,7 @@ def test_work_under_way_is_done_exactly_once(
 # --- it does not, or without its state
 
 
+@pytest.mark.parametrize("lives", [STILL], indirect=True, ids=["still"])
 def test_after_the_window_calls_fail_and_a_late_return_is_found(lives: Lives, open_client: Open, style: str) -> None:
     client = open_client(style, reconnect_s=0.3)
     register(client)
@@ -326,6 +330,7 @@ def test_after_the_window_calls_fail_and_a_late_return_is_found(lives: Lives, op
     assert sorted(client.claim_meta("p", "train", FIELDS, 2).sample_ids) == ["s1", "s2"]
 
 
+@pytest.mark.parametrize("lives", [STILL], indirect=True, ids=["still"])
 def test_a_call_under_way_fails_when_the_window_ends(
     lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
 ) -> None:
@@ -462,15 +467,16 @@ def test_a_network_that_heals_is_no_end(
     failure: str,
 ) -> None:
     monkeypatch.setattr(opening, "boot_id", lambda: "another host")
-    monkeypatch.setattr(opening, "GO_ON_S", 0.2)
     proxy = proxy_to(lives.port)
     client, other = open_client(style, f"127.0.0.1:{proxy.port}"), open_client()
     register(client)
     put(client, 1)
     waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
     wait_until(lambda: claims_that_wait(other) == 1)
-    getattr(proxy, failure)()
-    wait_until(lambda: calls_of(client).waiting, "a lost service")
+    with monkeypatch.context() as impatient:
+        impatient.setattr(opening, "GO_ON_S", 0.2)  # only while nothing can answer
+        getattr(proxy, failure)()
+        wait_until(lambda: calls_of(client).waiting, "a lost service")
     more = pool.submit(put, client, 2)
     proxy.heal()
     more.result(WAIT_S)
