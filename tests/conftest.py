@@ -3,11 +3,13 @@ mark of `IMPURE` may open sockets and start processes."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import traceback
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -49,7 +51,10 @@ providers.HypothesisProvider._local_constants = providers._local_constants
 def our_files() -> set[str]:
     """Arenas and session locks that are in shared memory now, by their paths in it."""
     folders = [SHARED_MEMORY, *(path for path in SHARED_MEMORY.glob("tq-*") if path.is_dir())]
-    files = [path for folder in folders for path in folder.iterdir() if path.name.startswith(("tq-", ".tq-"))]
+    files: list[Path] = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # who left last has removed it meanwhile
+            files += [path for path in folder.iterdir() if path.name.startswith(("tq-", ".tq-"))]
     return {str(path.relative_to(SHARED_MEMORY)) for path in files if path not in folders}
 
 
@@ -122,9 +127,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
     files = our_files()
     yield
     wait_until(lambda: not litter(files), lambda: f"nothing left in /dev/shm but {sorted(litter(files))}")
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    ours = [child for child in children if "multiprocessing" not in " ".join(_command_line(child))]
-    assert not ours, f"left running: {[(child.pid, _command_line(child)) for child in ours]}"
+    wait_until(lambda: not _children(), lambda: f"an end of the children {_children()}")
+
+
+def _children() -> list[tuple[int, list[str]]]:
+    """Number and command of those that a test started and that run, or that nobody has waited for."""
+    found = [(child.pid, _command_line(child)) for child in psutil.Process(os.getpid()).children(recursive=True)]
+    return [(number, command) for number, command in found if "multiprocessing" not in " ".join(command)]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

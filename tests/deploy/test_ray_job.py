@@ -35,7 +35,8 @@ def cluster() -> Iterator[dict[str, str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PYTHONPATH": str(ROOT),
     }
-    ports = [f"--{name}={free_ports()}" for name in ("ray-client-server-port", "dashboard-agent-listen-port")]
+    first = free_ports(2)
+    ports = [f"--ray-client-server-port={first}", f"--dashboard-agent-listen-port={first + 1}"]
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += ["--port=0", f"--temp-dir={directory}", "--include-dashboard=false", "--num-cpus=2", *ports]
     output = Path(directory) / "output"
