@@ -132,7 +132,11 @@ def _leave(directory: Path, script: str, run: Callable[[], Any]) -> None:
 def with_ray(name: str, directory: Path, scripts: list[str]) -> None:
     """The original keeps its controller and its storage in Ray actors."""
     import ray  # noqa: PLC0415
+    from ray._private import services  # noqa: PLC0415
 
+    from tests.ray.conftest import patiently  # noqa: PLC0415
+
+    services.get_node = patiently(services.get_node)
     place = tempfile.mkdtemp(prefix="tqc", dir="/tmp")
     try:
         ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, _temp_dir=place, log_to_driver=False)

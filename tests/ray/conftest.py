@@ -20,7 +20,7 @@ def ray_cluster() -> Iterator[None]:
     """Ends with this directory's tests: what comes after them runs as where there is no cluster."""
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", _patiently(services.get_node))
+        patch.setattr(services, "get_node", patiently(services.get_node))
         ray.init(
             num_cpus=16,
             num_gpus=0,
@@ -44,7 +44,7 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return logged
 
 
-def _patiently(get_node: Any) -> Any:
+def patiently(get_node: Any) -> Any:
     """Ray gives its processes 30 s to start, however busy the machine is."""
 
     def get(*arguments: Any) -> Any:
