@@ -73,7 +73,7 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
 
 def ended(running: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, errors = running.communicate(timeout=120)
+        out, errors = running.communicate(timeout=300)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
