@@ -18,7 +18,6 @@ from dataplane.errors import (
     SampleExistsError,
     SampleNotFoundError,
 )
-
 from tests.lives import wait_until
 
 from .values import DTYPES, random_tensor, same, same_rows
