@@ -127,9 +127,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
     files = our_files()
     yield
     wait_until(lambda: not litter(files), lambda: f"nothing left in /dev/shm but {sorted(litter(files))}")
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    ours = [child for child in children if "multiprocessing" not in " ".join(_command_line(child))]
-    assert not ours, f"left running: {[(child.pid, _command_line(child)) for child in ours]}"
+    wait_until(lambda: not _children(), lambda: f"an end of the children {_children()}")
+
+
+def _children() -> list[tuple[int, list[str]]]:
+    """Number and command of those that a test started and that run, or that nobody has waited for."""
+    found = [(child.pid, _command_line(child)) for child in psutil.Process(os.getpid()).children(recursive=True)]
+    return [(number, command) for number, command in found if "multiprocessing" not in " ".join(command)]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -17,6 +17,15 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "tests" / "compat" / "scripts").glob("[a-z]*.py"))
 
 
+SETTINGS = {
+    "TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL": "1",
+    # On a busy machine the package's actors answer late: without these it gives up after some seconds.
+    "TQ_STORAGE_HANDSHAKE_RETRY_INTERVAL": "60",
+    "TQ_STORAGE_HANDSHAKE_TIMEOUT": "200",
+    "TQ_DATA_UPDATE_RESPONSE_TIMEOUT": "200",
+}
+
+
 class Side:
     """What every script sees of a module, in a process of its own that runs while the other side's does."""
 
@@ -28,7 +37,7 @@ class Side:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.compat.runner", module, str(directory), *SCRIPTS],
                 cwd=ROOT,
-                env={**environment, "PYTHONPATH": str(ROOT), "TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL": "1"},
+                env={**environment, "PYTHONPATH": str(ROOT), **SETTINGS},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

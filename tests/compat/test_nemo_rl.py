@@ -84,7 +84,7 @@ def test_a_worker_attaches_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = build_data_plane_client(cfg, bootstrap=True)
     try:
         address = os.environ.pop("TQ_ADDRESS")
-        named = {"enabled": True, "impl": "rl_dataplane", "controller_address": address, "ack_timeout_ms": 5000}
+        named = {"enabled": True, "impl": "rl_dataplane", "controller_address": address, "ack_timeout_ms": 60_000}
         worker = build_data_plane_client(named, bootstrap=False)
         driver.put_samples(["a"], "p", tags=[{"n": 1}])
         worker.meta_type = KVBatchMeta

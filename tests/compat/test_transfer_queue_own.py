@@ -117,7 +117,7 @@ tq.kv_put("b", "p", {"v": torch.tensor([3])})
 tq.close()
 """
     told = [sys.executable, "-c", child, str(tq.get_metrics_endpoint())]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(told, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert set(tq.kv_list("p")["p"]) == {"a", "b"}
 

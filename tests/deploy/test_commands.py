@@ -138,6 +138,6 @@ def test_the_trainers_script_runs_beside_its_unit(pods: Pods) -> None:
     (trainer,) = [one for one in containers(PODS["trainer"]) if "command" in one]
     assert trainer["command"] == ["python", "-c"]
     (script,) = [pods._here("trainer", text) for text in trainer["args"]]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "tq-unit-0" in done.stdout

@@ -18,6 +18,7 @@ import pytest
 
 import dataplane
 from tests.children import Child
+from tests.lives import wait_until
 from tests.ports import free_ports
 
 OWN_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
@@ -86,6 +87,6 @@ def test_who_shares_shared_memory_is_local(
     command = [*there, sys.executable, "-c", CLIENT, address, place]
     with Child(command) as client:
         assert client.line() == "there"
-        assert attached(port) == local
+        wait_until(lambda: attached(port) == local, "who came before is gone, and nobody else has mapped the arena")
         code, _, errors = client.finish()
     assert code == 0, errors

@@ -21,7 +21,14 @@ from tests.deploy.manifests import DEPLOY, ROOT, documents
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-START_S = 120.0
+START_S = 240.0
+PATIENT_RAY = """
+from ray.scripts.scripts import main
+from tests.ray.patience import be_patient
+be_patient()
+main()
+"""
+"""`ray`, which otherwise gives its processes 30 s to start."""
 JOB = next(document for _, document in documents("kuberay") if document["kind"] == "RayJob")
 
 
@@ -35,8 +42,9 @@ def cluster() -> Iterator[dict[str, str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PYTHONPATH": str(ROOT),
     }
-    ports = [f"--{name}={free_ports()}" for name in ("ray-client-server-port", "dashboard-agent-listen-port")]
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    first = free_ports(2)
+    ports = [f"--ray-client-server-port={first}", f"--dashboard-agent-listen-port={first + 1}"]
+    command = [sys.executable, "-c", PATIENT_RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += ["--port=0", f"--temp-dir={directory}", "--include-dashboard=false", "--num-cpus=2", *ports]
     output = Path(directory) / "output"
     with output.open("w") as file:

@@ -22,7 +22,7 @@ ONE_NODE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "first"}
 """For what does not depend on how many there are."""
 
 COMMAND = """
-import os, signal, sys, torch, dataplane
+import os, signal, sys, time, torch, dataplane
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 assert len(os.environ["TQ_TOKEN"]) == 64
 with dataplane.connect() as client:
@@ -32,6 +32,8 @@ with dataplane.connect() as client:
     print("claimed", *meta.sample_ids, "of", len(client.stats().units), "units", flush=True)
     %s
 """
+WAIT = "while True: time.sleep(0.1)"
+"""Until it is ended. (A signal that comes just before `signal.pause` does not end that.)"""
 
 
 def job(directory: Path, then: str = "sys.exit(3)", **more: str) -> subprocess.Popen[str]:
@@ -71,7 +73,7 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
 
 def ended(running: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, errors = running.communicate(timeout=120)
+        out, errors = running.communicate(timeout=300)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
@@ -87,7 +89,7 @@ def test_the_command_finds_the_service_and_its_code_is_the_jobs(tmp_path: Path) 
 
 
 def test_what_slurm_asks_to_end_ends(tmp_path: Path) -> None:
-    running = job(tmp_path, "signal.pause()", **ONE_NODE)
+    running = job(tmp_path, WAIT, **ONE_NODE)
     assert running.stdout is not None
     while not running.stdout.readline().startswith("claimed"):
         assert running.poll() is None
@@ -96,8 +98,13 @@ def test_what_slurm_asks_to_end_ends(tmp_path: Path) -> None:
 
 
 def test_a_part_that_dies_ends_the_job(tmp_path: Path) -> None:
-    pid = 'int(open(os.environ["FAKE_SRUN"] + "/serve").read())'
-    code, _, errors = ended(job(tmp_path, f"os.kill({pid}, signal.SIGKILL); signal.pause()", **ONE_NODE))
+    then = [
+        'seen = os.environ["FAKE_SRUN"] + "/serve"',
+        "while not os.path.exists(seen): time.sleep(0.1)",
+        "os.kill(int(open(seen).read()), signal.SIGKILL)",
+        WAIT,
+    ]
+    code, _, errors = ended(job(tmp_path, "\n    ".join(then), **ONE_NODE))
     assert code == 1
     assert "a part of the service ended before the command" in errors
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
 from typing import Any
 
+from dataplane import Server
 from tests.faults.forks import forks
 from tests.faults.victim import play
+from tests.lives import wait_until
 
 WAIT_S = 60
+SESSION_TIMEOUT_S = 600.0
+"""Of services with victims: no victim is given up because it gets no processor for some seconds."""
 
 
 class Dying:
@@ -48,3 +53,25 @@ class Dying:
         """Kill it, if it lives, and let go of its pipe."""
         self.kill()
         self._pipe.close()
+
+
+def give_up(server: Server) -> None:
+    """To the service its victim, which says nothing any more, has been silent for too long. Returns when it has been
+    given up."""
+    shell = server._controller._shell
+    assert shell is not None
+    ledger: Any = shell._ledger
+    found: SimpleQueue[bool] = SimpleQueue()
+
+    def look() -> None:
+        live = [each for each in ledger._state.sessions.values() if each.live and each.name == "victim"]
+        for session in live:
+            session.heard = ledger._state.now - SESSION_TIMEOUT_S
+            ledger._liveness._look_at(ledger._state.now)
+        found.put(not live)
+
+    def is_given_up() -> bool:
+        shell.run(look)
+        return found.get(timeout=WAIT_S)
+
+    wait_until(is_given_up, "the victim is given up")

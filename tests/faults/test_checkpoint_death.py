@@ -15,7 +15,7 @@ import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
 from dataplane.checkpoint import files, manifest
-from tests.faults.dying import Dying
+from tests.faults.dying import SESSION_TIMEOUT_S, Dying, give_up
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ Kill = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = {"capacity_bytes": 32 * MIB, "heartbeat_s": 0.2, "session_timeout_s": 3.0}
+    settings = {"capacity_bytes": 32 * MIB, "heartbeat_s": 0.2, "session_timeout_s": SESSION_TIMEOUT_S}
     with serve(settings) as running:
         yield running
 
@@ -50,6 +50,7 @@ def kill(server: Server) -> Iterator[Kill]:
         with contextlib.closing(Dying(server.address, settings)) as dying:
             assert dying.said() == "there"
             assert dying.ended() == -signal.SIGKILL
+        give_up(server)
 
     yield run
     # The locks of victims that no unit came to know are swept when a unit starts.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
-from tests.faults.dying import Dying
+from tests.faults.dying import SESSION_TIMEOUT_S, Dying, give_up
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ Victim = Callable[..., Dying]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    settings = {"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2, "session_timeout_s": 3.0}
-    with serve(settings) as running:
+    settings = {"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2}
+    with serve({**settings, "session_timeout_s": SESSION_TIMEOUT_S}) as running:
         yield running
 
 
@@ -69,15 +69,19 @@ def nothing_held(client: DataPlaneClient) -> bool:
 
 LOCAL_PUT = ["put.mid_copy", "put.before_commit", "call.Allocate.before", "call.Allocate.after", "call.Commit.before"]
 REMOTE_PUT = ["bulk.write.between_frames", "put.before_commit", "call.Allocate.after"]
+BEFORE_ATTACHED = ["call.Allocate.after", "call.Locate.after", "get.mid_copy"]
+"""Where a local client holds bytes, and no unit can tell that it is gone."""
 
 
 @pytest.mark.parametrize(
     ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids=str
 )
-def test_killed_in_a_put(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
+def test_killed_in_a_put(server: Server, survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     dying = victim(road=road, job="put", at=at)
     assert dying.said() == "there"
     assert dying.ended() == -signal.SIGKILL
+    if road == "remote" or at in BEFORE_ATTACHED:
+        give_up(server)
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
@@ -122,11 +126,13 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
     ],
     ids=str,
 )
-def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
+def test_killed_in_a_get(server: Server, survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": rows(5)})
     dying = victim(road=road, job="get", at=at)
     assert dying.said() == "there"
     dying.ended()
+    if road == "remote" or at in BEFORE_ATTACHED:
+        give_up(server)
     survivor.clear_samples(names(5), "p")
     survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7, 2))
@@ -134,21 +140,23 @@ def test_killed_in_a_get(survivor: DataPlaneClient, victim: Victim, road: str, a
 
 
 @pytest.mark.parametrize("at", ["call.Claim.before", "call.Claim.after"])
-def test_killed_around_a_claim(survivor: DataPlaneClient, victim: Victim, at: str) -> None:
+def test_killed_around_a_claim(server: Server, survivor: DataPlaneClient, victim: Victim, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
     dying = victim(road="local", job="claim", at=at)
     assert dying.said() == "claiming"
     assert dying.ended() == -signal.SIGKILL
+    give_up(server)
     assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
 
 
-def test_killed_while_a_claim_waits(survivor: DataPlaneClient, victim: Victim) -> None:
+def test_killed_while_a_claim_waits(server: Server, survivor: DataPlaneClient, victim: Victim) -> None:
     dying = victim(road="local", job="claim")
     assert dying.said() == "claiming"
     while not any(part.waiting_claims for part in survivor.stats().partitions):
         assert dying.alive
     dying.kill()
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
+    give_up(server)
     assert survivor.claim_meta("p", "train", ["x"], 5, timeout_s=60.0).sample_ids == names(5)
 
 
@@ -168,10 +176,11 @@ def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClien
     assert nothing_held(survivor)
 
 
-def test_a_stopped_remote_writer_is_fenced(survivor: DataPlaneClient, victim: Victim) -> None:
+def test_a_stopped_remote_writer_is_fenced(server: Server, survivor: DataPlaneClient, victim: Victim) -> None:
     """It is given up after its silence; when it wakes, its frames and its commit are refused."""
     stopped = victim(road="remote", job="put", at="bulk.write.between_frames", how="stop")
     assert stopped.said() == "there"
+    give_up(server)
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.ended() == 1
