@@ -22,6 +22,7 @@ from workers.errors import (
     WorkerLostError,
 )
 from workers.messages import Messenger, deliveries, messenger
+from workers.messages.slabs import Mappings
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,35 @@ def test_what_a_peer_sent_before_it_died_is_received(one_road: Here) -> None:
     assert a.recv(B).sum() == BIG
     with pytest.raises(WorkerLostError, match="g:1"):
         a.recv(B)
+
+
+def test_each_message_that_died_with_its_sender_is_an_error_in_its_place(
+    one_road: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mappings, "open", lambda *_: None)  # as on another host
+    (a,) = one_road.workers(1)
+    with elsewhere(one_road.directory, B, _send_small_and_large) as peer:
+        assert a.recv(B) == "hello"
+        assert peer.hear() == "sent"
+        queues = a._engine.incoming._arrivals
+        wait_until(lambda: sum(map(len, list(queues.values()))) == 5, "all have come, but for large ones' values")
+        peer.kill()
+        with pytest.raises(WorkerLostError, match="g:1"):
+            until_it_fails(lambda: a.send("are you there", B))
+    for step in range(6):
+        if step in (0, 2, 5):
+            with pytest.raises(WorkerLostError, match="g:1"):
+                a.recv(B)
+        else:
+            assert a.recv(B) == step
+
+
+def _send_small_and_large(messenger: Messenger, pipe: Any) -> None:
+    messenger.send("hello", A)
+    for step in range(5):
+        messenger.send(torch.ones(BIG) if step in (0, 2) else step, A, async_op=True)
+    pipe.send("sent")
+    pipe.poll(120)
 
 
 def test_children_of_a_worker_have_addresses(one_road: Here) -> None:

@@ -24,7 +24,7 @@ MessageId = tuple[str, bytes, int]
 @dataclass(eq=False)
 class Arrival:
     """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
-    process only; queued: it waits for a receive."""
+    process only; queued: it waits for a receive; lost: why its bytes will never come, to tell that receive."""
 
     route: bytes
     post: Post
@@ -32,6 +32,7 @@ class Arrival:
     memory: Bytes | None
     own: bool
     queued: bool = False
+    lost: Exception | None = None
 
     @property
     def key(self) -> Key:

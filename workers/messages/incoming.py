@@ -285,8 +285,12 @@ class Incoming:
         self._refuse(fetch.arrival, error)
 
     def lose(self, source: str, error: Exception) -> None:
-        """The source's life is over: what waits for it fails. What came whole is still there to be received."""
-        self._keep(source, lambda arrival: arrival.memory is not None)
+        """The source's life is over: what waits for it fails. What came whole is still there to be received, and what
+        did not is an error in its place."""
+        for key in [key for key in self._arrivals if key[0] == source]:
+            for arrival in self._arrivals[key]:
+                if arrival.memory is None:
+                    arrival.lost = error
         for posting in self._interrupted(source):
             posting.fail(error)
         self.match(source)
@@ -340,6 +344,9 @@ class Incoming:
     # --- a receive and its message ----------------------------------------------------------------------------------
 
     def _meet(self, posting: Posting, arrival: Arrival) -> None:
+        if arrival.lost is not None:
+            posting.fail(arrival.lost)
+            return
         post = arrival.post
         contact = self._contact(posting.source, posting.stream, posting.options)
         if contact.options != post.options:

@@ -91,7 +91,8 @@ class Messenger:
 
     Operations raise, from the call or from the `wait` of their work: `MessageTimeoutError` or `NameNotFoundError` when
     their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
-    first contact; `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
+    first contact (what had come whole is still received, and each message that had not is that error in its place);
+    `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
     `MessageBacklogError`; `MessengerClosedError`; ValueError or TypeError for arguments that cannot be, such as a wait
     without an end. After any of them the pair is as it was, but for a send whose time is over: its message may have
     arrived, and is received. A worker that stood still for so long that the directory
