@@ -189,7 +189,7 @@ def _start(address: str, config: DataPlaneConfig, point: str) -> Any:
 
 
 def _be_a_unit(ready: Connection, address: str, config: DataPlaneConfig, point: str) -> None:
-    compaction.STEP_BYTES = 1
+    compaction.STEP_BYTES = MIB  # a row at a time
     if point:
         die: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         failpoints.arm(point, die)
