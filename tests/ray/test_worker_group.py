@@ -186,12 +186,13 @@ def test_waits_that_end_before_the_call(
         call.wait(timeout=0.01)
     with pytest.raises(CallWaitTimeoutError):
         asyncio.run(call.async_wait(timeout=0.01))
-    for module_value in ("LOG_EVERY_S", "STEP_S"):
-        monkeypatch.setattr(f"workers.calls.{module_value}", 0.02)
-    monkeypatch.setattr("workers.calls.logger.warning", log)
-    for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
-        with pytest.raises(Logged, match=r"Talker.wait_at on calls:0: waiting for"):
-            wait(timeout=60)
+    with monkeypatch.context() as often:
+        for module_value in ("LOG_EVERY_S", "STEP_S"):
+            often.setattr(f"workers.calls.{module_value}", 0.02)
+        often.setattr("workers.calls.logger.warning", log)
+        for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
+            with pytest.raises(Logged, match=r"Talker.wait_at on calls:0: waiting for"):
+                wait(timeout=60)
     assert not call.done()
     open_gates(gates, 0)
     assert [call.wait(), call.wait(), asyncio.run(call.async_wait())] == [[0]] * 3
