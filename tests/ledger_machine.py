@@ -128,7 +128,8 @@ class LedgerDriver(RoomChecks):
         )
         if isinstance(item, Compacted):
             self.model.compacted(item)
-        answers.sort(key=lambda answer: (answer.session, answer.number) != first)
+        if not isinstance(asked, Allocate):  # those that room is given to are answered in their turn
+            answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
             name = (answer.session, answer.number)
             if name != first or isinstance(self.model.commands[name], Allocate):
