@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 120.0
 FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
+GIVE_WAY_S = 2.0
+"""Ray tries again after 1 s at most to create a placement group that found no room."""
+ATTEMPT_S = 5.0
 KEEPER_TIMEOUT_S = 60.0
 RELEASE_TIMEOUT_S = 5.0
 _RESOURCES_SHOWN_NODES = 8
@@ -140,44 +143,55 @@ class RayVirtualCluster:
                 raise
 
     def _reserve(self, strategy: str) -> None:
-        """Ask for the bundles until Ray has them all, waiting longer each time.
+        """Ask for the bundles and wait until Ray has them all.
 
-        In between all are given back: two clusters that each hold a part of what both need would wait for each other.
+        Now and then the placement groups that Ray has created are given back for a moment: two clusters that each hold
+        a part of what both need would wait for each other. The others stay asked for (see `_await_attempt`).
         """
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
-        while not self._ready(strategy, min(jittered(wait_s, 0.75, 1.25), end - time.monotonic())):
+        self._placement_groups = groups = []
+        targets = [None] if self._unified else self._targets()
+        for number, target in enumerate(targets):
+            groups.append(self._asked_for(number, target, strategy))
+        while True:
+            ready = [group.ready() for group in groups]
+            timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
+            done = wait(ready, num_returns=len(ready), timeout_s=timeout_s)
+            if len(done) == len(ready):
+                return
             asked, left_s = self._asked(), end - time.monotonic()
-            self._remove()
             if left_s <= 0:
+                self._remove()
                 raise ResourcesNotReadyError(
                     f"{asked}. Not reserved within {self.ready_timeout_s:g} s: free some, or ask for less"
                 )
-            logger.warning("not reserved yet, asking again for another %.0f s at most: %s", left_s, asked)
+            logger.warning("not reserved yet, waiting for another %.0f s at most: %s", left_s, asked)
+            self._give_way([number for number, future in enumerate(ready) if future in done], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
-    def _ready(self, strategy: str, wait_s: float) -> bool:
-        """Ask for the bundles; whether all are there within that time."""
-        self._placement_groups = []
-        self._ask(self._placement_groups, strategy)
-        asked = [group.ready() for group in self._placement_groups]
-        return len(wait(asked, num_returns=len(asked), timeout_s=wait_s)) == len(asked)
+    def _give_way(self, numbers: list[int], strategy: str) -> None:
+        """Give these placement groups back for about `GIVE_WAY_S`, in which others can have them."""
+        if not numbers:
+            return
+        assert self._placement_groups is not None
+        for number in numbers:
+            remove_placement_group(self._placement_groups[number])
+        time.sleep(jittered(GIVE_WAY_S, 0.5, 1.5))
+        targets = self._targets()
+        for number in numbers:
+            self._placement_groups[number] = self._asked_for(number, targets[number], strategy)
 
     def _bundle(self) -> dict[str, float]:
         return {"CPU": float(self.max_colocated_worker_groups), **({"GPU": 1.0} if self.use_gpus else {})}
 
-    def _ask(self, groups: list[PlacementGroup], strategy: str) -> None:
-        """Add to `groups` what is asked of Ray, one by one."""
-        unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
+    def _asked_for(self, number: int, target: str | None, strategy: str) -> PlacementGroup:
+        """Ask Ray for the placement group of a node, or for the unified one."""
+        name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}-{number}"
         if self._unified:
-            bundles = [self._bundle() for _ in range(self.world_size())]
-            groups.append(placement_group(bundles, strategy=strategy, name=unique))
-            return
-        for node, (count, target) in enumerate(zip(self._bundle_counts, self._targets(), strict=True)):
-            bundles = [self._bundle() for _ in range(count)]
-            groups.append(
-                placement_group(bundles, strategy="STRICT_PACK", name=f"{unique}-{node}", _soft_target_node_id=target)
-            )
+            return placement_group([self._bundle() for _ in range(self.world_size())], strategy=strategy, name=name)
+        bundles = [self._bundle() for _ in range(self._bundle_counts[number])]
+        return placement_group(bundles, strategy="STRICT_PACK", name=name, _soft_target_node_id=target)
 
     def _targets(self) -> list[str | None]:
         """For each node another of Ray's nodes that could hold it, while there are any: Ray left alone would fill one
@@ -346,6 +360,7 @@ class RayVirtualCluster:
         for group in groups:
             try:
                 if ray.is_initialized():
+                    _await_attempt(group)
                     remove_placement_group(group)
             except Exception as error:
                 logger.warning("cannot remove placement group %s: %s", group.id.hex(), error)
@@ -359,6 +374,23 @@ class RayVirtualCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _await_attempt(group: PlacementGroup) -> None:
+    """While Ray tries to create this placement group, wait for the result, up to `ATTEMPT_S`.
+
+    Ray (2.60) may lose a placement group's resources for good if it is removed in the middle of that: they are never
+    free again (https://github.com/ray-project/ray/issues/64693).
+    """
+    end = time.monotonic() + ATTEMPT_S
+    while _is_attempted(group) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _is_attempted(group: PlacementGroup) -> bool:
+    row = placement_group_table(group)
+    state = row.get("state")
+    return state == "PREPARED" or (state == "PENDING" and row["stats"]["scheduling_state"] == "QUEUED")
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
