@@ -11,13 +11,12 @@ from queue import SimpleQueue
 class Stop:
     """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`.
 
-    A handler runs between any two steps of the main thread, also while that begins to wait and has the lock of what it
-    waits for: so whoever waits does so at a queue of his own, which takes no lock that a handler could wait for.
+    A signal handler may interrupt the main thread anywhere, also inside `wait`. With a `threading.Event` the handler
+    would block on the lock that the interrupted `wait` holds; the methods of a `SimpleQueue` are reentrant.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[SimpleQueue[None]] = []
+        self._queue: SimpleQueue[None] = SimpleQueue()
         self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
@@ -27,9 +26,7 @@ class Stop:
         self.set()
 
     def set(self) -> None:
-        self._is_set = True
-        for each in list(self._waiting):
-            each.put(None)
+        self._queue.put(None)
 
     def when(self, event: threading.Event) -> None:
         """Set this as soon as `event` is."""
@@ -51,7 +48,4 @@ class Stop:
 
     def wait(self) -> None:
         """Blocks until a signal asks to stop: that is what a server does."""
-        mine: SimpleQueue[None] = SimpleQueue()
-        self._waiting.append(mine)
-        if not self._is_set:
-            mine.get()
+        self._queue.put(self._queue.get())  # put back for all others who wait

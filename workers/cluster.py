@@ -388,7 +388,7 @@ def _await_attempt(group: PlacementGroup) -> None:
 
 
 def _is_attempted(group: PlacementGroup) -> bool:
-    row = placement_group_table(group)
+    row: dict[str, Any] = placement_group_table(group)
     state = row.get("state")
     return state == "PREPARED" or (state == "PENDING" and row["stats"]["scheduling_state"] == "QUEUED")
 
