@@ -134,8 +134,12 @@ class Compactions:
         return found
 
     def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> list[Int64s] | None:
-        """Reserve what is free in the window, and room elsewhere for the values. Returns source, target and bytes of
-        every range to be copied; None, with nothing reserved, if there is no room."""
+        """Take the free bytes of the window, so that nothing else is placed there, and space outside the window for
+        the copies of `found`.
+
+        Returns three arrays with one entry for each range to copy: its source offset, its target offset, its bytes.
+        Returns None, and takes nothing, if there is not enough space, or if the copies would be in more than
+        `MOST_PIECES` pieces for a field or `MOST_RANGES` ranges in all."""
         for start, nbytes in window.free:
             unit.space.take_at(start, nbytes)
         for values in found:

@@ -56,8 +56,8 @@ class Dying:
 
 
 def give_up(server: Server) -> None:
-    """To the service its victim, which says nothing any more, has been silent for too long. Returns when it has been
-    given up."""
+    """Make the service end the session of its victim now, as if that had sent nothing for `SESSION_TIMEOUT_S`. The
+    victim is dead or stopped, so sends nothing meanwhile. Returns once the session has ended."""
     shell = server._controller._shell
     assert shell is not None
     ledger: Any = shell._ledger

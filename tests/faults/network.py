@@ -1,7 +1,8 @@
-"""A network between processes of one machine: ports that lead to other ports, over links that may be cut, closed,
-frozen, slowed down and half closed.
+"""TCP proxies between the processes of a test. Each is a link, which forwards the connections to its port to another
+port, and can be made to fail in several ways.
 
-It runs as a process of its own, so that whoever it connects may be killed and stopped. `Network` is its remote control.
+All of them run in one process of their own, so a test may kill or stop the processes at both ends. `Network` starts
+that process and controls it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ TRIES = 100
 
 @dataclass(eq=False)
 class Link:
-    """The way from one port to another. `target` is asked for the other port at every new connection. While `frozen`
-    nothing passes; each piece comes `delay_s` late and takes its time at `bytes_per_s` (0: none)."""
+    """Forwards connections. `target` returns the port to forward to, and is called for each new connection. No data
+    passes unless `thawed` is set. Each chunk is held back for `delay_s`, and for its size divided by `bytes_per_s` (0:
+    no limit)."""
 
     target: Callable[[], int]
     listeners: list[socket.socket]
@@ -45,7 +47,7 @@ class Link:
             )
 
     async def connect(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Someone came to listener `number`: lead them to the port that is as far behind the target."""
+        """Forward a new connection at listener `number` to the port `number` above the target."""
         try:
             if self.closed:
                 raise ConnectionRefusedError
@@ -68,11 +70,11 @@ class Link:
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()
-        except (OSError, RuntimeError):  # reset by one side, or half closed: the other is to know
+        except (OSError, RuntimeError):  # one side was reset or half closed: abort, so that the other notices
             writer.transport.abort()
 
     def disturb(self, how: str) -> None:
-        """What `Network.disturb` says."""
+        """Enter the state `how`, see `Network.disturb`."""
         self.delay_s, self.bytes_per_s, self.closed = 0.0, 0.0, how == "close"
         self.thawed.set()
         match how:
@@ -98,7 +100,7 @@ DISTURBANCES = ("cut", "close", "half", "freeze", "delay", "slow")
 
 
 class Network:
-    """Links by name, made before it starts; the port of each never changes."""
+    """Links by name. All are added with `link` before `start`; their ports never change."""
 
     def __init__(self) -> None:
         self.ports: dict[str, int] = {}
@@ -107,15 +109,16 @@ class Network:
         self._pipe: Connection | None = None
 
     def link(self, name: str, target: Path, *, ports: int = 1) -> int:
-        """A port that leads to the one whose number is in the file `target` by then; with more `ports`, those above it
-        to those above that."""
+        """Add a link and return its port, which forwards to the port whose number is in the file `target`. The file is
+        read for each connection, and may be written later. With more `ports` the link also has the ports above its
+        own, which forward to those above the target."""
         port, listeners = _neighbors(ports)
         self._links[name] = listeners, str(target)
         self.ports[name] = port
         return port
 
     def start(self) -> None:
-        """From now on it passes things on."""
+        """Start the process of the links."""
         self._pipe, theirs = forks.Pipe()
         self._process = forks.Process(target=_run, args=(theirs, self._links), daemon=True, name="network")
         self._process.start()
@@ -126,9 +129,11 @@ class Network:
         self._answered()
 
     def disturb(self, name: str, how: str) -> None:
-        """From now on the link is cut (its connections break; new ones are made), closed (new ones are not, either),
-        half closed (clients hear that nothing more will come), frozen, delayed, slow, or (mend) sound. It is so when
-        this returns."""
+        """Put the link in a state, instead of the one that it is in. It is in that state when this returns.
+
+        cut: its connections are aborted, new ones work. close: its connections are aborted, and so are new ones. half:
+        clients get an end of file on the connections that there are. freeze: no data passes. delay: each chunk comes
+        0.1 s late. slow: 100 kB/s. mend: it works."""
         assert self._pipe is not None
         self._pipe.send((name, how))
         self._answered()
@@ -153,7 +158,7 @@ def _neighbors(count: int) -> tuple[int, list[socket.socket]]:
                 bound.append(socket.socket())
                 bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 bound[-1].bind((HOST, port))
-                bound[-1].listen()  # until it does, whoever reuses addresses may bind the same port
+                bound[-1].listen()  # before this, another socket with SO_REUSEADDR could bind the port
         except OSError:
             for each in bound:
                 each.close()

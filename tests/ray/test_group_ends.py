@@ -174,7 +174,9 @@ def test_a_group_left_as_a_context_ends(cluster: RayVirtualCluster, left: Path, 
 
 @pytest.fixture
 def wait_for_all_but_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Has a wait of so many seconds last until all but one of those waited for are done."""
+    """A function that changes every later `ray.wait` whose timeout is `wait_s`: it first waits, up to 60 s, until all
+    of its futures but one are done, and then 0.1 s for the last. On a busy machine only the worker that really hangs
+    is late."""
     wait = ray.wait
 
     def replace(wait_s: float) -> None:

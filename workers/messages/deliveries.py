@@ -23,8 +23,11 @@ MessageId = tuple[str, bytes, int]
 
 @dataclass(eq=False)
 class Arrival:
-    """A message that came. route: of its answers; memory: its bytes, None where they have to be pulled; own: of this
-    process only; queued: it waits for a receive; lost: why its bytes will never come, to tell that receive."""
+    """A message whose header has arrived.
+
+    route: where its answers are sent; memory: its values, None before they are fetched and after they are taken; own:
+    only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender was lost
+    before the values were fetched, and raised by the receive that takes the message."""
 
     route: bytes
     post: Post

@@ -285,8 +285,9 @@ class Incoming:
         self._refuse(fetch.arrival, error)
 
     def lose(self, source: str, error: Exception) -> None:
-        """The source's life is over: what waits for it fails. What came whole is still there to be received, and what
-        did not is an error in its place."""
+        """`source` died or cannot be reached. Messages whose values are all here can still be received. Any other one
+        stays in its place in the queue, and the receive that takes it raises `error`. Receives that wait raise it at
+        once if the values of their message are still to come, or if no message is left for them."""
         for key in [key for key in self._arrivals if key[0] == source]:
             for arrival in self._arrivals[key]:
                 if arrival.memory is None:

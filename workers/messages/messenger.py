@@ -1,22 +1,25 @@
 """Messages between workers: point to point, and broadcasts among any of them.
 
-Transport, and why. Headers, and values of up to 64 KiB, are ZMQ messages to the receiver's port, from one socket for
-all receivers. Larger values are copied once, at the call, into anonymous shared memory; receivers on that host copy
-them out (so a broadcast to three costs four copies and no system calls for bytes), receivers on others pull them over
-ZMQ in chunks, once a receive waits for them. Tensors on a GPU go the same way, by way of that memory. In a broadcast
-to many on other hosts, the first receiver of each host passes on what it pulls, see `workers.messages.relays`.
+Transport. Each worker has a ZMQ port, and one socket from which it sends to the ports of all others. A message is a
+header, with its values if they are at most 64 KiB. Larger values are copied once, during the call, into anonymous
+shared memory. Receivers on the same host copy them from there: a broadcast to three of them costs four copies and no
+system call that carries values. Receivers on other hosts fetch them over ZMQ, in chunks, once they have called `recv`.
+Tensors on a GPU are copied to host memory and then sent in the same way. In a broadcast to many hosts the first
+receiver of each host forwards the values that it fetches (`workers.messages.relays`).
 
-Pair groups of torch.distributed would do less: with Gloo and NCCL a send waits for its receive, so two workers that
-both send first stand still; a receive of another shape gets wrong bytes, or aborts the group; a dead peer is noticed
-by a timeout; and NCCL does not connect workers that share a GPU. Here a send hands its values over and returns, the
-two ends compare what they mean before a byte is written, and the job's directory says who died. A broadcast on one
-host takes a fraction of Gloo's time, see `benchmarks/probes/messages.py`.
+Why not process groups of torch.distributed. With Gloo and NCCL a send waits for its receive, so two workers that both
+send first deadlock. A receive of another shape than the send gets wrong bytes, or aborts the group. A dead peer is
+noticed only by a timeout. NCCL does not connect workers that share a GPU. Here a send copies its values and returns;
+both ends compare form, shape, dtype and options before a byte is written to the receiver's memory; and the directory of
+the job reports which worker died. A broadcast within a host takes a fraction of Gloo's time
+(`benchmarks/probes/messages.py`).
 
-What `send` waits for: that the receiver's process knows of the message. So both may send first. A message that is met
-by a receive of another form, shape, dtype or options is dropped, and both ends get an error: the sender in `send` or
-the `wait` of its work if it is refused by then, else in its next operation with that worker (and in its log). At first
-contact, and after a refusal, `send` waits up to a second longer for the receive, unless the receiver is known to wait
-for something else; so a pair that does not fit is found by the send itself.
+When `send` returns. It waits until the process of the receiver knows of the message, not until `recv` is called there,
+so both workers of a pair may send first. If the message then meets a receive of another form, shape, dtype or options,
+it is dropped and both ends get an error. The sender gets it from `send`, or from the `wait` of its work, if that has
+not returned yet; otherwise from its next operation with that worker, and in its log. So that `send` itself finds most
+of these mistakes, it waits up to a second longer for the receive at the first contact of two workers and after a
+refusal, unless the receiver is known to wait for something else.
 """
 
 from __future__ import annotations
