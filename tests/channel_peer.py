@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-ANSWER_S = 240.0
-"""The first answer comes once the process has started: that took 40 s on a machine with 37 runnable processes."""
+from tests.children import START_S
+
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -28,7 +28,7 @@ class Peer:
 
     def end(self) -> Any:
         """What the function returned; its exception is raised here."""
-        assert self._pipe.poll(ANSWER_S), "no answer"
+        assert self._pipe.poll(START_S), "no answer"
         worked, value = self._pipe.recv()
         if not worked:
             raise value
@@ -40,12 +40,12 @@ class Peer:
 
     def said(self) -> Any:
         """What the function under way sent with `say`."""
-        assert self._pipe.poll(ANSWER_S), "it said nothing"
+        assert self._pipe.poll(START_S), "it said nothing"
         return self._pipe.recv()
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._process.join(ANSWER_S)
+        self._process.join(START_S)
 
     def signal(self, number: int) -> None:
         """Not waited for, but SIGSTOP: until its main thread has run, the others go on."""
@@ -57,7 +57,7 @@ class Peer:
     def stop(self) -> None:
         if self._process.is_alive():
             self._pipe.send(None)
-            self._process.join(ANSWER_S)
+            self._process.join(START_S)
         self._pipe.close()
 
 

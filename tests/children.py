@@ -11,6 +11,8 @@ from types import TracebackType
 
 END_S = 60.0
 """How long a program that is to end may take before it is killed."""
+START_S = 240.0
+"""How long a process of a test may take to start on a busy machine."""
 _SHOWN = 4000
 
 

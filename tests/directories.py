@@ -8,9 +8,6 @@ import pytest
 
 from workers.directory import Directory, DirectoryClient
 
-START_S = 240.0
-"""How long a process may take to start on a busy machine; of one that dies its pipe tells at once."""
-
 
 @pytest.fixture
 def directory() -> Iterator[Directory]:

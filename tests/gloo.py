@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dataplane import failpoints
+from tests.children import START_S
 
 WAIT_S = 90.0
-START_S = 240.0
-"""Ranks begin together when all have started: on a busy machine that takes longer than they wait for each other."""
 _spawn = multiprocessing.get_context("spawn")
 
 

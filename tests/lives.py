@@ -28,6 +28,8 @@ CONFIG = DataPlaneConfig(
     connect_timeout_s=WAIT_S,  # what tests/conftest.py sets for all others comes too late for this one
     reconnect_s=WAIT_S,
 )
+NO_HEARTBEATS: dict[str, Any] = {"heartbeat_s": 600.0, "session_timeout_s": 6000.0}
+"""No heartbeat comes while a test runs, so on a busy machine none comes too late."""
 
 
 def wait_until(come: Callable[[], Any], what: str | Callable[[], str] = "", within_s: float = WAIT_S) -> Any:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.children import START_S
 from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.messages import Messenger, outgoing
 from workers.messages.wire import Want
 
 WAIT_S = 60.0
-START_S = 240.0
-"""A process imports torch before it is a worker, for long where many do so at once; of one that dies it is known."""
 _spawn = multiprocessing.get_context("spawn")
 
 

@@ -1,4 +1,5 @@
-"""Fixtures of the mixin's tests: a service, a partition for each test, and a worker without siblings."""
+"""Fixtures of the mixin's tests, on the service of `tests.service`: a partition for each test, and a worker without
+siblings."""
 
 from __future__ import annotations
 
@@ -7,23 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-import dataplane
 from dataplane import DataPlaneClient, FieldSpec, Server
 from tests.mixin_worker import LAYOUTS, LENGTHS, Worker
 
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with dataplane.serve({"capacity_bytes": 32 << 20}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[DataPlaneClient]:
-    with dataplane.connect(server.address) as connected:
-        yield connected
 
 
 @pytest.fixture

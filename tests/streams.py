@@ -1,4 +1,5 @@
-"""A service, partitions and streams of them. Fixtures are imported by the files that use them."""
+"""Partitions of the service in `tests.service`, and streams of them. Fixtures are imported by the files that use
+them."""
 
 from __future__ import annotations
 
@@ -9,24 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import dataplane
-from dataplane import DataPlaneClient, KVBatchMeta, Server, StreamingDataLoader
+from dataplane import DataPlaneClient, KVBatchMeta, StreamingDataLoader
 
 NEVER_S = 600.0
 TASKS = ["train", "other"]
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with dataplane.serve({"capacity_bytes": 16 << 20}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[DataPlaneClient]:
-    with dataplane.connect(server.address) as connected:
-        yield connected
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from dataplane.bulk import compaction
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.types import FieldKind
 from dataplane.unit import StorageUnit
+from tests.children import START_S
 from tests.faults.forks import forks
 from tests.lives import CONFIG, WAIT_S, Lives, one_unit, wait_until
 
@@ -30,8 +31,6 @@ FIELDS = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
 KEPT = [f"s{i}" for i in range(1, 13, 2)]
 LARGE = 5 * MIB
 """Of 16 MiB, 10 are free, in pieces of at most 4."""
-START_S = 300.0
-"""The first process is forked from a server that has all of torch to import before."""
 
 
 @pytest.fixture(autouse=True)

@@ -17,16 +17,16 @@ from dataplane.control import grpc_door, handshakes
 from dataplane.control.controller import Controller
 from dataplane.control.handshakes import Handshakes
 from dataplane.host import split_address
-from tests.lives import wait_until
+from tests.lives import NO_HEARTBEATS, wait_until
 from tests.secure import tls
 
 pytestmark = pytest.mark.integration
 
 WAIT_S = 60.0
 GARBAGE = 30
-STILL: dict[str, Any] = {"heartbeat_s": 600.0, **tls()}
-"""No heartbeat of a client is late on a busy machine: it would connect again, and its handshake might be counted."""
-CONFIG = DataPlaneConfig(session_timeout_s=6000.0, **STILL)
+STILL: dict[str, Any] = {**NO_HEARTBEATS, **tls()}
+"""A client whose heartbeat is late would connect again, and its handshake might be counted."""
+CONFIG = DataPlaneConfig(**STILL)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[int]:

@@ -16,6 +16,7 @@ from dataplane import DataPlaneClient, KVBatchMeta, connect, copying, rowcopy, s
 from dataplane.control.channel import Channel
 from dataplane.ledger.commands import Abort
 from tests.columns_helpers import nested_of
+from tests.lives import NO_HEARTBEATS
 
 pytestmark = pytest.mark.integration
 
@@ -27,8 +28,8 @@ NAMES = itertools.count()
 @pytest.fixture(scope="module")
 def client() -> Iterator[DataPlaneClient]:
     """Without heartbeats: what one of them posted, or allocated, would be counted as a test's own."""
-    settings = {"capacity_bytes": 128 * MIB, "heartbeat_s": 600.0, "session_timeout_s": 6000.0}
-    with serve(settings) as server, connect(server.address, copy_threads=2, heartbeat_s=600.0) as client:
+    settings = {"capacity_bytes": 128 * MIB, **NO_HEARTBEATS}
+    with serve(settings) as server, connect(server.address, copy_threads=2, **NO_HEARTBEATS) as client:
         get(client, put(client, fields()))  # a process's first read looks into what torch can do
         yield client
 

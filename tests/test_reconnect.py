@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from dataplane.control.resolve import register_resolver
 from dataplane.control.shell import LedgerShell
 from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
 from tests.contract.conftest import Blocking
-from tests.lives import CONFIG, WAIT_S, Lives, ProxyPair, wait_until
+from tests.lives import CONFIG, NO_HEARTBEATS, WAIT_S, Lives, ProxyPair, wait_until
 from tests.test_control_channel import in_fork
 
 pytestmark = pytest.mark.slow
 
 FIELDS = ["x", "n"]
-STILL = replace(CONFIG, heartbeat_s=600.0, session_timeout_s=6000.0)
-"""No heartbeat comes, so none is late on a busy machine, for which a client would take the service to be gone."""
+STILL = replace(CONFIG, **NO_HEARTBEATS)
+"""A client whose heartbeat is late would take the service to be gone."""
 
 
 @pytest.fixture
@@ -72,12 +72,9 @@ def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Ite
     made: list[Any] = []
 
     def client(style: str = "local", address: str = "", **settings: Any) -> Any:
-        config = {**vars(replace(lives.config, force_remote=style.startswith("remote"))), **settings}
-        del config["address"]
-        address = address or lives.address
-        made.append(
-            Blocking(connect_async(address, **config)) if style.endswith("async") else connect(address, **config)
-        )
+        changed = {"force_remote": style.startswith("remote"), "address": address or lives.address, **settings}
+        config = {**vars(lives.config), **changed}
+        made.append(Blocking(connect_async(**config)) if style.endswith("async") else connect(**config))
         made[-1].stats()
         return made[-1]
 
@@ -123,16 +120,18 @@ def check(client: Any, *numbers: int) -> None:
     assert torch.equal(found["x"], rows(*numbers)["x"])
 
 
-def claims_that_wait(client: Any) -> int:
-    return sum(partition.waiting_claims for partition in client.stats().partitions)
+def claim_two(pool: ThreadPoolExecutor, client: Any, other: Any) -> Future[Any]:
+    """A claim of two samples that waits at the service, as `other` sees."""
+    claim = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
+    wait_until(lambda: [partition.waiting_claims for partition in other.stats().partitions] == [1])
+    return claim
 
 
 def calls_of(client: Any) -> Any:
     """The calls of a client's session."""
-    inner = client._client if isinstance(client, Blocking) else client
     if isinstance(client, Blocking):
-        return inner._opening.result()._channel._calls
-    return inner._connections.get()._channel._calls
+        return client._client._opening.result()._channel._calls
+    return client._connections.get()._channel._calls
 
 
 # --- the service comes back with its state
@@ -145,8 +144,7 @@ def test_everything_goes_on(
     register(client)
     put(client, 1, 2)
     assert client.claim_meta("p", "train", FIELDS, 1).sample_ids == ["s1"]
-    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: claims_that_wait(other) == 1)
+    waiting = claim_two(pool, client, other)
     before = client.stats()
     lives.restart()
     check(client, 1, 2)
@@ -224,7 +222,7 @@ def test_the_end_of_a_service_that_keeps_its_state_is_noticed_at_once(tmp_path: 
     lives = Lives(tmp_path / "state", replace(STILL, units=0))
     lives.start()
     try:
-        with connect(lives.address, heartbeat_s=600.0, call_timeout_s=WAIT_S) as client:
+        with connect(lives.address, **NO_HEARTBEATS, call_timeout_s=WAIT_S) as client:
             client.register_partition("p", FIELDS, None, ["train"])
             lives.restart()
             assert client.check_consumption_status("p", ["train"]) is False
@@ -336,8 +334,7 @@ def test_a_call_under_way_fails_when_the_window_ends(
 ) -> None:
     client, other = open_client(style, reconnect_s=0.3), open_client()
     register(client)
-    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: claims_that_wait(other) == 1)
+    waiting = claim_two(pool, client, other)
     lives.stop()
     with pytest.raises(ServiceUnavailableError, match=lives.address):
         waiting.result(WAIT_S)
@@ -349,8 +346,7 @@ def test_a_lost_state_is_told_to_whoever_waits_and_to_all_later_calls(
     client, other = open_client(style), open_client()
     register(client)
     put(client, 1)
-    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: claims_that_wait(other) == 1)
+    waiting = claim_two(pool, client, other)
     before = client.stats().epoch
     lives.stop()
     lives.forget()
@@ -471,8 +467,7 @@ def test_a_network_that_heals_is_no_end(
     client, other = open_client(style, f"127.0.0.1:{proxy.port}"), open_client()
     register(client)
     put(client, 1)
-    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: claims_that_wait(other) == 1)
+    waiting = claim_two(pool, client, other)
     with monkeypatch.context() as impatient:
         impatient.setattr(opening, "GO_ON_S", 0.2)  # only while nothing can answer
         getattr(proxy, failure)()

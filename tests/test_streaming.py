@@ -23,7 +23,8 @@ from dataplane.errors import (
 )
 from dataplane.streaming import _Queue
 from tests.lives import wait_until
-from tests.streams import NEVER_S, TASKS, client, loader, partition, prefetches, put, rewards, server
+from tests.service import client, server
+from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
 
 pytestmark = pytest.mark.integration
 

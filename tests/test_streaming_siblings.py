@@ -12,7 +12,8 @@ import dataplane
 from dataplane import DataPlaneClient, Server
 from tests.gloo import Ranks
 from tests.mixin_worker import worker_on
-from tests.streams import client, partition, prefetches, put, server
+from tests.service import client, server
+from tests.streams import partition, prefetches, put
 
 pytestmark = pytest.mark.integration
 

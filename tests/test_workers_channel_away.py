@@ -33,7 +33,6 @@ def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", getattr(request, "param", 1000))):
         monkeypatch.setattr(directory_server, name, value)
     monkeypatch.setattr(channel_module, "NOTICE_S", 60.0)
-    monkeypatch.setattr(line, "CONNECT_S", 60.0)
     with Directory.serve() as server, DirectoryClient(server.address) as client:
         yield client
 

@@ -16,7 +16,8 @@ import zmq
 
 from dataplane.errors import InternalError
 from tests.alone import alone, leaves_nothing_open
-from tests.directories import START_S, client, directory  # noqa: F401
+from tests.children import START_S
+from tests.directories import client, directory  # noqa: F401
 from tests.late import Late
 from tests.logs import logged
 from tests.processor import costs_little

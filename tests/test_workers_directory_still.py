@@ -15,7 +15,8 @@ import psutil
 import pytest
 import zmq
 
-from tests.directories import START_S, client, directory  # noqa: F401
+from tests.children import START_S
+from tests.directories import client, directory  # noqa: F401
 from tests.lives import Proxy, wait_until
 from workers.address import WorkerAddress
 from workers.directory import Directory, DirectoryClient, Entry, Kind, State, server

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server, failpoints, schema
 from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
 from tests.gloo import RankDied, Ranks
-from tests.mixin_service import alone, client, partition, server  # noqa: F401
+from tests.mixin_service import alone, partition  # noqa: F401
 from tests.mixin_worker import (
     FIELDS,
     LAYOUTS,
@@ -25,6 +25,7 @@ from tests.mixin_worker import (
     shards,
     worker_on,
 )
+from tests.service import client, server  # noqa: F401
 from workers.broadcast import FetchPolicy
 from workers.mixin import PolicyWorker, TQWorkerMixin
 from workers.ranks import is_replica_leader

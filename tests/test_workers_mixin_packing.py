@@ -9,8 +9,9 @@ import torch
 
 from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server, schema
 from tests.gloo import Ranks
-from tests.mixin_service import alone, client, partition, server  # noqa: F401
+from tests.mixin_service import alone, partition  # noqa: F401
 from tests.mixin_worker import LENGTHS, Worker, put, worker_on
+from tests.service import client, server  # noqa: F401
 
 pytestmark = pytest.mark.integration
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.children import START_S
 from tests.deploy.manifests import DEPLOY, ROOT, documents
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-START_S = 240.0
 PATIENT_RAY = """
 from ray.scripts.scripts import main
 from tests.ray.patience import be_patient

@@ -73,6 +73,12 @@ BEFORE_ATTACHED = ["call.Allocate.after", "call.Locate.after", "get.mid_copy"]
 """Where a local client holds bytes, and no unit can tell that it is gone."""
 
 
+def give_up_if_unattached(server: Server, road: str, at: str) -> None:
+    """End the session of the dead client if no unit can tell that it is gone."""
+    if road == "remote" or at in BEFORE_ATTACHED:
+        give_up(server)
+
+
 @pytest.mark.parametrize(
     ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids=str
 )
@@ -80,8 +86,7 @@ def test_killed_in_a_put(server: Server, survivor: DataPlaneClient, victim: Vict
     dying = victim(road=road, job="put", at=at)
     assert dying.said() == "there"
     assert dying.ended() == -signal.SIGKILL
-    if road == "remote" or at in BEFORE_ATTACHED:
-        give_up(server)
+    give_up_if_unattached(server, road, at)
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
@@ -131,8 +136,7 @@ def test_killed_in_a_get(server: Server, survivor: DataPlaneClient, victim: Vict
     dying = victim(road=road, job="get", at=at)
     assert dying.said() == "there"
     dying.ended()
-    if road == "remote" or at in BEFORE_ATTACHED:
-        give_up(server)
+    give_up_if_unattached(server, road, at)
     survivor.clear_samples(names(5), "p")
     survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7, 2))

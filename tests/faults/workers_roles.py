@@ -146,8 +146,8 @@ def hold(actor: Actor, shared: memoryview, directory: str, rank: int, host: str)
     for _ in _orders(shared):
         channels = list(broker._broker._state._channels.values())
         queues = [queue for channel in channels for queue in list(channel.queues.values())]
-        collected = [len(get.taken) for queue in queues for get in list(queue.gets)]
-        shared[places.ITEMS] = sum(len(queue.items) + queue.leased for queue in queues) + sum(collected)
+        collected = sum(len(get.taken) for queue in queues for get in list(queue.gets))
+        shared[places.ITEMS] = sum(len(queue.items) + queue.leased for queue in queues) + collected
         shared[places.BYTES] = broker._broker._memory.used_bytes
     broker.close()
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from ray._private import services
 
-START_S = 180.0
+from tests.children import START_S
+
 _get_node = services.get_node
 
 

@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
 
 from dataplane import DataPlaneClient, Server, connect, serve
+from tests.children import START_S
 
 PICTURES = Path(__file__).parents[2] / "out" / "ui"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 40_000.0
-START_MS = 240_000.0
 WIDE = {"width": 1360, "height": 2400}
 """So high that every part of the page is in view, and asked for."""
 
@@ -97,7 +97,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip(f"there is none of {', '.join(BROWSERS)} here (apt-get install chromium)")
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=path, timeout=START_MS)
+        started = driver.chromium.launch(executable_path=path, timeout=1000 * START_S)
         yield started
         started.close()
 
