@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from h2.config import H2Configuration
@@ -189,3 +191,32 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
     with pytest.raises(ServiceUnavailableError, match="but it answered with gRPC status 14") as caught:
         keys.keys_of("host:1", None, None, deadline=time.monotonic())
     assert is_slow(caught.value)
+
+
+EOF = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
+EOF.reason = ""
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.Http2Error("it hung up")])
+def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    answers: list[Exception | bytes] = [error, b"", error]
+
+    def answer(*_: object, **__: object) -> bytes:
+        nonlocal now
+        now += keys.HANDSHAKE_S * (len(answers) > 1)  # it is hung up on at once the last time
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(keys, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+    monkeypatch.setattr(keys, "dial", lambda *_: socket.socket())
+    monkeypatch.setattr(keys, "dialed", lambda _: "")
+    monkeypatch.setattr(http2, "call", answer)
+    assert keys.keys_of("host:1", None, None, deadline=WAIT_S) == keys.OPEN
+    with pytest.raises(ServiceUnavailableError):
+        keys.keys_of("host:1", None, None, deadline=WAIT_S)
+    assert not answers

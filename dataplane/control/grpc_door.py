@@ -25,6 +25,7 @@ from dataplane.control.complaints import Complaints, OneLine
 from dataplane.control.grpc_public import Health, Strangers, abort, check_version, is_public, keys_handler, unread
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.handshakes import Handshakes
+from dataplane.control.keys import HANDSHAKE_S
 from dataplane.control.plans import message_type
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
@@ -61,7 +62,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Strangers hold a connection, without a call, no longer than this.
-    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
     ("grpc.max_connection_idle_ms", 300_000),
     # What gRPC reads ahead of a call's handler, which may refuse it unread.
     ("grpc.http2.lookahead_bytes", 64 << 10),

@@ -34,6 +34,8 @@ SILENT = "see that its process is not stopped, nor its machine too busy"
 """What to do about a service that does not answer."""
 BUSY_S = 0.2
 """When a service that was too busy to answer is asked again."""
+HANDSHAKE_S = 10.0
+"""A service hangs up on a client that has not begun its call so long after it connected."""
 NONCE_KEY = "tq-nonce"
 VERSION_KEY = "tq-protocol-version"
 """Metadata of that call: what the proof is to be for, in hex, and the client's version of the protocol."""
@@ -142,8 +144,15 @@ def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], 
     request = pb.GetKeysRequest().SerializeToString()
     metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
     authority = address if files is None else tls.authority_of(address, files)
-    with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
-        return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
+    began = time.monotonic()
+    try:
+        with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
+            return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
+    except (ConnectionResetError, BrokenPipeError, ssl.SSLError, http2.Http2Error) as error:
+        took_s = time.monotonic() - began
+        if took_s < HANDSHAKE_S:
+            raise
+        raise http2.BusyError(f"the connection broke after {took_s:.0f} s: {error}") from error
 
 
 def unreached(address: str, what: str, error: OSError) -> ServiceUnavailableError:
