@@ -78,9 +78,34 @@ def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoo
     for number in (1, 2):
         dealer.send_multipart(seal(number))
     dealer.close(linger=WAIT_MS)
-    assert door.monitor.poll(WAIT_MS)
-    door.notice_disconnects(taken)
+    while not any(isinstance(item, c.SessionSilent) for item in taken.items):
+        assert door.monitor.poll(WAIT_MS)
+        door.notice_disconnects(taken)
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.Call, c.Call, c.SessionSilent]
+
+
+def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_end_of_a_session(
+    door: ZmqDoor, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Taken()
+    dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
+    assert door.socket.poll(WAIT_MS)
+    assert door.serve(taken)
+    (descriptor,) = door._sessions
+    events: list[dict[str, int]] = []
+    monkeypatch.setattr(zmq_door, "readable", lambda _: bool(events))
+    monkeypatch.setattr(zmq_door, "recv_monitor_message", lambda _: events.pop(0))
+
+    def told_of(*kinds: int) -> list[type]:
+        taken.items.clear()
+        events.extend({"event": kind, "value": descriptor} for kind in kinds)
+        door.notice_disconnects(taken)
+        return [type(item) for item in taken.items]
+
+    # The client looked whether somebody listens, then connected, and was heard before the door knew of either.
+    assert told_of(zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) == []
+    # Since then it was not heard: it is its connection that ended, whoever has the descriptor now.
+    assert told_of(zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) == [c.SessionSilent]
 
 
 def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.MonkeyPatch) -> None:

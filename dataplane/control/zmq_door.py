@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from typing import Protocol
 
 import zmq
@@ -61,12 +62,13 @@ class ZmqDoor:
         self.socket.set(zmq.MAXMSGSIZE, wire.MAX_REQUEST_FRAME_BYTES)
         self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
+        self._heard: set[int] = set()
         self._peers: dict[int, str] = {}
         self._is_stranger = False
         self._closed = False
         try:
-            guarded = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | guarded)
+            guarded = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | guarded)
             if ticket is not None:
                 self._admission = Admission(self._context, "the controller", keys)
                 self._admission.admit(ticket)
@@ -109,22 +111,30 @@ class ZmqDoor:
         for _ in range(BEFORE_DISCONNECTS):
             if not self.serve(handler):
                 break
+        events: list[tuple[int, int]] = []
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
-            match event["event"]:
+            events.append((event["event"], int(event["value"])))
+        later = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
+        for event, descriptor in events:
+            match event:
                 case zmq.EVENT_ACCEPTED:
-                    self._peers[int(event["value"])] = _peer_of(int(event["value"]))
+                    later[descriptor] -= 1
+                    self._peers[descriptor] = _peer_of(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._is_stranger = True  # the next connection that ends is its
                 case zmq.EVENT_DISCONNECTED:
-                    self._end_connection(handler, int(event["value"]))
+                    # What was heard since may have come from a connection that has the descriptor by now.
+                    replaced = later[descriptor] > 0 and descriptor in self._heard
+                    self._end_connection(handler, descriptor, replaced)
+        self._heard.clear()
 
-    def _end_connection(self, handler: Handler, descriptor: int) -> None:
+    def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
         peer = self._peers.pop(descriptor, "")
         if self._admission is not None and self._is_stranger:
             self._is_stranger = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _STRANGER)
-        session = self._sessions.pop(descriptor, None)
+        session = None if replaced else self._sessions.pop(descriptor, None)
         if session is not None and session not in self._sessions.values():
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
@@ -156,7 +166,9 @@ class ZmqDoor:
     def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         assert self._facts is not None
         # Nobody else has this connection's descriptor now, so whatever session it stood for before is not meant.
-        self._sessions[int(peer.get(zmq.SRCFD))] = item.session
+        descriptor = int(peer.get(zmq.SRCFD))
+        self._sessions[descriptor] = item.session
+        self._heard.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         self._send(peer.bytes, wire.answer(0, heartbeat_reply(self._facts).SerializeToString()))
 
