@@ -50,10 +50,11 @@ coverage: setup ## the test suite, and the share of each module's lines that it 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, then the ledger's model test and simulator, twenty times longer
+soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the test suite with random delays
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+	@PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 faults: setup ## every process of a working service, and of a job of workers, dies and stops, links break; ARGS="--seed N" again
 	@$(BIN)/python -m tests.faults.storm $(ARGS)
