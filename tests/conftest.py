@@ -22,6 +22,7 @@ from dataplane import failpoints
 from dataplane.config import DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.lockfile import is_unheld
+from tests.children import START_S
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
 from tests.lives import WAIT_S, wait_until
@@ -39,6 +40,15 @@ import_grpc_door()
 
 # A test process may stand still on a busy machine for longer than users wait for a connection.
 DataPlaneConfig.__init__.__kwdefaults__["connect_timeout_s"] = WAIT_S
+
+# Ray ends what has not started after 30 s, or 60; the rest is in tests/ray/patience.py.
+for _name, _unit_s in (
+    ("RAY_gcs_server_port_wait_time_s", 1.0),
+    ("RAY_raylet_start_wait_time_s", 1.0),
+    ("RAY_worker_register_timeout_seconds", 1.0),
+    ("RAY_agent_register_timeout_ms", 0.001),
+):
+    os.environ.setdefault(_name, str(int(START_S / _unit_s)))
 
 settings.register_profile("ours", budget(100))
 settings.load_profile("ours")
