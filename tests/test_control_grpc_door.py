@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from dataplane.config import DataPlaneConfig
 from dataplane.control import grpc_door, grpc_public, health
 from dataplane.control.controller import Controller
+from dataplane.control.grpc_standard import POOL
 from dataplane.control.statuses import DETAILS_KEY, from_status
 from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -161,9 +162,10 @@ def test_every_method_of_every_service_at_the_port_wants_the_token() -> None:
         grpc.insecure_channel(controller.address) as channel,
     ):
         methods = methods_of(channel, (("authorization", "Bearer secret"),))
-        assert set(methods) == {"tq.v1.Control", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        reflections = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
+        assert set(methods) == {"tq.v1.Control", "grpc.health.v1.Health", *reflections}
         public = {"/tq.v1.Control/GetKeys", *methods["grpc.health.v1.Health"]}
-        hidden = ["/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"]
+        hidden = ["/grpc.reflection.v2.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"]
         for path in {*(path for paths in methods.values() for path in paths), *hidden} - public:
             for metadata in ((), (("authorization", "Bearer wrong"),)):
                 with pytest.raises(grpc.RpcError) as caught:
@@ -182,16 +184,55 @@ def test_health(real: grpc.Channel) -> None:
     assert healthy(real, "tq.v1.Control")
 
 
-def test_reflection_tells_the_service_and_its_messages(real: grpc.Channel) -> None:
-    ask = reflection_pb2_grpc.ServerReflectionStub(real).ServerReflectionInfo
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_tells_the_service_and_its_messages(real: grpc.Channel, version: str) -> None:
+    """gRPC's package for Python has stubs of the older version; the messages are the same."""
+    request, response = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+    ask = real.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=request.SerializeToString,
+        response_deserializer=response.FromString,
+    )
+    extension = reflection_pb2.ExtensionRequest(containing_type="tq.v1.Header", extension_number=1)
     requests = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="tq.v1.Control"),
+        request(host="here", list_services=""),
+        request(file_containing_symbol="tq.v1.Control"),
+        request(file_by_filename=pb.DESCRIPTOR.name),
+        request(all_extension_numbers_of_type="tq.v1.Header"),
+        request(file_containing_extension=extension),
+        request(file_containing_symbol="tq.v1.Nothing"),
+        request(file_by_filename="nothing.proto"),
+        request(),
     ]
-    services, file = list(ask(iter(requests), timeout=WAIT_S))
+    answers = list(ask(iter(requests), timeout=WAIT_S))
+    assert [answer.original_request for answer in answers] == requests
+    services, by_symbol, by_name, numbers, *failed = answers
+    assert services.valid_host == "here"
     assert "tq.v1.Control" in [service.name for service in services.list_services_response.service]
-    (first, *_) = file.file_descriptor_response.file_descriptor_proto
-    assert FileDescriptorProto.FromString(first).package == "tq.v1"
+    files = by_symbol.file_descriptor_response.file_descriptor_proto
+    assert files == by_name.file_descriptor_response.file_descriptor_proto
+    assert [FileDescriptorProto.FromString(file).package for file in files] == ["tq.v1"]
+    assert numbers.all_extension_numbers_response.base_type_name == "tq.v1.Header"
+    codes = [answer.error_response.error_code for answer in failed]
+    assert codes == [grpc.StatusCode.NOT_FOUND.value[0]] * 3 + [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
+    assert "tq.v1.Nothing" in failed[1].error_response.error_message
+
+
+@pytest.mark.parametrize("module", [health_pb2, reflection_pb2])
+def test_what_is_told_of_health_and_reflection_is_as_grpc_publishes_it(module: Any) -> None:
+    """Their fields and methods have the numbers, names and types of gRPC's own; the methods may be fewer."""
+    published = FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
+    service = f"{published.package}.{published.service[0].name}"
+    ours = FileDescriptorProto.FromString(POOL.FindFileContainingSymbol(service).serialized_pb)
+    messages = {message.name: message for message in published.message_type}
+    for message in ours.message_type:
+        theirs = messages[message.name]
+        for field in theirs.field:
+            field.ClearField("json_name")
+        assert message == theirs
+    methods = {method.name: method for method in published.service[0].method}
+    for method in ours.service[0].method:
+        assert method == methods[method.name]
 
 
 def test_the_end_of_the_last_stream_that_keeps_a_session_is_told(

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
 import sysconfig
@@ -101,3 +104,22 @@ def test_the_wheel_works_where_only_it_is(built: Path, tmp_path: Path) -> None:
 
 def test_the_changelog_knows_this_version() -> None:
     assert f"\n## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_dependency_is_imported() -> None:
+    needed = {re.split("[^A-Za-z0-9_-]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    modules = importlib.metadata.packages_distributions()
+    imported = {name for module in imports() for name in modules.get(module, ())}
+    assert needed <= {name.lower().replace("_", "-") for name in imported}
+
+
+def imports() -> set[str]:
+    """The first words of the names of all modules that the two packages import."""
+    found: set[str] = set()
+    for name in sources():
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))) if name.endswith(".py") else ():
+            if isinstance(node, ast.Import):
+                found.update(each.name.partition(".")[0] for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found

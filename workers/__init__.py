@@ -1,8 +1,8 @@
 """The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
 
 Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, and the services that processes of a Ray
-cluster start for each other to `dataplane.compat`; it changes nothing else. Names are loaded
-when first used, so that the controller's actor never imports torch.
+job start for each other to `dataplane.compat`; it changes nothing else. Names are loaded when first used, so that the
+controller's actor never imports torch.
 """
 
 from __future__ import annotations

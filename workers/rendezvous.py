@@ -1,9 +1,12 @@
-"""How processes of one Ray cluster find the service that one of them started: a named actor knows it."""
+"""How processes of one Ray job find the service that one of them started, and several jobs one that has a name: a named
+actor knows it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+import time
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
+from dataplane.compat.rendezvous import Meeting, Prepare
 from dataplane.config import DataPlaneConfig
 from workers.service import LaunchedService, ServiceStartError, launch_service
 
@@ -23,7 +27,7 @@ START_TIMEOUT_S = 240.0
 
 
 class Whereabouts:
-    """The actor: keeps how to attach to the service, for as long as the driver that started it lives."""
+    """The actor: keeps how to attach to the service, for as long as the process that made it lives."""
 
     def __init__(self) -> None:
         self._known = asyncio.Event()
@@ -41,55 +45,82 @@ class Whereabouts:
 
 
 class RayRendezvous:
-    """A `dataplane.compat.rendezvous.Rendezvous` of the cluster that this process is connected to."""
+    """A `dataplane.compat.rendezvous.Rendezvous` of the Ray job that this process belongs to."""
 
-    def find(self) -> DataPlaneConfig | None:
+    def find(self, name: str | None = None) -> DataPlaneConfig | None:
         """See `Rendezvous.find`. `ServiceStartError` where the one that is starting is not ready in time."""
+        return _asked(actor_name(name)) if ray.is_initialized() else None
+
+    def meet(self, config: DataPlaneConfig, prepare: Prepare, *, name: str | None = None) -> Meeting | None:
+        """See `Rendezvous.meet`. Raises as `find` and `launch_service`."""
         if not ray.is_initialized():
             return None
-        try:
-            there = ray.get_actor(NAME, namespace=NAMESPACE)
-            config: DataPlaneConfig = ray.get(there.ask.remote(), timeout=START_TIMEOUT_S)
-        except (ValueError, RayActorError):
-            return None
-        except RayError as error:
-            raise ServiceStartError(f"the service that another process starts is not ready: {error}") from error
-        return config
-
-    def start(
-        self, config: DataPlaneConfig, prepare: Callable[[DataPlaneConfig, str], None]
-    ) -> tuple[DataPlaneConfig, Launched] | None:
-        """See `Rendezvous.start`."""
-        if not ray.is_initialized():
-            return None
-        remote: Any = ray.remote(Whereabouts)
-        try:
-            there = remote.options(name=NAME, namespace=NAMESPACE, num_cpus=0, max_concurrency=CALLS).remote()
-        except ValueError:
-            return None
-        service: LaunchedService | None = None
-        try:
-            service = launch_service(config, name=CONTROLLER)
-            prepare(service.config, urlsplit(service.http_url).netloc)
-            ray.get(there.tell.remote(service.config), timeout=START_TIMEOUT_S)
-        except BaseException:
-            if service is not None:
-                service.shutdown()
-            ray.kill(there)
-            raise
-        return service.config, Launched(service, there)
+        found = _found_or_claimed(actor_name(name))
+        started = isinstance(found, ActorHandle)
+        with ExitStack() as leaving:
+            if isinstance(found, ActorHandle):
+                service = _launched(config, prepare, found)
+                leaving.callback(service.shutdown)
+                leaving.callback(_end, found)
+                found = service.config
+            if name is not None and (of_job := _claimed(actor_name(None))) is not None:
+                leaving.callback(_end, of_job)
+                ray.get(of_job.tell.remote(found), timeout=START_TIMEOUT_S)
+            return Meeting(config=found, started=started, close=leaving.pop_all().close)
 
 
-class Launched:
-    """The service that this driver started."""
+def actor_name(name: str | None) -> str:
+    """Of the actor that knows the service of this name, or without one that of this process's job."""
+    return f"{NAME}-job-{ray.get_runtime_context().get_job_id()}" if name is None else f"{NAME}-named-{name}"
 
-    def __init__(self, service: LaunchedService, there: ActorHandle) -> None:
-        self._service = service
-        self._there: ActorHandle | None = there
 
-    def close(self) -> None:
-        """Nobody finds it any more, and it ends. Idempotent."""
-        there, self._there = self._there, None
-        if there is not None and ray.is_initialized():
-            ray.kill(there)
-            self._service.shutdown()
+def _asked(place: str) -> DataPlaneConfig | None:
+    try:
+        there = ray.get_actor(place, namespace=NAMESPACE)
+        config: DataPlaneConfig = ray.get(there.ask.remote(), timeout=START_TIMEOUT_S)
+    except (ValueError, RayActorError):
+        return None
+    except RayError as error:
+        raise ServiceStartError(f"the service that another process starts is not ready: {error}") from error
+    return config
+
+
+def _found_or_claimed(place: str) -> DataPlaneConfig | ActorHandle:
+    """The service that is known there; or the actor that is to know it, which this process has just made."""
+    end = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < end:  # an actor that has ended may have its name for a moment
+        found = _asked(place) or _claimed(place)
+        if found is not None:
+            return found
+    raise ServiceStartError(f"the actor {place!r} has its name, but does not answer")
+
+
+def _claimed(place: str) -> ActorHandle | None:
+    """The actor that is to know the service, made now; None where there is one."""
+    remote: Any = ray.remote(Whereabouts)
+    options = remote.options(name=place, namespace=NAMESPACE, num_cpus=0, max_concurrency=CALLS)
+    try:
+        there: ActorHandle = options.remote()
+    except ValueError:
+        return None
+    return there
+
+
+def _launched(config: DataPlaneConfig, prepare: Prepare, there: ActorHandle) -> LaunchedService:
+    """A service that others find by `there`. Nothing is left of both if it fails."""
+    service: LaunchedService | None = None
+    try:
+        service = launch_service(config, name=f"{CONTROLLER}-{secrets.token_hex(4)}")
+        prepare(service.config, urlsplit(service.http_url).netloc)
+        ray.get(there.tell.remote(service.config), timeout=START_TIMEOUT_S)
+    except BaseException:
+        if service is not None:
+            service.shutdown()
+        ray.kill(there)
+        raise
+    return service
+
+
+def _end(there: ActorHandle) -> None:
+    if ray.is_initialized():
+        ray.kill(there)

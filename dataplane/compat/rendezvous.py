@@ -1,6 +1,6 @@
 """How processes that were not told an address find the service that one of them started.
 
-A rendezvous is a place that they share, such as a Ray cluster. `workers` registers one for Ray when it is imported; a
+A rendezvous is a place that they share, such as a Ray job. `workers` registers one for Ray when it is imported; a
 process that has imported ray without it gets it by the entry point group `dataplane.rendezvous`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.config import DataPlaneConfig
@@ -16,25 +17,32 @@ from dataplane.config import DataPlaneConfig
 GROUP = "dataplane.rendezvous"
 
 
-class Service(Protocol):
-    """A service that this process started."""
+Prepare = Callable[[DataPlaneConfig, str], None]
+"""Is told how to attach to a service, and the "host:port" where it answers HTTP, or ""."""
 
-    def close(self) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A service that was found or started. config: how to attach to it. close: leave it; one that was `started` here
+    ends. Idempotent."""
+
+    config: DataPlaneConfig
+    started: bool
+    close: Callable[[], None]
 
 
 class Rendezvous(Protocol):
-    """A place where one process leaves the address of a service and others find it."""
+    """A place where one process leaves the address of a service and others find it: those of the same job, or of any
+    job that gives the same name."""
 
-    def find(self) -> DataPlaneConfig | None:
-        """How to attach to the service that is there; waits for one that is starting. None: there is none, or this
+    def find(self, name: str | None = None) -> DataPlaneConfig | None:
+        """How to attach to the service of this name, or of this process's job; waits for one that is starting. None:
+        there is none, or this process has no part in the place."""
+
+    def meet(self, config: DataPlaneConfig, prepare: Prepare, *, name: str | None = None) -> Meeting | None:
+        """Find it as `find` does; where there is none, start one, `prepare` it, then let others find it. With a name,
+        it is found by the other processes of this job without one, too, until this process leaves it. None: this
         process has no part in the place."""
-
-    def start(
-        self, config: DataPlaneConfig, prepare: Callable[[DataPlaneConfig, str], None]
-    ) -> tuple[DataPlaneConfig, Service] | None:
-        """Start one, `prepare` it (told how to attach, and the "host:port" where it answers HTTP, or ""), then let
-        others find it: how to attach to it, and how to end it. None: somebody was faster, or this process has no part
-        in the place."""
 
 
 _made: dict[str, Callable[[], Rendezvous]] = {}

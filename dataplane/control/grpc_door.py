@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 
 from dataplane.config import TlsFiles
 from dataplane.control import codec, unit_messages
 from dataplane.control.complaints import Complaints, OneLine
 from dataplane.control.grpc_public import Health, Strangers, abort, check_version, is_public, keys_handler, unread
+from dataplane.control.grpc_standard import CONTROL, REFLECTIONS
 from dataplane.control.handlers import Facts, heartbeat_reply, message_of
 from dataplane.control.handshakes import Handshakes
 from dataplane.control.keys import HANDSHAKE_S
 from dataplane.control.plans import message_type
+from dataplane.control.reflection import Reflection
 from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
 from dataplane.control.tls import server_credentials
@@ -45,8 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
-SERVICE = "tq.v1.Control"
-GET_KEYS = f"/{SERVICE}/GetKeys"
+GET_KEYS = f"/{CONTROL}/GetKeys"
 START_S = 30.0
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
@@ -115,7 +114,6 @@ class GrpcDoor:
         server = self._server = grpc.aio.server(
             interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
         )
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._ready.set()
         await self._ended.wait()
         self._end_links()
@@ -140,7 +138,7 @@ class GrpcDoor:
 
     async def _serve(self, service: _Service, health: Health) -> None:
         self._end_links = service.end_links
-        self._server.add_generic_rpc_handlers((service.handler(), health.handler()))
+        self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *map(_reflection, REFLECTIONS)))
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -208,7 +206,7 @@ class _Service:
         methods["GetKeys"] = keys_handler(self._facts)
         methods["KeepSession"] = _stream(self._keep_session, pb.HeartbeatRequest)
         methods["AttachUnit"] = _stream(self._attach_unit, pb.UnitReport)
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return grpc.method_handlers_generic_handler(CONTROL, methods)
 
     def _answer(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
         async def answer(request: Any, context: Context) -> Message:
@@ -368,6 +366,12 @@ def _stream(
     return grpc.stream_stream_rpc_method_handler(
         answer, request_deserializer=request_type.FromString, response_serializer=_serialize
     )
+
+
+def _reflection(service: str) -> grpc.GenericRpcHandler:
+    reflection = Reflection(service)
+    info = _stream(reflection.info, reflection.request)
+    return grpc.method_handlers_generic_handler(service, {"ServerReflectionInfo": info})
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2
 
+from dataplane.control.grpc_standard import HEALTH, message_class
 from dataplane.control.handlers import Facts
 from dataplane.control.keys import NONCE_KEY, VERSION_KEY
 from dataplane.control.statuses import to_status
@@ -40,7 +40,7 @@ WATCHES_PER_PEER = 16
 """Watchers of health at once, in all and from one address: each holds a call of the door for as long as it likes."""
 LOOK_S = 2.0
 """How soon a watcher learns that the service does not serve any more, or does again."""
-_STATUS = health_pb2.HealthCheckResponse
+_STATUS: Any = message_class(HEALTH, "HealthCheckResponse")
 CALLS = 2048
 CALLS_PER_PEER = 512
 """Calls without the token under way at once, in all and from one address: few of the calls that the door has."""
@@ -48,7 +48,7 @@ CALLS_PER_PEER = 512
 
 def is_public(method: str, keys: str) -> bool:
     """Whether a call may be made without the token. keys: the full name of GetKeys."""
-    return method == keys or method.startswith(f"/{health.SERVICE_NAME}/")
+    return method == keys or method.startswith(f"/{HEALTH}/")
 
 
 def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
@@ -139,7 +139,7 @@ class Health:
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server takes."""
         methods = {"Check": unread(self._check), "Watch": unread(self._watch)}
-        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+        return grpc.method_handlers_generic_handler(HEALTH, methods)
 
     async def _check(self, unread: Any, context: Context) -> AsyncIterator[Message]:
         yield await self._status()

@@ -73,6 +73,8 @@ def test_configurations_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         build_data_plane_client({**cfg, "impl": "other"})
     with pytest.raises(ValueError, match="backend='disk'"):
         build_data_plane_client({**cfg, "backend": "disk"})
+    with pytest.raises(ValueError, match=r"controller\.name='a b'"):
+        build_data_plane_client({**cfg, "controller_name": "a b"})
     with pytest.raises(RuntimeError, match="no service was found"):
         build_data_plane_client(cfg, bootstrap=False)
 

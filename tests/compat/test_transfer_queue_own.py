@@ -21,6 +21,7 @@ from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
 from dataplane import serve
+from dataplane.compat.transfer_queue import session
 from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import CheckpointError, PartitionDroppedError, SchemaError, UnsupportedValueError
@@ -85,6 +86,15 @@ def arguments(function: Any) -> list[tuple[str, Any]]:
 
 
 # --- one service, many processes
+
+
+def test_a_name_is_one_and_wants_a_ray_cluster(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "known", list)
+    for name in ("", "a b", "a@b", 5):
+        with pytest.raises(ValueError, match="letters, digits"):
+            start(name=name)
+    with pytest.raises(ValueError, match=r"'shared' .* call ray.init\(\)"):
+        start(name="shared")
 
 
 def test_there_is_nothing_before_init_and_after_close(start: Start) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import ray
 
 import dataplane.compat.transfer_queue as tq
-from dataplane.compat import rendezvous
+from dataplane.config import DataPlaneConfig
+from tests.children import Child
+from tests.ray.jobs import ROOT
 from tests.ray.plain_job import job
-from workers.rendezvous import NAME, NAMESPACE, RayRendezvous
+from workers.rendezvous import NAME, NAMESPACE, RayRendezvous, actor_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,10 +44,13 @@ def test_workers_find_the_drivers_service(service: Any) -> None:
 
 def test_only_one_of_them_starts_it(service: Any) -> None:
     place = RayRendezvous()
-    assert place.start(service.controller.zmq_info, lambda config, http: None) is None
+    met = place.meet(service.controller.zmq_info, lambda config, http: None)
+    assert met is not None
+    assert not met.started
+    met.close()
     found = place.find()
     assert found is not None
-    assert found.address == service.controller.zmq_info.address
+    assert found.address == met.config.address == service.controller.zmq_info.address
 
 
 @pytest.mark.slow
@@ -51,7 +60,7 @@ def test_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tq.close()
     assert RayRendezvous().find() is None
     with pytest.raises(ValueError, match=NAME):
-        ray.get_actor(NAME, namespace=NAMESPACE)
+        ray.get_actor(actor_name(None), namespace=NAMESPACE)
 
 
 @pytest.mark.slow
@@ -61,5 +70,57 @@ def test_a_service_that_cannot_be_prepared_is_ended_and_not_found() -> None:
 
     place = RayRendezvous()
     with pytest.raises(RuntimeError, match="not prepared"):
-        place.start(rendezvous.DataPlaneConfig.of(SMALL), fail)
+        place.meet(DataPlaneConfig.of(SMALL), fail)
     assert place.find() is None
+
+
+Driver = Callable[..., Any]
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    """Two drivers with a Ray job each; they do what they are told, see tests/ray/job_of_its_own.py."""
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "tests.ray.job_of_its_own", address]
+    with ExitStack() as stack:
+        yield [_told(stack.enter_context(Child(command, env=environment)), stack) for _ in range(2)]
+
+
+def _told(child: Child, stack: ExitStack) -> Driver:
+    assert child.stdin is not None
+    stack.callback(child.stdin.close)  # it ends then
+
+    def tell(action: str, argument: str | None = None) -> Any:
+        assert child.stdin is not None
+        print(json.dumps([action, argument]), file=child.stdin, flush=True)
+        return json.loads(child.line())
+
+    return tell
+
+
+@pytest.mark.slow
+def test_two_jobs_of_a_cluster_have_a_service_each(drivers: list[Driver]) -> None:
+    one, two = drivers
+    assert one("init") != two("init")
+    assert one("put", "a") == ["a"]
+    assert two("put", "b") == ["b"]
+    assert one("put_by_worker", "c") == ["a", "c"]
+    assert one("close") is False
+    assert two("put_by_worker", "d") == ["b", "d"]
+    two("close")
+
+
+@pytest.mark.slow
+def test_jobs_share_a_service_under_a_name_and_so_do_their_workers(drivers: list[Driver]) -> None:
+    one, two = drivers
+    assert one("init", "shared") == two("init", "shared")
+    assert one("put", "a") == ["a"]
+    assert two("put_by_worker", "b") == ["a", "b"]
+    assert two("close") is False
+    assert one("put_by_worker", "c") == ["a", "b", "c"]
+    assert one("close") is False
+    assert two("init", "shared") is not None
+    assert two("put", "d") == ["d"]
+    two("close")

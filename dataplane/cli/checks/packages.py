@@ -21,7 +21,7 @@ def packages() -> Iterator[Finding]:
     """All of it."""
     yield from careful("packages", _versions, _INSTALL)
     yield from careful("protobuf", _protobuf, "pip install -U 'protobuf>=5.29,<8'")
-    yield from careful("gRPC", _grpc, "pip install -U grpcio grpcio-health-checking grpcio-reflection")
+    yield from careful("gRPC", _grpc, "pip install -U grpcio")
     yield from careful("ZMQ", _zmq, "pip install -U --only-binary :all: pyzmq")
     yield from careful("Ray", _ray, "pip install -U ray")
     yield from careful("torch", _torch, "pip install -U torch")

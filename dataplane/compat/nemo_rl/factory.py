@@ -24,9 +24,10 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
     `dataplane.compat.transfer_queue.init` says.
 
     cfg: `enabled` has to be true; `impl` one of "transfer_queue" (so that a configuration can stay) and "rl_dataplane";
-    `controller_address` the service's address; `ack_timeout_ms` how long a command may take; `dataplane` further
-    settings of `DataPlaneConfig`. `backend` and its block, `claim_meta_poll_interval_s` and `observability` are not
-    used. ValueError for a configuration that is off, or an `impl` or `backend` that NeMo-RL has not.
+    `controller_address` the service's address, or `controller_name` its name, as `controller.name` of `init`;
+    `ack_timeout_ms` how long a command may take; `dataplane` further settings of `DataPlaneConfig`. `backend` and its
+    block, `claim_meta_poll_interval_s` and `observability` are not used. ValueError for a configuration that is off, or
+    an `impl` or `backend` that NeMo-RL has not.
     """
     if cfg is None or not cfg.get("enabled"):
         raise ValueError("build_data_plane_client: the data plane is off in this configuration (enabled)")
@@ -40,7 +41,8 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
         told["address"] = cfg["controller_address"]
     if cfg.get("ack_timeout_ms"):
         told["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
-    settings = Settings.of({"controller": {"polling_mode": True}, "dataplane": told})
+    controller = {"polling_mode": True, "name": cfg.get("controller_name")}
+    settings = Settings.of({"controller": controller, "dataplane": told})
     return DataPlaneClient(open_session(settings, given=bootstrap, start=bootstrap))
 
 

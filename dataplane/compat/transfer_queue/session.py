@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dataplane.compat.rendezvous import Service, known
+from dataplane.compat.rendezvous import Meeting, known
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
 from dataplane.compat.transfer_queue.samplers import BaseSampler
@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """The service in use. started: it, where this process started it; published: the address that its children find."""
+    """The service in use. meeting: how this process came by it, unless it was named an address; published: the address
+    that its children find."""
 
     client: TransferQueueClient
-    started: Service | None = None
+    meeting: Meeting | None = None
     published: str | None = None
 
     def close(self) -> None:
@@ -35,8 +36,13 @@ class Session:
         if self.published is not None and os.environ.get(ENV_ADDRESS) == self.published:
             del os.environ[ENV_ADDRESS]
         self.client.close()
-        if self.started is not None and self._pid == os.getpid():
-            self.started.close()
+        if self.meeting is not None and self._pid == os.getpid():
+            self.meeting.close()
+
+    @property
+    def started(self) -> bool:
+        """Whether this process started the service."""
+        return self.meeting is not None and self.meeting.started
 
     def __post_init__(self) -> None:
         self._pid = os.getpid()
@@ -54,24 +60,27 @@ _current = _Current()
 
 
 def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """Use a service: the one that `conf` names (`controller.zmq_info`, or `dataplane.address`), the one at TQ_ADDRESS,
-    the one that another process of this Ray cluster has started, or else one that is started now. In a Ray cluster that
-    is launched as actors, elsewhere it lives in this process, at TQ_ADDRESS for the processes that this one starts.
+    """Use a service: the one that `conf` names (`controller.zmq_info`, `dataplane.address`, or `controller.name`), the
+    one at TQ_ADDRESS, the one that another process of this Ray job uses, or else one that is started now. In a Ray
+    cluster that is launched as actors, elsewhere it lives in this process, at TQ_ADDRESS for the processes that this
+    one starts.
 
     conf: as the original's: `controller.sampler` (an instance, a class or a name), `controller.polling_mode`,
     `metrics.enabled` and `.port`. `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
-    `backend` is not used. What concerns all processes is taken from whoever starts the service and kept there. Every
-    process that uses a sampler of its own class passes it here.
+    `backend` is not used. `controller.name`: Ray jobs that give the same name share a service, which the first of them
+    starts; their processes that give none use it, too. What concerns all processes is taken from whoever starts the
+    service and kept there. Every process that uses a sampler of its own class passes it here.
 
     Returns the merged settings where it started a service, with its address in `controller.zmq_info`, else `conf` as it
-    is. A second call changes nothing. ValueError for an unknown sampler or backend.
+    is. A second call changes nothing. ValueError for an unknown sampler or backend, and for a name in a process that is
+    in no Ray cluster.
     """
     with _current.guard:
         if _current.session is not None:
             return conf
         settings = Settings.of(conf)
         _current.session = open_session(settings, given=conf is not None)
-        if _current.session.started is None:
+        if not _current.session.started:
             return conf
         settings.controller.zmq_info = _current.session.client.config
         return settings
@@ -81,18 +90,17 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     """A session of the service that is named or found, or else started. given: whether somebody chose these settings,
     so that a service that has none yet may keep them. `NotInitializedError` where there is none to attach to and
     `start` is False."""
-    sampler = sampler_of(settings.controller.sampler)
-    while True:
-        found = settings.address() or _found()
-        if found is not None:
-            return _attached(found, sampler, kept_of(settings) if given else None)
-        if not start:
-            raise NotInitializedError(
-                "no service was found: start one first, set TQ_ADDRESS, or name its address in `dataplane`"
-            )
-        session = _started(settings, sampler)
-        if session is not None:
-            return session
+    sampler, name, found = sampler_of(settings.controller.sampler), settings.shared_name(), settings.address()
+    if found is None and (name is None or not start):
+        found = _found(name)
+    if found is not None:
+        return _attached(found, sampler, kept_of(settings) if given else None)
+    if not start:
+        raise NotInitializedError(
+            "no service was found: start one first (in a Ray cluster, in this job), set TQ_ADDRESS, or name its "
+            "address in `dataplane`"
+        )
+    return _met(settings, sampler, given) or _started_here(settings, sampler)
 
 
 def close() -> None:
@@ -119,7 +127,9 @@ def current_client() -> TransferQueueClient:
         if _current.session is None:
             found = _found()
             if found is None:
-                raise NotInitializedError("no service was found: call init() first")
+                raise NotInitializedError(
+                    "no service was found: call init() first; one of another Ray job is found by its `controller.name`"
+                )
             _current.session = _attached(found, None, None)
         return _current.session.client
 
@@ -135,49 +145,62 @@ def get_metrics_endpoint() -> str | None:
     return None if kept is None else kept.get("metrics")
 
 
-def _found() -> DataPlaneConfig | None:
-    """The service that the environment names, or a rendezvous knows."""
+def _found(name: str | None = None) -> DataPlaneConfig | None:
+    """The service that has this name; without one, that the environment names, or a rendezvous knows."""
     named = DataPlaneConfig().with_environment()
-    if named.address is not None:
+    if name is None and named.address is not None:
         return named
-    return next((found for place in known() if (found := place.find()) is not None), None)
+    return next((found for place in known() if (found := place.find(name)) is not None), None)
 
 
 def _attached(
     config: DataPlaneConfig,
     sampler: BaseSampler | None,
     wished: Mapping[str, Any] | None,
-    service: Service | None = None,
+    meeting: Meeting | None = None,
 ) -> Session:
     client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", config)
     try:
         client._performer.client.connect()
         client._performer.do(client.settled, wished)
         client._own_sampler = sampler
-        return Session(client, service)
+        return Session(client, meeting)
     except BaseException:
         client.close()
         raise
 
 
-def _started(settings: Settings, sampler: BaseSampler) -> Session | None:
-    """A service that this process starts; None where another process was faster."""
-    wanted, wished = settings.service(), kept_of(settings)
+def _met(settings: Settings, sampler: BaseSampler, given: bool) -> Session | None:
+    """A service that a rendezvous knows, or starts; None where this process has no part in any."""
+    wanted, wished, name = settings.service(), kept_of(settings), settings.shared_name()
 
     def prepare(config: DataPlaneConfig, http_address: str) -> None:
         _attached(config, sampler, {**wished, "metrics": http_address or None}).close()
 
-    places = known()
-    for place in places:
-        launched = place.start(wanted, prepare)
-        if launched is not None:
-            return _attached(launched[0], sampler, wished, launched[1])
-        if place.find() is not None:
-            return None
+    for place in known():
+        meeting = place.meet(wanted, prepare, name=name)
+        if meeting is not None:
+            try:
+                return _attached(meeting.config, sampler, wished if given else None, meeting)
+            except BaseException:
+                meeting.close()
+                raise
+    if name is not None:
+        raise ValueError(
+            f"controller.name={name!r} is a name in a Ray cluster, and this process is in none: call ray.init() and "
+            "import ray first, or give the service's address"
+        )
+    return None
+
+
+def _started_here(settings: Settings, sampler: BaseSampler) -> Session:
+    """A service in this process, which those that it starts find."""
+    wanted = settings.service()
     server = serve(wanted)
     try:
-        told = {**wished, "metrics": server.http_address or None}
-        session = _attached(replace(wanted, address=server.address), sampler, told, server)
+        wished = {**kept_of(settings), "metrics": server.http_address or None}
+        config = replace(wanted, address=server.address)
+        session = _attached(config, sampler, wished, Meeting(config=config, started=True, close=server.close))
     except BaseException:
         server.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from dataplane.config import DataPlaneConfig, TransferQueueEnvironment
 
 log = logging.getLogger(__name__)
 
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 BACKENDS = ("SimpleStorage", "MooncakeStore", "Yuanrong", "RayStore")
 
 
@@ -55,6 +57,13 @@ class Settings(dict[str, Any]):
         config = DataPlaneConfig.of(self.dataplane)
         return config if config.address is not None else None
 
+    def shared_name(self) -> str | None:
+        """Under which several jobs share a service; None: each has its own. ValueError for what is no name."""
+        name = self.controller.name
+        if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
+            raise ValueError(f"controller.name={name!r}: expected letters, digits, '.', '_' and '-', or None")
+        return name
+
 
 def attach_config(named: Any) -> DataPlaneConfig:
     """How to attach to a service that is named by an address, a mapping of settings or a `DataPlaneConfig`. ValueError
@@ -71,7 +80,7 @@ def attach_config(named: Any) -> DataPlaneConfig:
 def _defaults() -> dict[str, Any]:
     return {
         "metrics": {"enabled": False, "port": 0},
-        "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
+        "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None, "name": None},
         "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {}},
         "dataplane": {},
     }

@@ -1,0 +1,63 @@
+"""Runs a service in a process that also has gRPC's own health stubs, as SGLang has; run by test_protobuf_versions.py.
+
+Arguments: the version of protobuf that is to be there, and which of both is imported first, "ours" or "theirs".
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import grpc
+from google.protobuf import __version__
+
+from dataplane.config import DataPlaneConfig
+from dataplane.types import PROTOCOL_VERSION
+from tests.lives import WAIT_S
+
+OURS, THEIRS = "dataplane.control.grpc_door", "grpc_health.v1.health_pb2_grpc"
+
+
+def main(version: str, first: str) -> None:
+    assert __version__ == version
+    for name in (OURS, THEIRS) if first == "ours" else (THEIRS, OURS):
+        assert name not in sys.modules
+        importlib.import_module(name)
+    controller = importlib.import_module("dataplane.control.controller")
+    with (
+        controller.Controller(DataPlaneConfig(), epoch=1) as service,
+        grpc.insecure_channel(service.address) as channel,
+    ):
+        assert_commands(channel)
+        assert_serving(channel)
+        assert_reflected(channel)
+
+
+def assert_commands(channel: grpc.Channel) -> None:
+    pb = importlib.import_module("dataplane.pb.control_pb2")
+    control = importlib.import_module("dataplane.pb.control_pb2_grpc").ControlStub(channel)
+    opening = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
+    session = control.OpenSession(opening, timeout=WAIT_S).session
+    header = pb.Header(session=session, number=1, watermark=1)
+    control.Register(pb.RegisterRequest(header=header, partition="p", tasks=["t"]), timeout=WAIT_S)
+
+
+def assert_serving(channel: grpc.Channel) -> None:
+    messages = importlib.import_module("grpc_health.v1.health_pb2")
+    health: Any = importlib.import_module(THEIRS).HealthStub(channel)
+    answer = health.Check(messages.HealthCheckRequest(service="tq.v1.Control"), timeout=WAIT_S)
+    assert answer.status == messages.HealthCheckResponse.SERVING
+
+
+def assert_reflected(channel: grpc.Channel) -> None:
+    """The names of the services are in what reflection tells. Its stubs are not there for every version."""
+    listing = b"\x3a\x00"  # ServerReflectionRequest(list_services="")
+    call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+    (answer,) = call(iter([listing]), timeout=WAIT_S)
+    assert b"tq.v1.Control" in answer
+    assert b"grpc.health.v1.Health" in answer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
