@@ -113,8 +113,8 @@ class ZmqDoor:
                 break
         events: list[tuple[int, int]] = []
         while readable(self.monitor):
-            event = recv_monitor_message(self.monitor)
-            events.append((event["event"], int(event["value"])))
+            told = recv_monitor_message(self.monitor)
+            events.append((int(told["event"]), int(told["value"])))
         later = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
         for event, descriptor in events:
             match event:
