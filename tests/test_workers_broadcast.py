@@ -15,6 +15,7 @@ from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import RankDied, Ranks
+from workers import siblings
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
 from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError
 
@@ -112,11 +113,11 @@ def count_collectives(rank: int, fields: int) -> dict[str, int]:
     group = ReplicaGroup(dist.group.WORLD)
     part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
     group.fetch(part, "auto", lambda batch: batch)
-    siblings = group.siblings
+    ranks = group.siblings
     return {
-        "payload_collectives": siblings.collectives["payload"],
-        "control_collectives": siblings.collectives["control"],
-        "bytes": siblings.bytes.total(),
+        "payload_collectives": ranks.collectives["payload"],
+        "control_collectives": ranks.collectives["control"],
+        "bytes": ranks.bytes.total(),
     }
 
 
@@ -273,11 +274,35 @@ def die(rank: int) -> Exception:
 
 
 def test_a_leader_killed_between_header_and_payload(gloo: Ranks) -> None:
-    leader, *siblings = gloo.run(die)
+    leader, *others = gloo.run(die)
     assert isinstance(leader, RankDied)
-    for error in siblings:
+    for error in others:
         assert isinstance(error, ReplicaLostError), error
         assert isinstance(error, ConnectionError)
+
+
+class NoStore:
+    """A store whose process is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("connection reset by peer")
+
+
+def die_with_the_store(rank: int) -> Exception:
+    siblings._get_process_group_store = lambda group: NoStore()  # type: ignore[assignment, return-value]
+    try:
+        return die(rank)
+    finally:
+        siblings._get_process_group_store = dist.distributed_c10d._get_process_group_store
+
+
+def test_a_leader_that_takes_the_store_with_it(pair: Ranks) -> None:
+    leader, error = pair.run(die_with_the_store)
+    assert isinstance(leader, RankDied)
+    assert isinstance(error, ReplicaLostError), error
 
 
 def stay_away(rank: int) -> Exception | None:

@@ -223,9 +223,10 @@ def _broadcast_batched_data_dict(
     """The leader's `data` on every rank of `group`, on the device that the group's backend wants.
 
     The leader, global rank `src`, passes `data`; its siblings pass None. Columns are what `pack` takes, strings and
-    dicts included. A header and one flat payload of the jagged
-    bytes travel (see this module's top), no pickled tensors. Blocks for the siblings, up to `FETCH_TIMEOUT_S`. Raises
-    on every rank, as `ReplicaGroup.fetch` does, also where ranks name different `src`, or one that is not the leader.
+    dicts included. A header and one flat payload of the jagged bytes travel (see this module's top), no pickled
+    tensors. Blocks for the siblings, up to `FETCH_TIMEOUT_S`; a call that takes longer ends the group for later ones.
+    Raises on every rank, as `ReplicaGroup.fetch` does, also where ranks name different `src`, or one that is not the
+    leader.
     """
 
     def leads() -> bool:

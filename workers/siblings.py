@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch.distributed import BroadcastOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -81,7 +81,7 @@ class Siblings:
             return
         self._turn += 1
         self._raise_if_given_up(deadline)
-        store = dist.PrefixStore(f"replica group {self._turn}", _store_of(self.group))
+        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
         try:
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
         except RuntimeError as error:
@@ -161,16 +161,20 @@ class Siblings:
         """End these connections. The siblings learn why, and later who comes late to them."""
         store = _store_of(self.group)
         if store is not None and self.device.type == "cpu":
-            store.set(self._key, f"{self.rank}")
-            self._ended = True
+            with contextlib.suppress(RuntimeError):  # a store that is gone went with the process that had it
+                store.set(self._key, f"{self.rank}")
+                self._ended = True
         self._hang_up()
 
     def _raise_if_given_up(self, deadline: Deadline) -> None:
         """CallTimeoutError where a sibling has ended these connections because its deadline passed."""
-        store = _store_of(self.group)
-        if store is None or not store.check([self._key]):
+        store, rank = _store_of(self.group), None
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([self._key]):
+                rank = int(store.get(self._key))
+        if rank is None:
             return
-        who = self.name(int(store.get(self._key)))
+        who = self.name(rank)
         self._ended = True
         self._hang_up()
         raise errors.CallTimeoutError(
