@@ -98,8 +98,8 @@ class DataPlaneClient:
         """Declare a partition, or replace schema, expected size and tasks of a live one: its rows, tags and the
         cursors of tasks that stay are kept, a seal is lifted and a new count begins.
 
-        fields: names, or name -> FieldSpec; the standard per-token RL columns are jagged by name. num_samples: how many
-        samples will be born until the partition counts as complete (None: not known, until `seal`). consumer_tasks: the
+        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: how many samples
+        will be born until the partition counts as complete (None: not known, until `seal`). consumer_tasks: the
         only tasks that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag
         may have. strict: a put of an undeclared field is a ValueError instead of extending the schema.
 

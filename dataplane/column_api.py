@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from dataplane.batch import BatchedDataDict
+from dataplane.columns import PerToken
 from dataplane.errors import InvalidRequestError
-from dataplane.jagged import as_lengths, view_jagged_fields
+from dataplane.jagged import as_lengths
 from dataplane.meta import KVBatchMeta
 from dataplane.schema import INPUT_LENGTHS, PAD_TO_MULTIPLE, TOKEN_ALIGNED_FIELDS, Layout
 from dataplane.types import Scalar
@@ -73,11 +74,12 @@ def write_columns(
     them): a write after a clear is an error and makes no ghost rows.
 
     Padded per-token tensors `[N, S, ...]` named in `token_aligned_fields` are cut row by row to the meta's
-    `sequence_lengths`; ValueError if S is below the longest. Without sequence lengths, fields are put as they are.
+    `sequence_lengths`; ValueError if S is below the longest. One that the partition's schema says is dense is put as it
+    is, and so are all where the sequence lengths are not known.
     Returns the meta of the put. Raises what `client.put_samples` does.
     """
     if meta.sequence_lengths is not None:
-        fields = view_jagged_fields(fields, lengths=meta.sequence_lengths, token_aligned_fields=token_aligned_fields)
+        fields = PerToken.of(fields, meta.sequence_lengths, token_aligned_fields)
     return client.put_samples(meta, meta.partition_id, fields=fields, mode="update")
 
 
@@ -96,8 +98,8 @@ def kv_first_write(
     """Puts a rollout's batch as new samples (mode "create": ids that live already are a ValueError).
 
     `batch["input_lengths"]` `[N]` gives the tokens of each sample: padded per-token tensors named in
-    `token_aligned_fields` are stored cut to them, and each sample is tagged `input_lengths`. All other columns are put
-    as they are.
+    `token_aligned_fields` are stored cut to them, unless the schema says that they are dense, and each sample is tagged
+    `input_lengths`. All other columns are put as they are.
 
     Returns the meta for `task_name` with `sequence_lengths`, tags, the fields written, and `extra_info`, into which a
     `pad_to_multiple` above 1 goes too: the forward pad target is rounded up to it. ValueError without "input_lengths"
@@ -108,7 +110,7 @@ def kv_first_write(
     if INPUT_LENGTHS not in batch:
         raise InvalidRequestError(f"the batch has no {INPUT_LENGTHS!r} column; it has {', '.join(sorted(batch))}")
     lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
-    fields = view_jagged_fields(batch, lengths=lengths, token_aligned_fields=token_aligned_fields)
+    fields = PerToken.of(batch, lengths, token_aligned_fields)
     stamped = [{INPUT_LENGTHS: length} for length in lengths.tolist()]
     named = KVBatchMeta(
         partition_id=partition_id,

@@ -66,7 +66,8 @@ TOKEN_ALIGNED_FIELDS = frozenset(
         "routed_experts",
     }
 )
-"""Columns with one element per token of the sample: jagged by name, packed by the samples' lengths on the way in."""
+"""Columns with one element per token of the sample, unless a `FieldSpec` says otherwise: a tensor of two or more
+dimensions put under such a name is jagged, and cut to the samples' lengths where they are known."""
 
 
 def round_up(length: int, multiple: int) -> int:

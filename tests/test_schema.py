@@ -8,7 +8,7 @@ from dataplane.types import FieldKind, FieldSpec
 
 
 def test_declared_specs() -> None:
-    assert declared_specs(["input_ids", "reward"]) == {"input_ids": FieldSpec(FieldKind.JAGGED), "reward": FieldSpec()}
+    assert declared_specs(["input_ids", "reward"]) == {"input_ids": FieldSpec(), "reward": FieldSpec()}
     declared = declared_specs(
         {
             "advantages": FieldSpec(FieldKind.DENSE),
@@ -19,8 +19,8 @@ def test_declared_specs() -> None:
     )
     assert declared == {
         "advantages": FieldSpec(FieldKind.DENSE),
-        "values": FieldSpec(FieldKind.JAGGED, "bfloat16"),
-        "returns": FieldSpec(FieldKind.JAGGED),
+        "values": FieldSpec(dtype="bfloat16"),
+        "returns": FieldSpec(),
         "image": FieldSpec(FieldKind.RAGGED, "uint8"),
     }
     assert declared_specs(None) == declared_specs([]) == {}

@@ -15,6 +15,7 @@ from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import RankDied, Ranks
+from workers import siblings
 from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
 from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError
 
@@ -80,6 +81,16 @@ def test_all_ranks_end_with_the_leaders_columns(gloo: Ranks, src: int) -> None:
     assert gloo.run(send_everything, src) == [[]] * gloo.world
 
 
+def send_values(rank: int) -> Any:
+    data = BatchedDataDict({"ids": torch.arange(3), "task": "math", "cfg": {"stop": [1, None]}})
+    got = _broadcast_batched_data_dict(data if rank == 0 else None, is_leader=rank == 0, src=0, group=dist.group.WORLD)
+    return got["ids"].tolist(), got["task"], got["cfg"]
+
+
+def test_strings_and_dicts_travel_with_the_tensors(pair: Ranks) -> None:
+    assert pair.run(send_values) == [([0, 1, 2], "math", {"stop": [1, None]})] * 2
+
+
 def in_a_subgroup(rank: int) -> list[str]:
     """Ranks 2 and 3 are a replica group of their own: `src` is a global rank, 3."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -102,11 +113,11 @@ def count_collectives(rank: int, fields: int) -> dict[str, int]:
     group = ReplicaGroup(dist.group.WORLD)
     part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
     group.fetch(part, "auto", lambda batch: batch)
-    siblings = group.siblings
+    ranks = group.siblings
     return {
-        "payload_collectives": siblings.collectives["payload"],
-        "control_collectives": siblings.collectives["control"],
-        "bytes": siblings.bytes.total(),
+        "payload_collectives": ranks.collectives["payload"],
+        "control_collectives": ranks.collectives["control"],
+        "bytes": ranks.bytes.total(),
     }
 
 
@@ -263,11 +274,35 @@ def die(rank: int) -> Exception:
 
 
 def test_a_leader_killed_between_header_and_payload(gloo: Ranks) -> None:
-    leader, *siblings = gloo.run(die)
+    leader, *others = gloo.run(die)
     assert isinstance(leader, RankDied)
-    for error in siblings:
+    for error in others:
         assert isinstance(error, ReplicaLostError), error
         assert isinstance(error, ConnectionError)
+
+
+class NoStore:
+    """A store whose process is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("connection reset by peer")
+
+
+def die_with_the_store(rank: int) -> Exception:
+    siblings._get_process_group_store = lambda group: NoStore()  # type: ignore[assignment, return-value]
+    try:
+        return die(rank)
+    finally:
+        siblings._get_process_group_store = dist.distributed_c10d._get_process_group_store
+
+
+def test_a_leader_that_takes_the_store_with_it(pair: Ranks) -> None:
+    leader, error = pair.run(die_with_the_store)
+    assert isinstance(leader, RankDied)
+    assert isinstance(error, ReplicaLostError), error
 
 
 def stay_away(rank: int) -> Exception | None:
@@ -288,6 +323,58 @@ def test_a_rank_that_does_not_come_is_a_timeout(pair: Ranks) -> None:
     assert isinstance(error, CallTimeoutError), error
     assert isinstance(error, TimeoutError)
     assert error.waited_s == 1.0
+
+
+def come_late(rank: int, late: int, rounds: int) -> list[Exception]:
+    """One rank comes to each of the first fetches when the others have given up on it; they go on together."""
+    store = dist.distributed_c10d._get_default_store()
+    others = [other for other in range(dist.get_world_size()) if other != late]
+    group, raised = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S if rank == late else 0.5), []
+    for turn in range(rounds):
+        if rank == late:
+            store.wait([f"{other} gave up {turn}" for other in others])
+        try:
+            group.fetch(part_of(rank), "auto", lambda batch: batch)
+        except Exception as error:
+            raised.append(error)
+            store.set(f"{rank} gave up {turn}", "yes")
+    group.timeout_s = NEVER_S
+    for _ in range(2):
+        recover(rank, group)
+    group.agree(part_of(rank), "independent")
+    return raised
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["leader", "sibling"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_rank_that_comes_late_fails_the_fetches_that_it_is_late_for(gloo: Ranks, late: int, rounds: int) -> None:
+    for rank, raised in enumerate(gloo.run(come_late, late, rounds)):
+        assert not isinstance(raised, Exception), raised
+        assert [type(error) for error in raised] == [CallTimeoutError] * rounds
+        if rank == late:
+            assert all("this rank is late: rank" in str(error) for error in raised)
+
+
+def give_up_for_the_others(rank: int) -> Exception | None:
+    """The rank with the shortest wait ends that of all, the late one included, and all are in step again."""
+    group = ReplicaGroup(dist.group.WORLD, timeout_s=0.5 if rank == 1 else NEVER_S)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["1 raised"])
+    try:
+        group.fetch(part_of(rank), "auto", lambda batch: batch)
+    except Exception as error:
+        store.set(f"{rank} raised", "yes")
+        group.timeout_s = NEVER_S
+        recover(rank, group)
+        return error
+    return None
+
+
+def test_ranks_that_wait_longer_are_told_who_gave_up(four: Ranks) -> None:
+    raised = four.run(give_up_for_the_others)
+    assert [type(error) for error in raised] == [CallTimeoutError] * 4
+    assert all("rank 1" in str(raised[rank]) for rank in (0, 2, 3))
 
 
 # --- the document's function ----------------------------------------------------------------------------------

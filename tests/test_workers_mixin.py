@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import types
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server, failpoints, schema
+from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server, failpoints, schema
 from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
 from tests.gloo import RankDied, Ranks
 from tests.mixin_service import alone, partition  # noqa: F401
 from tests.mixin_worker import (
     FIELDS,
     LAYOUTS,
+    LENGTHS,
     Worker,
     fingerprints,
     put,
@@ -100,7 +102,8 @@ def fetch_alone(rank: int, address: str, meta: KVBatchMeta) -> list[str]:
     """A group of one rank is no group, and no collective runs."""
     worker = worker_on(rank, "dp2", address)
     worker.group = [dist.new_group([0]), dist.new_group([1])][rank]
-    worker._fetch(meta)
+    together = [worker._fetch(meta, fetch_policy=policy) for policy in ("auto", "leader_broadcast", "independent")]
+    assert fingerprints(together[0]) == fingerprints(together[1]) == fingerprints(together[2])
     worker.group = None
     worker._fetch(meta, fetch_policy="independent")
     try:
@@ -113,7 +116,7 @@ def fetch_alone(rank: int, address: str, meta: KVBatchMeta) -> list[str]:
 
 def test_no_siblings(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
     for messages in pair.run(fetch_alone, server.address, put(client, partition)):
-        assert "needs siblings" in messages[0]
+        assert "needs a replica group" in messages[0]
 
 
 def count_reads(rank: int, address: str, meta: KVBatchMeta) -> tuple[int, int]:
@@ -337,6 +340,35 @@ def test_results_that_cannot_be_written_back(
         client.get_batch(meta, ["prev_logprobs"])
 
 
+def test_write_back_recognises_per_token_results_by_their_shape(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    """The batch was padded to 64; no name is one that anybody knows."""
+    client.register_partition(partition, {"fixed": FieldSpec("dense"), "input_ids": None}, None, ["train"])
+    meta = put(client, partition)
+    wide = torch.randn(meta.size, 64)
+    results = {"kl": wide, "hidden": wide[..., None].expand(-1, -1, 3), "logits": wide[:, :5], "fixed": wide}
+    alone._write_back(meta, {**results, "score": wide[:, 0], "values": wide[:, 0]})
+    stored = client.get_samples(meta.sample_ids, partition, ["kl", "hidden", "logits", "fixed", "score", "values"])
+    for name in ("kl", "hidden"):
+        for row, length, result in zip(stored[name].unbind(), LENGTHS, results[name], strict=True):
+            assert row.equal(result[:length]), name
+    for name in ("logits", "fixed"):
+        assert stored[name].equal(results[name]), name
+    for name in ("score", "values"):
+        assert stored[name].equal(wide[:, 0]), name
+
+
+def test_write_back_without_a_common_length_goes_by_the_longest_sample(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition, pad_to=None)
+    alone._write_back(meta, {"kl": torch.ones(meta.size, 40), "logits": torch.ones(meta.size, 64)})
+    stored = client.get_samples(meta.sample_ids, partition, ["kl", "logits"])
+    assert list(map(len, stored["kl"].unbind())) == LENGTHS
+    assert stored["logits"].shape == (8, 64)
+
+
 def test_write_back_takes_tensors_only(alone: Worker, client: DataPlaneClient, partition: str) -> None:
     with pytest.raises(TypeError, match="'prev_logprobs': expected a tensor, got ndarray"):
         alone._write_back(put(client, partition), {"prev_logprobs": np.zeros((8, 64))})  # type: ignore[dict-item]
@@ -404,6 +436,32 @@ def test_setup_never_starts_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_policy(alone: Worker, client: DataPlaneClient, partition: str) -> None:
     with pytest.raises(ValueError, match="fetch_policy is one of auto, independent, leader_broadcast"):
         alone._fetch(put(client, partition), fetch_policy="eager")  # type: ignore[arg-type]
+
+
+class Tokenizing(TQWorkerMixin):
+    """A host with a tokenizer and nothing else."""
+
+    def __init__(self, pad_token_id: int | None) -> None:
+        self.tokenizer = types.SimpleNamespace(pad_token_id=pad_token_id)
+
+    def _local_coords(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize(("pad_token_id", "filled"), [(151_643, 151_643), (0, 0), (None, 0)])
+def test_token_ids_are_padded_with_the_tokenizers_pad_id(
+    pad_token_id: int | None, filled: int, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    worker = Tokenizing(pad_token_id)
+    worker.setup_data_plane({"address": server.address})
+    batch = worker._fetch(put(client, partition))
+    worker.close_data_plane()
+    assert batch["input_ids"][0, 5:].unique().tolist() == [filled]
+    assert batch["token_mask"][0, 5:].unique().tolist() == [False]
+
+
+def test_without_a_tokenizer_everything_is_padded_with_0() -> None:
+    assert Silent()._pad_value_dict() == {}
 
 
 # --- hosts that lack something ---------------------------------------------------------------------------------

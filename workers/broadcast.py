@@ -32,8 +32,9 @@ from workers.siblings import Deadline, Fault, ReplicaGroupError, Siblings
 T = TypeVar("T")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 POLICIES: tuple[str, ...] = get_args(FetchPolicy)
-FETCH_TIMEOUT_S = 60.0
-"""How long a fetch through a replica group may take, from a rank's call to its result, unless told otherwise."""
+FETCH_TIMEOUT_S = 300.0
+"""How long a fetch through a replica group may take, from a rank's call to its result, unless told otherwise. Well
+above a client's `reconnect_s`: siblings wait while the leader's client waits for a service that restarts."""
 
 _RECORD = struct.Struct("<4sBBBx16sQ")
 _MAGIC = b"TQf1"
@@ -90,11 +91,12 @@ class _Offer:
 class ReplicaGroup:
     """The fetches of one replica group, as one of its ranks makes them. Not thread-safe, like the group itself.
 
-    siblings: the group's collectives and what they cost so far. timeout_s bounds each call.
+    siblings: the group's collectives and what they cost so far; all `ReplicaGroup`s of a process group share one.
+    timeout_s bounds each call; after one that took longer the group works on, see `Siblings`.
     """
 
-    def __init__(self, group: Any, *, timeout_s: float = FETCH_TIMEOUT_S) -> None:
-        self.siblings = Siblings(group)
+    def __init__(self, group: Any, *, timeout_s: float = FETCH_TIMEOUT_S, siblings: Siblings | None = None) -> None:
+        self.siblings = siblings or Siblings(group)
         self.timeout_s = timeout_s
         self._agreed: str | None = None
 
@@ -116,7 +118,9 @@ class ReplicaGroup:
             return
         self._agreed = None
         agreement = Part(leads=part.leads, digest=lambda: NO_DIGEST, read=part.read)
-        self._exchange(self._offer(agreement, reads=False), policy, Deadline(self.timeout_s))
+        deadline = Deadline(self.timeout_s)
+        self.siblings.join(deadline)
+        self._exchange(self._offer(agreement, reads=False), policy, deadline)
         self._agreed = policy
 
     def fetch(self, part: Part, policy: str, finish: Callable[[BatchedDataDict[Any]], T]) -> T:
@@ -128,6 +132,7 @@ class ReplicaGroup:
         """
         self._agreed = None
         deadline = Deadline(self.timeout_s)
+        self.siblings.join(deadline)
         mine = self._offer(part, reads=True)
         leader, said_bytes = self._exchange(mine, policy, deadline)
         header = Header.decode(self.siblings.broadcast_bytes(mine.said, said_bytes, leader, deadline))
@@ -217,9 +222,11 @@ def _broadcast_batched_data_dict(
 ) -> BatchedDataDict[Any]:
     """The leader's `data` on every rank of `group`, on the device that the group's backend wants.
 
-    The leader, global rank `src`, passes `data`; its siblings pass None. A header and one flat payload of the jagged
-    bytes travel (see this module's top), no pickled tensors. Blocks for the siblings, up to `FETCH_TIMEOUT_S`. Raises
-    on every rank, as `ReplicaGroup.fetch` does, also where ranks name different `src`, or one that is not the leader.
+    The leader, global rank `src`, passes `data`; its siblings pass None. Columns are what `pack` takes, strings and
+    dicts included. A header and one flat payload of the jagged bytes travel (see this module's top), no pickled
+    tensors. Blocks for the siblings, up to `FETCH_TIMEOUT_S`; a call that takes longer ends the group for later ones.
+    Raises on every rank, as `ReplicaGroup.fetch` does, also where ranks name different `src`, or one that is not the
+    leader.
     """
 
     def leads() -> bool:

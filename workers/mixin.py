@@ -28,6 +28,7 @@ from dataplane.host import boot_id
 from dataplane.schema import (
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS,
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
     PREV_LOGPROBS,
@@ -37,11 +38,13 @@ from dataplane.schema import (
 )
 from workers.broadcast import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, Part, ReplicaGroup
 from workers.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
+from workers.reports import IS_REPLICA_LEADER
 from workers.sharding import NamedSharding
 from workers.stages import Stage, packing_arguments, stage_of
 from workers.streams import SharedStream
 
-IS_REPLICA_LEADER = "is_replica_leader"
+TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
+"""Columns of token ids, by the names that NeMo-RL and verl give them: padded with the tokenizer's pad id."""
 Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
 
 
@@ -111,7 +114,7 @@ class TQWorkerMixin:
     """Per-rank fetch and write-back through the data plane.
 
     The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (settings
-    as `workers.stages` reads them) and `fetch_timeout_s`.
+    as `workers.stages` reads them), `tokenizer` (see `_pad_value_dict`) and `fetch_timeout_s`.
 
     Batches that its methods get carry their micro-batches where packing or dynamic batching made some: they are what
     `data.get_batch(number)` (of a global batch) and its `make_microbatch_iterator_for_packable_sequences` or
@@ -121,7 +124,7 @@ class TQWorkerMixin:
     _dp_client: DataPlaneClient | None = None
     _replicas: ReplicaGroup | None = None
     fetch_timeout_s: float = FETCH_TIMEOUT_S
-    """How long a fetch may wait for this rank's siblings."""
+    """How long a fetch through siblings may take. A host that raises its client's `reconnect_s` raises this, too."""
 
     # --- the data plane -----------------------------------------------------------------------------------------
 
@@ -175,8 +178,13 @@ class TQWorkerMixin:
         return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
 
     def _pad_value_dict(self) -> dict[str, Any]:
-        """Pad value of each per-token field, 0 where not named. A host with a tokenizer names its pad id here."""
-        return {}
+        """Pad value of each per-token field, 0 where not named.
+
+        By default fields of token ids (`TOKEN_ID_FIELDS`) get the `pad_token_id` of the host's `tokenizer`, if it has
+        one. A host that overrides this replaces the whole mapping.
+        """
+        pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
+        return {} if pad_id is None else dict.fromkeys(TOKEN_ID_FIELDS, pad_id)
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
         """The length that every data-parallel rank pads to, from `meta.extra_info`; 0 (this rank's longest row) if the
@@ -200,8 +208,9 @@ class TQWorkerMixin:
         driver stamped, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
         row. Jagged columns that are not per-token, such as images, are padded to their own longest row here (see
         `materialize`). fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are
-        any, "leader_broadcast" does the same and is a ValueError where there are none, with "independent" every rank
-        fetches. preprocess: `(worker, batch) -> batch`, run on every rank on the batch about to be returned.
+        any; "leader_broadcast" does the same, and is a ValueError where `_get_replica_group` gives no group (the rank
+        of a group of one fetches); with "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, run
+        on every rank on the batch about to be returned.
 
         After a broadcast the tensors are on the device that the group's backend wants (NCCL: CUDA, Gloo: CPU), else on
         the CPU. Blocks for the data plane, and for its siblings up to `fetch_timeout_s`; if one rank of a replica group
@@ -229,8 +238,8 @@ class TQWorkerMixin:
             read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),
         )
         replicas = self._replica_channel()
-        if replicas is None and fetch_policy == "leader_broadcast":
-            raise ValueError("fetch_policy='leader_broadcast' needs siblings; _get_replica_group() gave none")
+        if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
+            raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave none")
         if replicas is not None and fetch_policy != "independent":
             return replicas.fetch(part, fetch_policy, finish)
         if replicas is not None:
@@ -272,11 +281,14 @@ class TQWorkerMixin:
             options["dp_rank"] = coords.get(DATA_PARALLEL_AXIS, 0)
         options.setdefault("pad_value_dict", self._pad_value_dict())
         shared = None
-        if self._replica_channel() is not None:
+        replicas = self._replica_channel()
+        if replicas is not None:
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
                 ReplicaGroup(
-                    self._get_replica_group(), timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s)
+                    replicas.group,
+                    timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s),
+                    siblings=replicas.siblings,
                 ),
                 leads=self._is_replica_leader(),
                 digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
@@ -346,10 +358,11 @@ class TQWorkerMixin:
     def _write_back(self, meta: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
         """Store new columns of the meta's samples; on the leader only, elsewhere nothing happens.
 
-        Per-token fields `[N, S]` (`schema.TOKEN_ALIGNED_FIELDS`) are cut to the samples' lengths, so that they are
-        stored as jagged as the first put was. TypeError for anything but tensors, ValueError for another number of rows
-        or rows narrower than their sample, naming the field and its shape; `StaleSampleError` (a KeyError) if a sample
-        was cleared since the meta was made: nothing is stored.
+        Per-token tensors `[N, S, ...]` are cut to the samples' lengths, so that they are stored as jagged as the first
+        put was: those whose S is the length that the batch was padded to, whatever their name, and those of a name of
+        `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of the partition decides otherwise. TypeError for anything
+        but tensors, ValueError for another number of rows or rows narrower than their sample, naming the field and its
+        shape; `StaleSampleError` (a KeyError) if a sample was cleared since the meta was made: nothing is stored.
         """
         if not self._is_replica_leader():
             return
@@ -361,7 +374,12 @@ class TQWorkerMixin:
                 raise ValueError(
                     f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
                 )
-        write_columns(self._require_dp_client(), meta, fields)
+        width = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])
+        by_shape = {
+            name for name, value in fields.items() if not value.is_nested and value.dim() > 1 and value.size(1) == width
+        }
+        names = TOKEN_ALIGNED_FIELDS | by_shape
+        write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=names)
 
     def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
         """Store `result[result_key]` of a worker method as column `tq_field`; on the leader only.
@@ -380,7 +398,7 @@ class TQWorkerMixin:
         value = result[result_key]
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"result[{result_key!r}] (for {tq_field!r}): expected a tensor, got {type(value).__name__}")
-        if tq_field in TOKEN_ALIGNED_FIELDS and not value.is_nested and value.dim() < 2:
+        if tq_field in (PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS) and not value.is_nested and value.dim() < 2:
             raise ValueError(
                 f"result[{result_key!r}] (for {tq_field!r}): expected a per-token tensor [{meta.size}, S], got shape "
                 f"{list(value.shape)}"

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack
+from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from dataplane.jagged import DTYPE_NAMES, TORCH_DTYPES, is_jagged, jagged_from_values, offsets_of, row_lengths
-from dataplane.objects import decode_object, encode_rows
+from dataplane.objects import decode_object, encode_object, encode_rows
 from dataplane.types import GRANULE_BYTES
 
 
@@ -52,6 +52,14 @@ class _Ragged(msgspec.Struct, frozen=True, tag="ragged", array_like=True):
     shapes: tuple[tuple[int, ...], ...]
 
 
+class _Value(msgspec.Struct, frozen=True, tag="value", array_like=True):
+    """One Python value for the whole batch, in the object codec."""
+
+    name: str
+    start: int
+    size: int
+
+
 class _Objects(msgspec.Struct, frozen=True, tag="objects", array_like=True):
     """Python values in the object codec; `sizes` are int64 bytes per value, `form` the container they came in."""
 
@@ -61,7 +69,7 @@ class _Objects(msgspec.Struct, frozen=True, tag="objects", array_like=True):
     sizes: bytes
 
 
-_Column = _Dense | _Jagged | _Ragged | _Objects
+_Column = _Dense | _Jagged | _Ragged | _Objects | _Value
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +109,8 @@ def pack(batch: Mapping[str, Any]) -> Packed:
     """The columns of `batch`, in its order.
 
     Takes tensors (any strides, device, dtype), jagged nested tensors, lists of tensors of one dtype, object arrays,
-    lists of values and `NonTensorStack`. Raises TypeError naming the column for anything else.
+    lists of values, `NonTensorStack`, and as one value for the whole batch (a string, a dict, a number) what the codec
+    of `dataplane.objects` takes. Raises `UnsupportedValueError` (a TypeError) naming the column for anything else.
     """
     packer = _Packer()
     for name, value in batch.items():
@@ -129,9 +138,7 @@ class _Packer:
         elif isinstance(value, list):
             self.columns.append(self._objects(name, value, "list"))
         else:
-            raise TypeError(
-                f"column {name!r}: cannot broadcast {type(value).__name__}; columns are tensors, lists, object arrays"
-            )
+            self.columns.append(self._value(name, value.data if isinstance(value, NonTensorData) else value))
 
     def _begin(self) -> int:
         self.end = -(-self.end // GRANULE_BYTES) * GRANULE_BYTES
@@ -162,6 +169,12 @@ class _Packer:
         for row in rows:
             self._append(as_bytes(row))
         return _Ragged(name, start, DTYPE_NAMES[rows[0].dtype], tuple(tuple(row.shape) for row in rows))
+
+    def _value(self, name: str, value: Any) -> _Value:
+        start = self._begin()
+        encoded = encode_object(value, field=name)
+        self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return _Value(name, start, len(encoded))
 
     def _objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
         start = self._begin()
@@ -200,6 +213,8 @@ def _read(column: _Column, flat: Tensor, rows: Sequence[_Rows]) -> Any:
             return jagged_from_values(values, of.offsets, span=of.span)
         case _Ragged():
             return _each(column.start, column.shapes, TORCH_DTYPES[column.dtype].itemsize, flat, column.dtype)
+        case _Value():
+            return decode_object(flat[column.start : column.start + column.size].cpu().numpy().tobytes())
         case _Objects():
             return _FORMS[column.form](_values(column, flat))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from dataplane import (
     BatchedDataDict,
@@ -21,23 +21,18 @@ from dataplane import (
 )
 from dataplane.durations import seconds_if_any
 from dataplane.schema import (
-    ADVANTAGES,
     ELEM_COUNTS_PER_GB,
-    GENERATION_LOGPROBS,
     GLOBAL_FORWARD_PAD_SEQLEN,
-    INPUT_IDS,
-    INPUT_LENGTHS,
     PAD_TO_MULTIPLE,
     PREV_LOGPROBS,
     REFERENCE_POLICY_LOGPROBS,
-    SAMPLE_MASK,
-    TOKEN_MASK,
     round_up,
 )
+from workers.fields import FORWARD_FIELDS, ROUTED_EXPERTS, STEP_FIELDS, a_meta, field_names, fields_of, forward_fields
 from workers.group import RayWorkerGroup
 from workers.homes import hosts_of_samples
-from workers.mixin import IS_REPLICA_LEADER
 from workers.ranks import DATA_PARALLEL_AXIS
+from workers.reports import aggregate_train_results
 from workers.results import MultiWorkerFuture
 from workers.stages import (
     PREV_LP_TASK,
@@ -49,32 +44,13 @@ from workers.stages import (
     packing_arguments,
     setting,
 )
+from workers.timing import Timed, Timer
 
-STEP_FIELDS = (
-    INPUT_IDS,
-    INPUT_LENGTHS,
-    TOKEN_MASK,
-    SAMPLE_MASK,
-    GENERATION_LOGPROBS,
-    PREV_LOGPROBS,
-    REFERENCE_POLICY_LOGPROBS,
-    ADVANTAGES,
-)
-"""Columns that `prepare_step` declares; rollouts and stages may add others."""
-STAGE_RESULTS = frozenset({GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, ADVANTAGES})
-"""Columns that a forward pass for log-probs never reads."""
 SETUP_TIMEOUT_S = 120.0
 ABORT_TIMEOUT_S = 120.0
 """How long workers may take to drop a train step, with what they are still busy with."""
 _MINTED = "global_forward_pad_minted"
 """Key of `extra_info`: the pad length as it was minted here; one that differs was set by someone else and stays."""
-
-
-class Timer(Protocol):
-    """What measures the parts of a call: `time` gives a context manager around each. For `nemo_rl.utils.timer.Timer`
-    and its like; the labels are those that NeMo-RL uses."""
-
-    def time(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 class TQPolicy:
@@ -84,9 +60,10 @@ class TQPolicy:
     they are one data-parallel rank). dp_cfg: the data plane; with an address it is attached to, without one a service
     is started in this process, which ends with `close`. cfg: a mapping or an object with the policy's settings; read
     are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), what cuts
-    micro-batches (see `workers.stages`), and prefer_local_samples: whether samples go to data-parallel ranks on the
-    host that their bytes are on, where that costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition
-    of each step's samples. ValueError where `cfg` asks for micro-batches that no stage can be cut into.
+    micro-batches (see `workers.stages`), router_replay (whether it is "enabled", see `get_logprobs_from_meta`), and
+    prefer_local_samples: whether samples go to data-parallel ranks on the host that their bytes are on, where that
+    costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each step's samples. ValueError where
+    `cfg` asks for micro-batches that no stage can be cut into.
 
     Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
     returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
@@ -173,7 +150,7 @@ class TQPolicy:
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Clear the step's samples, and never others of the same ids: the counterpart of `prepare_step`."""
-        self.dp_client.clear_samples(_a_meta(meta), meta.partition_id)
+        self.dp_client.clear_samples(a_meta(meta), meta.partition_id)
         self._written.pop(meta.partition_id, None)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
@@ -183,7 +160,7 @@ class TQPolicy:
         A length that was written here before is worked out anew, since a meta that was filtered or joined brings that
         of other samples along; one that somebody else wrote stays.
         """
-        info = _a_meta(meta).extra_info
+        info = a_meta(meta).extra_info
         mine = info.get(_MINTED)
         if not meta.sequence_lengths or info.get(GLOBAL_FORWARD_PAD_SEQLEN, mine) != mine:
             return
@@ -214,24 +191,77 @@ class TQPolicy:
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Store columns that the driver computed, for samples that live; `train_from_meta` reads them from now on."""
-        write_columns(self.dp_client, _a_meta(meta), fields)
+        write_columns(self.dp_client, a_meta(meta), fields)
         self._note_written(meta, fields)
 
     # --- work on metas ------------------------------------------------------------------------------------------
 
     def get_logprobs_from_meta(
-        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+        self,
+        meta: KVBatchMeta,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        fields: Sequence[str] | None = None,
     ) -> None:
-        """Have the workers compute the policy's log-probs of the samples and write them back as "prev_logprobs"."""
-        timed = _Timed(timer, "get_logprobs")
-        self._logprobs(meta, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed)
+        """Have the workers compute the policy's log-probs of the samples and write them back as "prev_logprobs".
+
+        They read `fields`; by default those of the meta that are in `FORWARD_FIELDS`, and "routed_experts" where cfg's
+        router_replay is enabled. A model that looks at images names their columns in `fields`. ValueError where no
+        field is left.
+        """
+        replays = enabled(self.cfg, "router_replay") is not None
+        fields = forward_fields(meta, fields, {*FORWARD_FIELDS, ROUTED_EXPERTS} if replays else FORWARD_FIELDS)
+        timed = Timed(timer, "get_logprobs")
+        self._logprobs(meta, fields, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed)
 
     def get_reference_policy_logprobs_from_meta(
-        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+        self,
+        meta: KVBatchMeta,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        fields: Sequence[str] | None = None,
     ) -> None:
-        """The same for the reference policy, as "reference_policy_logprobs"."""
-        method, timed = "get_reference_policy_logprobs_presharded", _Timed(timer, "get_reference_policy_logprobs")
-        self._logprobs(meta, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
+        """The same for the reference policy, as "reference_policy_logprobs"; it never replays routed experts unless
+        `fields` names them."""
+        fields = forward_fields(meta, fields, FORWARD_FIELDS)
+        method, timed = "get_reference_policy_logprobs_presharded", Timed(timer, "get_reference_policy_logprobs")
+        self._logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
+
+    def run_from_meta(
+        self,
+        method: str,
+        meta: KVBatchMeta,
+        *,
+        fields: Sequence[str] | None = None,
+        writes: Sequence[str] = (),
+        stage: Stage = "logprob",
+        task_name: str | None = None,
+        batch_size: int | None = None,
+        timer: Timer | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a method of the workers, by its name, with the samples: for critics, teachers, and whatever else is
+        neither log-probs nor the policy's train step.
+
+        Each worker's `method(meta=..., **kwargs)` gets the meta of its data-parallel rank: its part of each global
+        batch of `batch_size` samples (None: of all at once), in micro-batches with the budget of `stage` where cfg asks
+        for some. The method fetches with `_fetch(meta)` and stores results with `_write_back_result_field`.
+
+        fields: what the workers fetch, by default the meta's. writes: columns that the method writes back, which
+        `train_from_meta` reads from then on. task_name: of the metas, by default the given one's. Returns what the
+        replica leaders returned, in data-parallel order. AttributeError where the workers lack the method.
+        """
+        given = replace(meta, fields=fields_of(meta) if fields is None else field_names("fields", fields))
+        noted = field_names("writes", writes)
+        if task_name is not None:
+            given = replace(given, task_name=task_name)
+        timed = Timed(timer, method)
+        batch_size = self._chosen("batch_size", batch_size, None)
+        results = self._call(method, timed, self._shards(given, stage, batch_size, timed), **kwargs)
+        self._note_written(meta, noted)
+        return results
 
     def train_from_meta(
         self,
@@ -241,23 +271,25 @@ class TQPolicy:
         gbs: int | None = None,
         mbs: int | None = None,
         timer: Timer | None = None,
+        train_fields: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """Have the workers train on the samples, in global batches of `gbs` (default: cfg's, else all of them).
 
-        They read the fields of the meta and those written through this policy since `prepare_step`. Returns what
+        They read `train_fields`; by default the fields of the meta and those written through this policy since
+        `prepare_step`. Returns what
         `aggregate_train_results` makes of the workers' results. RuntimeError while a train step is open.
         """
         if self._step_open:
             raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")
         gbs, mbs = self._batch_sizes(gbs, mbs)
-        timed = _Timed(timer, "policy_training", "submit_training_futures")
+        timed = Timed(timer, "policy_training", "submit_training_futures")
         common = {
             "loss_fn": loss_fn,
             "eval_mode": eval_mode,
             "gbs": gbs,
             "mbs": mbs,
         }
-        metas = self._shards(self._to_train_on(meta), "train", gbs, timed)
+        metas = self._shards(self._to_train_on(meta, train_fields), "train", gbs, timed)
         return aggregate_train_results(self._call("train_presharded", timed, metas, **common))
 
     # --- a train step in parts ----------------------------------------------------------------------------------
@@ -284,7 +316,9 @@ class TQPolicy:
             raise
         self._step_open = True
 
-    def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
+    def train_microbatches_from_meta(
+        self, meta: KVBatchMeta, timer: Timer | None = None, train_fields: Sequence[str] | None = None
+    ) -> None:
         """Add samples to the open step: each data-parallel rank fetches its part and adds up gradients.
 
         Reads the fields that `train_from_meta` would. RuntimeError without an open step. ValueError for a meta that
@@ -292,8 +326,8 @@ class TQPolicy:
         can only be aborted.
         """
         self._require_step()
-        timed = _Timed(timer, "policy_training", "submit_microbatch_futures")
-        metas = self._shards(self._to_train_on(meta), "train", None, timed)
+        timed = Timed(timer, "policy_training", "submit_microbatch_futures")
+        metas = self._shards(self._to_train_on(meta, train_fields), "train", None, timed)
         with self._failing_the_step("train_microbatches_from_meta"):
             self._call("train_microbatch_presharded", timed, metas)
 
@@ -336,20 +370,29 @@ class TQPolicy:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def _logprobs(
-        self, meta: KVBatchMeta, method: str, task: str, column: str, micro_batch_size: int | None, timed: _Timed
+        self,
+        meta: KVBatchMeta,
+        fields: list[str],
+        method: str,
+        task: str,
+        column: str,
+        micro_batch_size: int | None,
+        timed: Timed,
     ) -> None:
         micro_batch_size = self._chosen("micro_batch_size", micro_batch_size, "logprob_batch_size")
-        fields = [name for name in _fields_of(meta) if name not in STAGE_RESULTS]
         metas = self._shards(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
         self._call(method, timed, metas, micro_batch_size=micro_batch_size)
         self._note_written(meta, [column])
 
-    def _to_train_on(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """`meta` of the task "train", with all fields written since `prepare_step`."""
-        fields = list(dict.fromkeys([*_fields_of(meta), *self._written.get(meta.partition_id, [])]))
+    def _to_train_on(self, meta: KVBatchMeta, given: Sequence[str] | None) -> KVBatchMeta:
+        """`meta` of the task "train", with the fields given, else its own and all written since `prepare_step`."""
+        if given is not None:
+            fields = field_names("train_fields", given)
+        else:
+            fields = list(dict.fromkeys([*fields_of(meta), *self._written.get(meta.partition_id, [])]))
         return replace(meta, fields=fields, task_name=TRAIN_TASK)
 
-    def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: _Timed) -> list[KVBatchMeta]:
+    def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: Timed) -> list[KVBatchMeta]:
         """A meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: of all at once),
         padded alike, in micro-batches where `cfg` asks for them."""
         with timed("shard_meta"):
@@ -374,11 +417,11 @@ class TQPolicy:
         return {"row_hosts": hosts_of_samples(self.dp_client, meta), "rank_hosts": self._hosts}
 
     def _call(
-        self, method: str, timed: _Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
+        self, method: str, timed: Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
     ) -> list[Any]:
         """Call `method` on every worker with `common` and its data-parallel rank's meta; the replica leaders' results,
         in data-parallel order."""
-        timed = timed or _Timed(None, "")
+        timed = timed or Timed(None, "")
         names = self.sharding_annotations.names
         sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
         others = [name for name in names if name != DATA_PARALLEL_AXIS]
@@ -404,9 +447,9 @@ class TQPolicy:
         """The samples of a global batch and of a micro-batch: those given, else cfg's."""
         return self._chosen("gbs", gbs, "train_global_batch_size"), self._chosen("mbs", mbs, "train_micro_batch_size")
 
-    def _chosen(self, name: str, given: int | None, default: str) -> int | None:
+    def _chosen(self, name: str, given: int | None, default: str | None) -> int | None:
         """A number of samples: that given as the argument `name`, else cfg's `default`, else None."""
-        if given is None:
+        if given is None and default is not None:
             name, given = f"cfg's {default}", setting(self.cfg, default)
         if given is not None and (isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1):
             raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {given!r}")
@@ -415,51 +458,3 @@ class TQPolicy:
     def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
         written = self._written.setdefault(meta.partition_id, [])
         written.extend(name for name in fields if name not in written)
-
-
-class _Timed:
-    """A timer's labels within one call, or nothing without a timer. submit: what sending the calls is called."""
-
-    def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
-        self._timer, self._prefix, self.submit = timer, prefix, submit
-
-    def __call__(self, part: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{part}")
-
-
-def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
-    """One mapping from those of the replica leaders, in data-parallel order.
-
-    "all_mb_metrics" (name -> values per micro-batch or step) are joined, leader after leader. All else is the first
-    leader's: workers reduce over data-parallel ranks what is one value for all. A "global_loss" is "loss" too.
-    TypeError unless each result is a mapping.
-    """
-    for result in results:
-        if not isinstance(result, Mapping):
-            raise TypeError(f"a worker's train() must return a mapping of results, got {type(result).__name__}")
-    merged = {name: value for name, value in results[0].items() if name != IS_REPLICA_LEADER}
-    if "global_loss" in merged:
-        merged.setdefault("loss", merged["global_loss"])
-    if any("all_mb_metrics" in result for result in results):
-        joined: dict[str, list[Any]] = {}
-        for result in results:
-            for name, values in result.get("all_mb_metrics", {}).items():
-                joined.setdefault(name, []).extend(values)
-        merged["all_mb_metrics"] = joined
-    return merged
-
-
-def _a_meta(meta: KVBatchMeta) -> KVBatchMeta:
-    if not isinstance(meta, KVBatchMeta):
-        raise TypeError(
-            f"expected a KVBatchMeta, got {type(meta).__name__}: pass what put_samples, list_samples or claim_meta "
-            "of the data plane's client returned"
-        )
-    return meta
-
-
-def _fields_of(meta: KVBatchMeta) -> list[str]:
-    fields = _a_meta(meta).fields
-    if not fields:
-        raise ValueError("this meta does not say which fields the workers are to read: use meta.with_fields([...])")
-    return list(fields)

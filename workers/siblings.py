@@ -14,8 +14,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch.distributed import BroadcastOptions
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from dataplane import errors
 from dataplane.durations import seconds
@@ -53,7 +54,11 @@ class Siblings:
     group: a torch.distributed process group. Ranks here are ranks within it. counts: `collectives` and `bytes` say how
     many collectives this rank took part in and how many bytes their buffers had, by purpose ("control", "payload").
 
-    A rank that died or a deadline that passed ends the group: with Gloo every later collective on it fails at once.
+    A rank that dies ends the group: with Gloo every later collective on it fails at once. A deadline that passes does
+    not, where the collectives are Gloo's: it ends the connections that they used, on every rank, and `join` makes new
+    ones. Every rank raises `CallTimeoutError` once for each set of connections that ends, so that all are in step again
+    at their next call: the rank that gave up, those that wait with it (at the latest when their own deadline passes),
+    and the late one as soon as it comes. With NCCL a deadline that passes ends the group: give the workers another.
     """
 
     def __init__(self, group: Any) -> None:
@@ -62,6 +67,28 @@ class Siblings:
         self.size: int = group.size()
         self.collectives: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self._channel: Any = group
+        self._turn = 0
+        self._ended = False
+
+    def join(self, deadline: Deadline) -> None:
+        """Make new connections among the ranks, where the last ones have ended by a deadline that passed.
+
+        Blocks for the siblings, which do the same in their next call. CallTimeoutError where one does not come, or the
+        others have given up waiting for this rank.
+        """
+        if not self._ended:
+            return
+        self._turn += 1
+        self._raise_if_given_up(deadline)
+        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
+        try:
+            self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
+        except RuntimeError as error:
+            self._raise_if_given_up(deadline)
+            self._give_up()
+            raise self._late(deadline) from error
+        self._ended = False
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +103,8 @@ class Siblings:
         source = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         gathered = [torch.empty_like(source) for _ in range(self.size)]
         options = AllgatherOptions()
-        options.timeout = deadline.left
-        self._run(lambda: self.group.allgather([gathered], [source], options), deadline)
+        options.timeout = self._limit(deadline)
+        self._run(lambda: self._channel.allgather([gathered], [source], options), deadline)
         self._count("control", len(mine) * self.size)
         return [bytes(record.cpu().numpy()) for record in gathered]
 
@@ -86,8 +113,8 @@ class Siblings:
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        options.timeout = deadline.left
-        self._run(lambda: self.group.broadcast([buffer], options), deadline)
+        options.timeout = self._limit(deadline)
+        self._run(lambda: self._channel.broadcast([buffer], options), deadline)
         self._count(purpose, buffer.numel())
 
     def broadcast_bytes(self, mine: bytes, size: int, root: int, deadline: Deadline) -> bytes:
@@ -107,21 +134,58 @@ class Siblings:
         self.collectives[purpose] += 1
         self.bytes[purpose] += size
 
+    def _limit(self, deadline: Deadline) -> timedelta:
+        """How long a collective may take by its own clock. Gloo closes all connections when it is over, so it is longer
+        than the wait for it: first the siblings are told why (`_give_up`)."""
+        return deadline.left if self.device.type != "cpu" else deadline.left + timedelta(days=1)
+
     def _run(self, start: Callable[[], Any], deadline: Deadline) -> None:
         try:
             start().wait(deadline.left)
         except RuntimeError as error:
             if deadline.left_s <= 0 or "timed out" in str(error).lower():
-                raise errors.CallTimeoutError(
-                    what="fetch through a replica group (a sibling did not take part; is it running the same method?)",
-                    waited_s=deadline.timeout_s,
-                    peer=f"its {self.size} ranks",
-                ) from error
+                self._give_up()
+                raise self._late(deadline) from error
+            self._raise_if_given_up(deadline)
             self._hang_up()
             raise ReplicaLostError(
                 f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Look for the rank that "
                 "died or gave up first; the process group has to be made again."
             ) from error
+
+    def _late(self, deadline: Deadline) -> errors.CallTimeoutError:
+        what = "fetch through a replica group (a sibling did not take part; is it running the same method?)"
+        return errors.CallTimeoutError(what=what, waited_s=deadline.timeout_s, peer=f"its {self.size} ranks")
+
+    def _give_up(self) -> None:
+        """End these connections. The siblings learn why, and later who comes late to them."""
+        store = _store_of(self.group)
+        if store is not None and self.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # a store that is gone went with the process that had it
+                store.set(self._key, f"{self.rank}")
+                self._ended = True
+        self._hang_up()
+
+    def _raise_if_given_up(self, deadline: Deadline) -> None:
+        """CallTimeoutError where a sibling has ended these connections because its deadline passed."""
+        store, rank = _store_of(self.group), None
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([self._key]):
+                rank = int(store.get(self._key))
+        if rank is None:
+            return
+        who = self.name(rank)
+        self._ended = True
+        self._hang_up()
+        raise errors.CallTimeoutError(
+            what=f"fetch through a replica group (this rank is late: {who} gave up waiting for it; fetch again)",
+            waited_s=deadline.timeout_s - deadline.left_s,
+            peer=who,
+        )
+
+    @property
+    def _key(self) -> str:
+        return f"replica group {self._turn} given up by"
 
     def _hang_up(self) -> None:
         """Close this rank's Gloo connections, so that siblings that wait for it, not for the rank that died, learn too.
@@ -136,7 +200,14 @@ class Siblings:
             options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(milliseconds=1)
             if root != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    self.group.broadcast([torch.empty(1, dtype=torch.uint8)], options).wait(timedelta(seconds=1))
+                    self._channel.broadcast([torch.empty(1, dtype=torch.uint8)], options).wait(timedelta(seconds=1))
+
+
+def _store_of(group: Any) -> Any:
+    """The store that the ranks of a group made by torch.distributed met at; None for any other group."""
+    with contextlib.suppress(KeyError):
+        return _get_process_group_store(group)
+    return None
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):

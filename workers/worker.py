@@ -20,7 +20,7 @@ from workers.address import WorkerAddress
 from workers.channel import Channel
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
 from workers.hosted import add_duration
-from workers.messages import NO_PAYLOAD, AsyncWork, CollectiveGroupOptions, Messenger, participants
+from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
 from workers.messages.groups import Ranks
 from workers.worker_group import WorkerGroup
 
@@ -119,12 +119,13 @@ class Worker:
         dst_rank: int | Sequence[int],
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        piggyback_payload: Any = NO_PAYLOAD,
+        piggyback_payload: Any = None,
         *,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Send any Python object, whose values are those of the call, to the worker of that rank or rank path, which
-        takes it with `recv`. With `async_op` returns work at once. See `Messenger.send`."""
+        takes it with `recv`, alone or, with a `piggyback_payload` other than None, as a pair. With `async_op` returns
+        work at once. See `Messenger.send`."""
         dst = WorkerAddress(dst_group_name, dst_rank)
         return self._messenger.send(
             object, dst, async_op=async_op, options=options, piggyback_payload=piggyback_payload, timeout_s=timeout_s

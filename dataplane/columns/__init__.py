@@ -16,7 +16,7 @@ from dataplane.columns.decode import (
     fresh,
     warm,
 )
-from dataplane.columns.encode import EncodedColumn, Shared, encode_fields, require_fields
+from dataplane.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
 from dataplane.columns.specs import declared_specs
 from dataplane.columns.values import FlatValues
 
@@ -25,6 +25,7 @@ __all__ = [
     "Empty",
     "EncodedColumn",
     "FlatValues",
+    "PerToken",
     "RowSource",
     "Shared",
     "SharedOffsets",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ from dataplane.jagged import (
     row_offsets,
     row_places,
     tensor_from_numpy,
+    view_jagged_fields,
 )
 from dataplane.meta import FixedList
 from dataplane.objects import describe_tensor, encode_rows, plain_tensor, type_name
 from dataplane.rowcopy import Int64s, Run, UInt8s
+from dataplane.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.types import FieldKind, FieldSpec
 
 _COLUMN_HINT = (
@@ -48,6 +50,36 @@ class Shared:
 
     values: Any
     index: Tensor | np.ndarray[Any, Any] | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """A padded tensor `[N, S, *inner]` whose row i has `lengths[i]` elements, the tokens of sample i, unless the schema
+    says that the field is dense or objects: then it is put as it is."""
+
+    values: Tensor | np.ndarray[Any, Any]
+    lengths: Tensor
+
+    @staticmethod
+    def of(fields: Mapping[str, Any], lengths: Any, names: Collection[str]) -> dict[str, Any]:
+        """`fields`, those of `names` marked that are padded tensors (of two or more dimensions)."""
+        counts = as_lengths(lengths)
+        return {
+            name: PerToken(value, counts) if name in names and _is_padded(value) else value
+            for name, value in fields.items()
+        }
+
+    def under(self, spec: FieldSpec, name: str) -> Any:
+        """The values as a field of this spec takes them. InvalidRequestError for rows narrower than their sample."""
+        if spec.kind in (FieldKind.DENSE, FieldKind.OBJECT):
+            return self.values
+        return view_jagged_fields({name: self.values}, lengths=self.lengths, token_aligned_fields=(name,))[name]
+
+
+def _is_padded(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_nested and value.dim() > 1
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.ndim > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +140,10 @@ def encode_fields(
     """The columns of a put of `rows` samples, in the order of `fields`.
 
     specs: what `partition` says of its fields; a field may be missing or its spec open. What it leaves open is settled
-    by the value: nested tensors are jagged; a dense tensor `[N, ...]` is dense; a list of tensors is jagged if their
-    shapes agree beyond dimension 0, dense if all are scalars, else ragged; anything else is objects. An empty list
-    whose kind nobody declared says nothing and is left out.
+    by the value: nested tensors are jagged; a dense tensor `[N, ...]` is dense, but jagged where it has two or more
+    dimensions and `specs` has the field, under a name of `schema.TOKEN_ALIGNED_FIELDS`; a list of tensors is jagged if
+    their shapes agree beyond dimension 0, dense if all are scalars, else ragged; anything else is objects. An empty
+    list whose kind nobody declared says nothing and is left out.
 
     A dense `[N, L, *inner]` put into a jagged field is N rows of L; with `token_lengths` `[N]` (given where the
     samples' lengths are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements.
@@ -121,8 +154,14 @@ def encode_fields(
     counts = None if token_lengths is None else as_lengths(token_lengths, rows=rows)
     columns: list[EncodedColumn] = []
     for name, value in _named_values(fields, rows):
-        spec = specs.get(name, FieldSpec())
-        column = _FieldEncoder(name=name, spec=spec, partition=partition, token_lengths=counts).column(value, rows)
+        encoder = _FieldEncoder(
+            name=name,
+            spec=specs.get(name, FieldSpec()),
+            partition=partition,
+            token_lengths=counts,
+            per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
+        )
+        column = encoder.column(value, rows)
         if column is not None:
             columns.append(column)
     return columns
@@ -152,17 +191,19 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _FieldEncoder:
-    """Encodes the value of one field. Its methods are the kinds of value there are."""
+    """Encodes the value of one field. Its methods are the kinds of value there are. per_token: padded tensors are
+    jagged where the spec leaves the kind open."""
 
     name: str
     spec: FieldSpec
     partition: str
     token_lengths: Tensor | None
+    per_token: bool = False
 
     def column(self, value: Any, rows: int) -> EncodedColumn | None:
         if isinstance(value, Shared):
             return self._shared(value, rows)
-        value = self._normal(value)
+        value = self._normal(value.under(self.spec, self.name) if isinstance(value, PerToken) else value)
         if isinstance(value, list) and not value and not rows and self.spec.kind is None:
             return None
         if _row_count(value) != rows:
@@ -275,6 +316,8 @@ class _FieldEncoder:
             if kind is FieldKind.RAGGED:
                 return self._tensor_list([self._plain(row, i) for i, row in enumerate(value.unbind())])
             return self._nested(value)
+        if kind is None and self.per_token and value.dim() > 1:
+            return self._padded(value)
         match kind:
             case None | FieldKind.DENSE:
                 return self._dense(value)

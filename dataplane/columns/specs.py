@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from dataplane.errors import InvalidRequestError
-from dataplane.schema import TOKEN_ALIGNED_FIELDS
-from dataplane.types import FieldKind, FieldSpec, field_spec
+from dataplane.types import FieldSpec, field_spec
 
 
 def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str, FieldSpec]:
     """The `fields` of `register_partition`: names, or name -> FieldSpec (or a mapping of its parts, or None).
 
-    A standard per-token column (`schema.TOKEN_ALIGNED_FIELDS`) whose kind is left open is jagged. ValueError for names
-    that repeat, are empty or no str, and for bad specs.
+    What a spec leaves open is settled by the first put (see `encode_fields`). ValueError for names that repeat, are
+    empty or no str, and for bad specs.
     """
     if isinstance(fields, str):
         raise InvalidRequestError(f"fields={fields!r}: pass a list of names, not one string")
@@ -33,9 +30,6 @@ def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str
 
 def _spec(name: str, given: Any) -> FieldSpec:
     try:
-        spec = field_spec(given)
+        return field_spec(given)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"field {name!r}: {error}") from error
-    if spec.kind is None and name in TOKEN_ALIGNED_FIELDS:
-        return msgspec.structs.replace(spec, kind=FieldKind.JAGGED)
-    return spec

@@ -119,7 +119,9 @@ class Reads:
         partition = self.state.partition(command.partition)
         return c.Described(
             partition=partition.name,
-            fields={name: field.spec for name, field in partition.fields.items()},
+            fields={
+                name: field.spec for name, field in partition.fields.items() if field.declared is not None or field.live
+            },
             strict=partition.strict,
             tasks=tuple(partition.tasks),
             num_samples=partition.num_samples,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane import BatchedDataDict
+from dataplane import BatchedDataDict, KVBatchMeta
 from workers import TQWorkerMixin
 
 
@@ -79,7 +79,16 @@ class Policy(TQWorkerMixin):
         return {"logprobs": -data["input_ids"].float()}
 
     def get_reference_policy_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any:
+        self.seen = {"fields": sorted(data)}
         return {"reference_logprobs": data["input_ids"].float()}
+
+    def value_presharded(self, meta: KVBatchMeta, scale: float) -> int:
+        """What a critic has besides: values of its own, as a column."""
+        data = self._fetch(meta)
+        cut = meta.extra_info.get("micro_batch_lengths")
+        self.seen = {"fields": sorted(data), "task": meta.task_name, "micro_batches": cut}
+        self._write_back_result_field(meta, {"v": scale * data["input_ids"]}, result_key="v", tq_field="values")
+        return meta.size
 
     def what_was_seen(self) -> dict[str, Any]:
         return self.seen

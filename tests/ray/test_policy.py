@@ -89,7 +89,7 @@ def test_a_step(policy: TQPolicy) -> None:
         meta = rollout(policy, offset=10 * (step + 1))
         policy.get_logprobs_from_meta(meta)
         assert seen(policy)[3] == {
-            "fields": ["input_ids", "input_lengths", "reward", "token_mask"],
+            "fields": ["input_ids", "input_lengths", "token_mask"],
             "micro_batch_size": 3,
             "micro_batches": None,
         }
@@ -302,6 +302,71 @@ def micro_batches(policy: TQPolicy) -> list[Any]:
     got = [worker["micro_batches"] for worker in seen(policy)]
     assert (got[0], got[2]) == (got[1], got[3])
     return [got[0], got[2]]
+
+
+def test_a_stage_reads_the_fields_it_needs(policy: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy.prepare_step(num_samples=8)
+    meta = rollout(policy)
+    experts = torch.zeros(8, 8, 2, dtype=torch.uint8)
+    extra = {"routed_experts": experts, "images": torch.ones(8, 2), "advantages": torch.ones(8, 8)}
+    policy.write_to_dataplane(meta, extra)
+    policy.write_to_dataplane(meta, {"text": ["a"] * 8})
+    given = [*ROLLOUT, *extra, "text"]
+    meta = meta.with_fields(given)
+    needed = ["input_ids", "input_lengths", "token_mask"]
+
+    def read() -> list[str]:
+        fields = [worker["fields"] for worker in seen(policy)]
+        assert all(each == fields[0] for each in fields)
+        return list(fields[0])
+
+    policy.get_logprobs_from_meta(meta)
+    assert read() == needed
+    policy.get_logprobs_from_meta(meta, fields=["input_ids", "images"])
+    assert read() == ["images", "input_ids"]
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    assert read() == needed
+    monkeypatch.setitem(policy.cfg, "router_replay", {"enabled": True})
+    policy.get_logprobs_from_meta(meta)
+    assert read() == [*needed[:2], "routed_experts", "token_mask"]
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    assert read() == needed
+    train_fields = ["input_ids", "input_lengths", "token_mask", "advantages"]
+    policy.train_from_meta(meta, "loss", train_fields=train_fields)
+    assert read() == sorted(train_fields)
+    policy.train_from_meta(meta, "loss")
+    assert read() == sorted([*given, "prev_logprobs", "reference_policy_logprobs"])
+    with pytest.raises(TypeError, match="train_fields='input_ids': pass a list"):
+        policy.train_from_meta(meta, "loss", train_fields="input_ids")
+    with pytest.raises(ValueError, match=r"none is one that a forward pass.*fields=\[\.\.\.\]"):
+        policy.get_logprobs_from_meta(meta.with_fields(["images"]))
+    policy.finish_step(meta)
+
+
+def test_any_method_of_the_workers_runs_on_metas(policy: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy.prepare_step(num_samples=8)
+    meta = rollout(policy)
+    policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 8)})
+    ids, timer = ["input_ids", "input_lengths"], Labels()
+    monkeypatch.setitem(policy.cfg, "dynamic_batching", {**BUDGETS, "sequence_length_round": 2})
+    sizes = policy.run_from_meta(
+        "value_presharded", meta, fields=ids, writes=["values"], task_name="critic", timer=timer, scale=2.0
+    )
+    assert sizes == [4, 4]
+    assert timer.labels == [f"value_presharded/{part}" for part in ("shard_meta", "submit_futures", "wait")]
+    for worker in seen(policy):
+        assert (worker["fields"], worker["task"]) == (ids, "critic")
+        assert worker["micro_batches"]
+    monkeypatch.delitem(policy.cfg, "dynamic_batching")
+    columns = policy.read_from_dataplane(meta, select_fields=["values", "input_ids"])
+    assert columns["values"].equal(2.0 * columns["input_ids"])
+    policy.train_from_meta(meta, "loss")
+    assert "values" in seen(policy)[0]["fields"]
+    assert policy.run_from_meta("value_presharded", meta, batch_size=4, scale=1.0) == [4, 4]
+    assert seen(policy)[0]["fields"] == sorted(ROLLOUT)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        policy.run_from_meta("no_such_method", meta)
+    policy.finish_step(meta)
 
 
 def test_timers_measure_every_stage(policy: TQPolicy) -> None:

@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,15 +63,6 @@ INLINE_BYTES = 64 << 10
 MESSAGE_BYTES = 4 << 10
 """What a message takes at each of its ends besides its values, about; counted with them."""
 _PAIR = b""
-
-
-class _NoPayload:
-    def __repr__(self) -> str:
-        return "None"
-
-
-NO_PAYLOAD: Final = _NoPayload()
-"""The default of `piggyback_payload`: nothing comes along. None is a payload like any other."""
 
 
 class WithPayload(NamedTuple):
@@ -150,16 +141,17 @@ class Messenger:
         *,
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        piggyback_payload: Any = NO_PAYLOAD,
+        piggyback_payload: Any = None,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Send any Python object to `dst`, which takes it with `recv`. Its values are those of the call, whatever is
-        written afterwards. Tensors arrive without their history, those of a GPU on the receiver's current one.
+        written afterwards. Tensors arrive without their history, those of a GPU on the receiver's current one. The
+        receiver gets the object, or with a `piggyback_payload` other than None a `WithPayload` of both.
 
         Blocks for the copy, and without `async_op` until the receiver's process knows of it (see the module's top).
         """
         self._check(options, timeout_s, dst)
-        if piggyback_payload is NO_PAYLOAD:
+        if piggyback_payload is None:
             form, packed = ObjectForm(), values.pack(object)
         else:
             form, packed = ObjectForm(piggyback=True), values.pack((object, piggyback_payload))

@@ -1,4 +1,4 @@
-"""Options of the connection between two workers, or among those of a broadcast."""
+"""The options that operations between workers take, checked and compared; they change nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class CollectiveGroupOptions:
-    """How a pair of workers, or the workers of a broadcast, shall communicate. They count at first contact.
+    """Settings of NCCL that programs written for RLinf pass. They change nothing here: no message uses NCCL, those
+    of a GPU included.
 
     accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: what `ProcessGroupNCCL.Options` calls
-    cluster size, most and fewest blocks, and a stream of high priority. No options means these defaults. Both ends must
-    name the same: they are compared whatever the road, though CPU memory needs none of them.
+    cluster size, most and fewest blocks, and a stream of high priority. No options means these defaults. Only one thing
+    is done with them: those that a pair of workers, or two of a broadcast, name at first contact are compared, and
+    `GroupOptionsError` is raised where they differ; later ones are ignored.
 
     TypeError for a value that is no integer (no bool, for the last), ValueError for one below 0.
     """

@@ -1,0 +1,31 @@
+"""What a driver makes of the results of a train step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+IS_REPLICA_LEADER = "is_replica_leader"
+"""Key of what `finish_train_step_presharded` returns: by it who calls every rank leaves out the siblings' copies."""
+
+
+def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
+    """One mapping from those of the replica leaders, in data-parallel order.
+
+    "all_mb_metrics" (name -> values per micro-batch or step) are joined, leader after leader. All else is the first
+    leader's: workers reduce over data-parallel ranks what is one value for all. A "global_loss" is "loss" too.
+    TypeError unless each result is a mapping.
+    """
+    for result in results:
+        if not isinstance(result, Mapping):
+            raise TypeError(f"a worker's train() must return a mapping of results, got {type(result).__name__}")
+    merged = {name: value for name, value in results[0].items() if name != IS_REPLICA_LEADER}
+    if "global_loss" in merged:
+        merged.setdefault("loss", merged["global_loss"])
+    if any("all_mb_metrics" in result for result in results):
+        joined: dict[str, list[Any]] = {}
+        for result in results:
+            for name, values in result.get("all_mb_metrics", {}).items():
+                joined.setdefault(name, []).extend(values)
+        merged["all_mb_metrics"] = joined
+    return merged
