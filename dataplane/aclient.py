@@ -16,6 +16,7 @@ from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
+from dataplane.conditions import Where
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
 from dataplane.draining import Drained
@@ -154,7 +155,7 @@ class AsyncDataPlaneClient:
         timeout_s: float = 60.0,
         *,
         min_batch_size: int | None = None,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         order: str = "oldest",
@@ -234,7 +235,7 @@ class AsyncDataPlaneClient:
         task_name: str,
         required_fields: Sequence[str] = (),
         *,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         max_lag: int | None = None,
