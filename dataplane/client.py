@@ -18,7 +18,7 @@ from dataplane.conditions import Where
 from dataplane.config import DataPlaneConfig
 from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
-from dataplane.draining import Drained
+from dataplane.draining import Drained, OnProgress
 from dataplane.events import OnEvent, Teller
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
@@ -415,8 +415,7 @@ class DataPlaneClient:
         ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
         `PartitionDroppedError`): there must be room for both.
         Too little room is `RequestTooLargeError` or `CapacityTimeoutError`. They become visible at the same moment;
-        a failure on the way leaves nothing. Samples are born anew: metas from before are stale, list or claim them
-        again.
+        a failure on the way leaves nothing. Samples are born anew: metas from before are stale.
         """
         return self._run(restore, path, partitions, replace=replace)
 
@@ -426,8 +425,7 @@ class DataPlaneClient:
 
     def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
-        (up to 4,096), and of each part how many have each field and how many each task has claimed. Of very many
-        samples some are looked at, evenly spread."""
+        (up to 4,096), and how many of each part have each field and are claimed by each task (estimated for many)."""
         return self._run(looking.matrix, partition_id, columns)
 
     def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
@@ -451,20 +449,23 @@ class DataPlaneClient:
         """
         return self._run(ops.shrink, timeout_s)
 
-    def drain(self, unit: int, timeout_s: float = 600.0) -> Drained:
+    def drain(
+        self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
+    ) -> Drained:
         """Empty a storage unit: nothing new goes there from now on, and what lives there is moved to other units while
         everybody goes on. Metas stay good, claims, tags and versions are as they were, shared rows stay shared; readers
-        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates.
-
-        Returns when nothing lives there and no put has room there any more, after a moment for readers who still hold
-        bytes (`pinned_bytes` of the result): then `drop_unit` lets the unit go. Raises `DrainError`, which says what is
-        left and why, where the other units have no room, the unit cannot be read, or `timeout_s` is over; the unit
-        stays marked, and another call goes on. `ChecksumError` for a damaged row: clear or produce it anew.
+        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates. Returns
+        when nothing lives there and no put has room there any more, after a moment for readers who still hold bytes
+        (`pinned_bytes` of the result): then `drop_unit` lets the unit go. Raises `DrainError`, which says what is left
+        and why, where the other units have no room, the unit cannot be read, or `timeout_s` is over; the unit stays
+        marked, and another call goes on. `ChecksumError` for a damaged row: clear or produce it anew.
+        force: also where no other unit has room for new rows, else a `DrainError` at once, which changes nothing.
+        on_progress: called with a `DrainProgress` after each part that was moved.
         """
-        return self._run(draining.drain, unit, timeout_s)
+        return self._run(draining.drain, unit, timeout_s, force, on_progress)
 
     def undrain(self, unit: int) -> None:
-        """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
+        """Let new rows onto a storage unit again that was to be drained."""
         self._run(draining.undrain, unit)
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:
