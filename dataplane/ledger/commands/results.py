@@ -289,9 +289,9 @@ class Blocked(Result, frozen=True, kw_only=True):
     complete: bool
     version: int | None
     writers: tuple[Writer, ...]
-    waiting_puts: int
-    waiting_puts_s: float
-    waiting_writers: tuple[str, ...]
+    waiting_puts: int = 0
+    waiting_puts_s: float = 0.0
+    waiting_writers: tuple[str, ...] = ()
     why: str
 
 
