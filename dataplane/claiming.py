@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane.conditions import Where, conditions_of
+from dataplane.describing import check_claim
 from dataplane.desk import Desk
 from dataplane.durations import seconds, seconds_if_any
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
@@ -29,6 +30,7 @@ def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatc
     """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
     if command.batch_size < 1:
         raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
+    yield from check_claim(desk, command)
     claimed = yield Send(command)
     try:
         meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
