@@ -16,9 +16,10 @@ from dataplane import operations as ops
 from dataplane.aconnection import AsyncConnection
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
+from dataplane.conditions import Where
 from dataplane.config import DataPlaneConfig
 from dataplane.desk import Desk
-from dataplane.draining import Drained
+from dataplane.draining import Drained, OnProgress
 from dataplane.errors import ClientClosedError
 from dataplane.events import OnEvent, Teller
 from dataplane.ledger import commands as c
@@ -154,7 +155,7 @@ class AsyncDataPlaneClient:
         timeout_s: float = 60.0,
         *,
         min_batch_size: int | None = None,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         order: str = "oldest",
@@ -234,7 +235,7 @@ class AsyncDataPlaneClient:
         task_name: str,
         required_fields: Sequence[str] = (),
         *,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         max_lag: int | None = None,
@@ -287,9 +288,11 @@ class AsyncDataPlaneClient:
         """See `DataPlaneClient.shrink`."""
         return await self._run(ops.shrink, timeout_s)
 
-    async def drain(self, unit: int, timeout_s: float = 600.0) -> Drained:
+    async def drain(
+        self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
+    ) -> Drained:
         """See `DataPlaneClient.drain`."""
-        return await self._run(draining.drain, unit, timeout_s)
+        return await self._run(draining.drain, unit, timeout_s, force, on_progress)
 
     async def undrain(self, unit: int) -> None:
         """See `DataPlaneClient.undrain`."""

@@ -28,7 +28,13 @@ class AsyncConnection:
         self._copies = CopiesUnderWay()
         self._detached: set[asyncio.Task[None]] = set()
         self._patience_s = copies_end_s(config)
-        self.desk = Desk(channel.shown, session=channel.session, lock=lock, durable=channel.durable)
+        self.desk = Desk(
+            channel.shown,
+            session=channel.session,
+            lock=lock,
+            durable=channel.durable,
+            put_timeout_s=channel.put_timeout_s,
+        )
         channel.learned = self.desk.roads.learn
         self.desk.roads.learn(channel.units)
         desks().add(self.desk)

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dataplane.conditions import Where, conditions_of
+from dataplane.describing import check_claim
 from dataplane.desk import Desk
 from dataplane.durations import seconds, seconds_if_any
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
@@ -22,13 +24,13 @@ from dataplane.schema import DROPPED_SAMPLES
 from dataplane.steps import Operation, Post, Send
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
-PREDICATE_OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
 
 
 def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
     """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
     if command.batch_size < 1:
         raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
+    yield from check_claim(desk, command)
     claimed = yield Send(command)
     try:
         meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
@@ -55,7 +57,7 @@ def claim_command(
     required_fields: Sequence[str],
     batch_size: int,
     *,
-    where: Sequence[tuple[str, str, Any]] = (),
+    where: Where = (),
     order: str = "oldest",
     partial: str = "release",
     dp_rank: int | None = None,
@@ -73,7 +75,7 @@ def claim_command(
         task=task,
         fields=name_tuple("required_fields", required_fields),
         batch_size=batch_size,
-        where=tuple(_predicate(number, part) for number, part in enumerate(where)),
+        where=_predicates(where),
         order=_one_of(c.Order, "order", order),
         partial=_one_of(c.Partial, "partial", partial),
         dp_rank=None if dp_world is None and step is None else dp_rank,
@@ -93,12 +95,11 @@ def _one_of(members: type[Choice], name: str, value: str) -> Choice:
         raise InvalidRequestError(f"{name}={value!r}: expected one of {', '.join(members)}") from None
 
 
-def _predicate(number: int, part: tuple[str, str, Any]) -> c.Predicate:
-    if len(part) != 3 or part[1] not in PREDICATE_OPERATORS:
-        raise InvalidRequestError(
-            f"where[{number}]={part!r}: expected (tag, operator, value) with one of {' '.join(PREDICATE_OPERATORS)}"
-        )
-    tag, op, value = part
+def _predicates(where: Where) -> tuple[c.Predicate, ...]:
+    return tuple(_predicate(number, *condition) for number, condition in enumerate(conditions_of(where)))
+
+
+def _predicate(number: int, tag: str, op: str, value: Any) -> c.Predicate:
     if op == "in":
         return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
     return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
@@ -141,7 +142,7 @@ def why_blocked(
     task: str,
     fields: Sequence[str],
     *,
-    where: Sequence[tuple[str, str, Any]],
+    where: Where,
     **more: Any,
 ) -> Operation[c.Blocked]:
     """Why a claim would wait now."""
@@ -149,7 +150,7 @@ def why_blocked(
         partition=partition,
         task=task,
         fields=name_tuple("required_fields", fields),
-        where=tuple(_predicate(number, part) for number, part in enumerate(where)),
+        where=_predicates(where),
         **more,
     )
     return (yield Send(command)).result  # type: ignore[no-any-return]

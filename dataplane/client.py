@@ -14,10 +14,11 @@ from dataplane import claiming, draining, looking, reading
 from dataplane import operations as ops
 from dataplane.batch import BatchedDataDict
 from dataplane.checkpoint import CheckpointInfo, checkpoint, restore
+from dataplane.conditions import Where
 from dataplane.config import DataPlaneConfig
 from dataplane.connection import Connection, PerProcess
 from dataplane.desk import Desk
-from dataplane.draining import Drained
+from dataplane.draining import Drained, OnProgress
 from dataplane.events import OnEvent, Teller
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
@@ -236,7 +237,7 @@ class DataPlaneClient:
         timeout_s: float = 60.0,
         *,
         min_batch_size: int | None = None,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         order: str = "oldest",
@@ -257,9 +258,10 @@ class DataPlaneClient:
         `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False`
         returns what is ready, possibly none.
 
-        where: (tag, operator, value) with == != < <= > >= in. group_size: take whole
-        groups only, samples with equal tag `group_by`. order: "oldest" or "freshest". lease_s: samples not acknowledged
-        with `ack` (or cleared) in time may be claimed again. Unknown partition or task: KeyError at once.
+        where: conditions on tags: a text as "reward > 0.5", or a list of such texts or (tag, operator, value), with
+        == != < <= > >= in. group_size: take whole groups only, samples with equal tag `group_by`. order: "oldest" or
+        "freshest". lease_s: samples not acknowledged with `ack` (or cleared) in time may be claimed again. Unknown
+        partition or task: KeyError at once.
 
         dp_rank with dp_world and step: the rank's share of one selection of `batch_size` samples, fixed by the first
         rank that asks for the step; the others get theirs whenever they ask, in any order. `batch_size` is that of the
@@ -363,7 +365,7 @@ class DataPlaneClient:
         task_name: str,
         required_fields: Sequence[str] = (),
         *,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         group_by: str = "group",
         group_size: int | None = None,
         max_lag: int | None = None,
@@ -413,8 +415,7 @@ class DataPlaneClient:
         ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
         `PartitionDroppedError`): there must be room for both.
         Too little room is `RequestTooLargeError` or `CapacityTimeoutError`. They become visible at the same moment;
-        a failure on the way leaves nothing. Samples are born anew: metas from before are stale, list or claim them
-        again.
+        a failure on the way leaves nothing. Samples are born anew: metas from before are stale.
         """
         return self._run(restore, path, partitions, replace=replace)
 
@@ -424,8 +425,7 @@ class DataPlaneClient:
 
     def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
-        (up to 4,096), and of each part how many have each field and how many each task has claimed. Of very many
-        samples some are looked at, evenly spread."""
+        (up to 4,096), and how many of each part have each field and are claimed by each task (estimated for many)."""
         return self._run(looking.matrix, partition_id, columns)
 
     def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
@@ -444,33 +444,34 @@ class DataPlaneClient:
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
         and free room below stay; the next puts make the units grow again. Colocated trainers call it between phases.
-
         Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
         each (with an `error` where one is not connected, did not answer, or has a file system without holes).
         """
         return self._run(ops.shrink, timeout_s)
 
-    def drain(self, unit: int, timeout_s: float = 600.0) -> Drained:
+    def drain(
+        self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
+    ) -> Drained:
         """Empty a storage unit: nothing new goes there from now on, and what lives there is moved to other units while
         everybody goes on. Metas stay good, claims, tags and versions are as they were, shared rows stay shared; readers
-        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates.
-
-        Returns when nothing lives there and no put has room there any more, after a moment for readers who still hold
-        bytes (`pinned_bytes` of the result says how much they do): then `drop_unit` lets the unit go. Raises
-        `DrainError`, which says what is left and why, where the other units have no room, the unit cannot be read, or
-        `timeout_s` is over; the unit stays marked, and another call goes on. `ChecksumError` for a row that is damaged:
-        clear or produce it anew. ValueError for an unknown unit.
+        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates. Returns
+        when nothing lives there and no put has room there any more, after a moment for readers who still hold bytes
+        (`pinned_bytes` of the result): then `drop_unit` lets the unit go. Raises `DrainError`, which says what is left
+        and why, where the other units have no room, the unit cannot be read, or `timeout_s` is over; the unit stays
+        marked, and another call goes on. `ChecksumError` for a damaged row: clear or produce it anew.
+        force: also where no other unit has room for new rows, else a `DrainError` at once, which changes nothing.
+        on_progress: called with a `DrainProgress` after each part that was moved.
         """
-        return self._run(draining.drain, unit, timeout_s)
+        return self._run(draining.drain, unit, timeout_s, force, on_progress)
 
     def undrain(self, unit: int) -> None:
-        """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
+        """Let new rows onto a storage unit again that was to be drained."""
         self._run(draining.undrain, unit)
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:
         """Forget a storage unit for good, so that its process can end. With rows living there it is a ValueError, or
-        with `force=True` clears those rows: `drain` it first. Whoever asks for one of them is told (`lost` and `causes`
-        of the KeyError; the last 4,096 of a partition are remembered). ValueError for an unknown unit, too."""
+        with `force=True` clears them: `drain` it first. Whoever asks for one is told (`lost` and `causes` of the
+        KeyError; the last 4,096 of a partition are remembered). ValueError for an unknown unit, too."""
         self._run(draining.forget, unit, force)
 
     def close(self) -> None:

@@ -23,6 +23,9 @@ DURABILITIES = ("process", "machine")
 BULK_TRANSPORTS = ("zmq", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 
+PUT_TIMEOUT_S = 60.0
+"""How long puts wait for room where neither client nor service says."""
+
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
 ENV_TLS = {
@@ -67,7 +70,8 @@ class DataPlaneConfig:
         is `pressed` in `stats()`, and the log has a warning, until it is down to the low one.
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
-    put_timeout_s: how long a put waits for room.
+    put_timeout_s: how long a put waits for room: of a client, or of a service for clients that set none (None: as the
+        service says, which says 60 s unless it is told).
     reconnect_s: how long clients of a service with a state_dir, and storage units of any, wait for its return when it
         is gone: calls meanwhile wait, each up to its own deadline; then they are `ServiceUnavailableError`.
     result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
@@ -107,7 +111,7 @@ class DataPlaneConfig:
     session_timeout_s: float = 20.0
     call_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
-    put_timeout_s: float = 60.0
+    put_timeout_s: float | None = None
     reconnect_s: float = 60.0
     result_memory_bytes: int = 512 * MIB
     copy_threads: int | None = None
@@ -150,8 +154,9 @@ class DataPlaneConfig:
         if not 0 <= self.reconnect_s <= LONGEST_S:
             raise ValueError(f"reconnect_s={self.reconnect_s}: must be 0 or more, and {LONGEST_S:,} s at most")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
-            if not 0 < getattr(self, name) <= LONGEST_S:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive, and {LONGEST_S:,} s at most")
+            duration_s = getattr(self, name)
+            if duration_s is not None and not 0 < duration_s <= LONGEST_S:
+                raise ValueError(f"{name}={duration_s}: must be positive, and {LONGEST_S:,} s at most")
         files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):

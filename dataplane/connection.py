@@ -179,7 +179,13 @@ class Connection:
             raise
         self._copies = CopiesUnderWay()
         self._patience_s = copies_end_s(config)
-        self.desk = Desk(self._channel.shown, session=self._channel.session, lock=lock, durable=self._channel.durable)
+        self.desk = Desk(
+            self._channel.shown,
+            session=self._channel.session,
+            lock=lock,
+            durable=self._channel.durable,
+            put_timeout_s=self._channel.put_timeout_s,
+        )
         self._channel.learned = self.desk.roads.learn
         self.desk.roads.learn(self._channel.units)
         desks().add(self.desk)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from dataplane.ahead import RoomAhead
 from dataplane.bulk.lock import SessionLock
 from dataplane.columns import warm
-from dataplane.config import DataPlaneConfig
+from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.copying import Copier, default_threads
 from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.roads import Roads
@@ -58,8 +60,47 @@ class Pins:
         return numbers
 
 
-Schema = dict[str, FieldSpec]
-"""What is known of a partition's fields."""
+class Schema(dict[str, FieldSpec]):
+    """What is known of a partition's fields; `declared` are those that somebody registered, the others live."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, FieldSpec] = MappingProxyType({}),
+        *,
+        undeclared: Iterable[str] = (),
+        strict: bool = False,
+    ) -> None:
+        super().__init__(fields)
+        self.declared = [name for name in fields if name not in undeclared]
+        self.strict = strict
+
+
+WARNED = 4096
+"""Names of which a client remembers that it has warned of them."""
+
+
+class Warned:
+    """Names that are no news any more. Thread-safe."""
+
+    def __init__(self, most: int = WARNED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
+
+    def first(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
+        """Those of the names that come for the first time."""
+        new = []
+        with self._lock:
+            for name in names:
+                key = what, partition, name
+                if key not in self._names:
+                    new.append(name)
+                self._names[key] = None
+                self._names.move_to_end(key)
+            while len(self._names) > self._most:
+                self._names.popitem(last=False)
+        return new
+
 
 SCHEMAS = 256
 """Schemas that a client remembers; one that it does not it asks for again."""
@@ -98,15 +139,23 @@ class Schemas:
 
 class Desk:
     """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
-    restart."""
+    restart. put_timeout_s: of the service, where the config has none."""
 
     def __init__(
-        self, config: DataPlaneConfig, *, session: int, lock: SessionLock | None, durable: bool = False
+        self,
+        config: DataPlaneConfig,
+        *,
+        session: int,
+        lock: SessionLock | None,
+        durable: bool = False,
+        put_timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
         self.config = config
+        self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
         self.session = session
         self.durable = durable
         self.schemas = Schemas()
+        self.warned = Warned()
         self.pins = Pins()
         self.ahead = RoomAhead()
         self.memory = WarmMemory(config.result_memory_bytes)

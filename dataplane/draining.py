@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,6 +51,20 @@ class Drained:
     pinned_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrainProgress:
+    """How far a drain has come: what it has moved, and how many cells it has found left."""
+
+    unit: int
+    cells: int
+    moved_bytes: int
+    left_cells: int
+
+
+OnProgress = Callable[[DrainProgress], object]
+"""Called after each page that is moved."""
+
+
 class _Progress:
     """Of one drain: `page` is what was found last, `most` how many bytes are looked for at a time."""
 
@@ -58,7 +73,7 @@ class _Progress:
         self.timeout_s = timeout_s
         self.end = time.monotonic() + timeout_s
         self.most = PAGE_BYTES
-        self.cells = self.nbytes = self.failures = 0
+        self.cells = self.nbytes = self.failures = self.left_cells = 0
         self.page: c.FoundCells | None = None
 
     @property
@@ -69,6 +84,9 @@ class _Progress:
     def wait_s(self) -> float:
         """How long to wait now."""
         return min(self.left_s, LOOK_S)
+
+    def told(self) -> DrainProgress:
+        return DrainProgress(unit=self.unit, cells=self.cells, moved_bytes=self.nbytes, left_cells=self.left_cells)
 
     def error(self, why: str) -> DrainError:
         page = self.page
@@ -82,10 +100,12 @@ class _Progress:
         )
 
 
-def drain(desk: Desk, unit: int, timeout_s: float) -> Operation[Drained]:
+def drain(
+    desk: Desk, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
+) -> Operation[Drained]:
     """Mark the unit, and move what lives there until nothing does."""
     timeout_s = seconds("timeout_s", timeout_s)
-    yield Send(c.Drain(unit=unit))
+    yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
     while True:
         try:
@@ -103,6 +123,8 @@ def drain(desk: Desk, unit: int, timeout_s: float) -> Operation[Drained]:
                 return Drained(
                     unit=unit, cells=progress.cells, moved_bytes=progress.nbytes, pinned_bytes=page.pinned_bytes
                 )
+            if on_progress is not None:
+                on_progress(progress.told())
         if not progress.left_s:
             raise progress.error(f"It was not done within {timeout_s:g} s")
 
@@ -171,6 +193,7 @@ def _step(desk: Desk, progress: _Progress) -> Operation[c.FoundCells]:
         progress.failures = 0
         progress.most = min(2 * progress.most, PAGE_BYTES)
         progress.cells += moved.cells
+        progress.left_cells = page.cells - moved.cells
         progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0
     return page
 

@@ -32,7 +32,7 @@ class ChecksumError(DataPlaneError, OSError):
 
 class DrainError(DataPlaneError, RuntimeError):
     """A storage unit could not be emptied: `cells` are left there, in bytes by partition (`live`), and what puts under
-    way have reserved. Nothing is lost; `why` says what was in the way."""
+    way have reserved. Nothing is lost; `why` says what was in the way. `marked`: it takes nothing new all the same."""
 
     def __init__(
         self,
@@ -43,20 +43,25 @@ class DrainError(DataPlaneError, RuntimeError):
         reserved_bytes: int,
         holders: Sequence[str],
         why: str,
+        marked: bool = True,
     ) -> None:
         largest = sorted(live.items(), key=lambda item: -item[1])
         where = "".join(f"; partition {name!r} has {size:,} bytes there" for name, size in largest[:SHOWN])
         puts = f"; puts have reserved {reserved_bytes:,} bytes there" if reserved_bytes else ""
         who = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
+        left = f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{who}. {why.rstrip('.')}"
         super().__init__(
-            f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{who}. {why.rstrip('.')}. "
-            "Nothing is lost, the unit stays marked: drain it again to go on, or undrain it",
+            f"{left}. Nothing is lost, the unit stays marked: drain it again to go on, or undrain it"
+            if marked
+            else f"storage unit {unit} is not drained: {why.rstrip('.')}. Nothing was changed. Start another storage "
+            "unit first, or drain it all the same (force=True)",
             unit=unit,
             cells=cells,
             live=dict(largest[:SHOWN]),
             reserved_bytes=reserved_bytes,
             holders=list(holders),
             why=why,
+            marked=marked,
         )
 
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from dataplane import failpoints
 from dataplane.ahead import Part, bytes_of
 from dataplane.columns import EncodedColumn, appended, checked, encode_fields, require_fields
+from dataplane.describing import describe, schema_for_put
 from dataplane.desk import Desk, Schema
 from dataplane.durations import seconds
 from dataplane.errors import (
@@ -75,7 +76,7 @@ def put(
         return _put_meta(ids, partition, (), tags, committed)
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     for turn in range(PUT_TRIES):
-        encoded, schema = yield from _encode(desk, partition, fields, len(ids), lengths)
+        encoded, schema = yield from _encode(desk, partition, fields, len(ids), lengths, warn=declare is None)
         try:
             committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
             return _put_meta(ids, partition, encoded, tags, committed)
@@ -159,38 +160,29 @@ def _encode(
     fields: TensorDict | Mapping[str, Any],
     rows: int,
     token_lengths: Sequence[int] | None,
+    *,
+    warn: bool = True,
 ) -> Operation[tuple[list[EncodedColumn], Schema]]:
     """Columns as the partition's schema wants them, and that schema; one that this client remembers wrongly is asked
-    for again once."""
+    for again once. warn: of names that nobody declared."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
         columns = encode_fields(fields, rows=rows, specs=specs, partition=partition, token_lengths=token_lengths)
         return columns, specs
 
-    known = desk.schemas.get(partition)
-    if known is None:
-        return encode((yield from _describe(desk, partition)))
+    known = yield from schema_for_put(desk, partition, fields.keys() if warn else ())
     try:
         return encode(known)
     except SchemaError:
-        fresh = yield from _describe(desk, partition)
+        fresh = yield from describe(desk, partition)
         if fresh == known:
             raise
     return encode(fresh)
 
 
-def _describe(desk: Desk, partition: str) -> Operation[Schema]:
-    """Ask for the partition's schema, and remember it."""
-    desk.schemas.forget(partition)
-    described = yield Send(c.Describe(partition=partition))
-    fields: Schema = described.result.fields
-    desk.schemas.remember(partition, fields)
-    return fields
-
-
 def _outdated(desk: Desk, partition: str, schema: Schema, refused: SchemaError | StaleSchemaError) -> Operation[bool]:
     """Ask for the schema under which a put was refused; whether to encode it anew."""
-    fresh = yield from _describe(desk, partition)
+    fresh = yield from describe(desk, partition)
     return isinstance(refused, StaleSchemaError) or fresh != schema
 
 
@@ -219,7 +211,7 @@ def store(
             partition=partition,
             columns=tuple(_sizes(column) for column in encoded),
             update=mode is c.Mode.UPDATE or samples.ids is None,
-            timeout_s=desk.config.put_timeout_s,
+            timeout_s=desk.put_timeout_s,
         )
     )
     unfinished: set[int] = set()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dataplane.client import DataPlaneClient
+from dataplane.conditions import Where, conditions_of
 from dataplane.durations import seconds
 from dataplane.errors import CallTimeoutError, RolloutAbortedError
 from dataplane.meta import KVBatchMeta
@@ -250,7 +251,7 @@ class ReplayBuffer:
             self._changed.notify_all()
         return taken
 
-    def _claim(self, where: Any, count: int, *, blocking: bool, timeout_s: float) -> KVBatchMeta:
+    def _claim(self, where: Where, count: int, *, blocking: bool, timeout_s: float) -> KVBatchMeta:
         return self._client.claim_meta(
             self._partition,
             self._task,
@@ -258,7 +259,7 @@ class ReplayBuffer:
             count,
             blocking=blocking,
             timeout_s=timeout_s,
-            where=(*where, COMMITTED),
+            where=(*conditions_of(where), COMMITTED),
             group_by=GROUP,
             group_size=self._group_size,
         )

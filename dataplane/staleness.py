@@ -10,15 +10,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from dataplane.conditions import Where
 
 WEIGHT_VERSION = "weight_version"
 """Tag: the trainer's weight version when the sample's generation began."""
 TARGET_STEP = "target_step"
 """Tag: the training step a sample is meant for, where the policy decides that when it begins."""
-
-Where = tuple[tuple[str, str, Any], ...]
-"""Predicates as `claim_meta` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)

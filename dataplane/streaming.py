@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.batch import BatchedDataDict, materialize
 from dataplane.client import DataPlaneClient
+from dataplane.conditions import Where
 from dataplane.durations import seconds, seconds_if_any
 from dataplane.errors import (
     CallTimeoutError,
@@ -109,7 +110,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         pad_to_multiple: int = 1,
         device: torch.device | str | None = None,
         min_batch_size: int | None = None,
-        where: Sequence[tuple[str, str, Any]] = (),
+        where: Where = (),
         order: str = "oldest",
         group_by: str = "group",
         group_size: int | None = None,

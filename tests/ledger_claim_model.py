@@ -91,7 +91,7 @@ class Partition:
     live: dict[tuple[int, int], Sample] = field(default_factory=dict)
     selections: dict[tuple[str, int], Selection] = field(default_factory=dict)
     forgotten: dict[str, int] = field(default_factory=dict)
-    version: int = 0
+    version: int | None = None
     budget: int | None = None
     when_full: WhenFull = WhenFull.WAIT
 
@@ -140,7 +140,7 @@ class ClaimModel:
     def conditions(self, command: Claim) -> tuple[Predicate, ...]:
         if command.max_lag is None:
             return command.where
-        least = self.partitions[command.partition].version - command.max_lag
+        least = (self.partitions[command.partition].version or 0) - command.max_lag
         return (*command.where, Predicate(tag=command.version_tag, op=">=", value=least))
 
     def units(self, command: Claim) -> list[list[Sample]]:

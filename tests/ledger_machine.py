@@ -327,6 +327,8 @@ class LedgerDriver(RoomChecks):
             client.next += 1
         name = (client.id, number)
         faults = self.books.faults(client.id, command) or self.model.faults(client.id, command)
+        if isinstance(command, Drain) and self.takes_the_last_room(command):
+            faults.must |= {"DrainError"}
         if name in self.withdrawn:
             faults.must |= {"CallCancelledError"}
         self.model.commands[name] = command
@@ -365,6 +367,20 @@ class LedgerDriver(RoomChecks):
             assert kind in faults.must | faults.may | free | gone, (command, answer.result, faults)
         else:
             assert not faults.must, (command, answer.result, faults)
+
+    def takes_the_last_room(self, command: Drain) -> bool:
+        """Whether the order is to be refused: nothing new could be put anywhere else."""
+        if command.undo or command.force or command.unit in self.model.draining:
+            return False
+        others = [
+            unit
+            for unit in self.ledger._state.units.values()
+            if unit.number not in {command.unit, *self.model.draining} and unit.connected
+        ]
+        return not any(
+            unit.ceiling - int(unit.ceiling * unit.reserve_fraction) > unit.space.backed_bytes - unit.space.free_bytes
+            for unit in others
+        )
 
     # --- sessions, units, time ---------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class LedgerMover(LedgerEvictor):
         client = self.pick(chance)
         for other in sorted({*self.model.draining} - {unit}):
             self.call(client, Drain(unit=other, undo=True))
-        self.call(client, Drain(unit=unit, undo=chance.random() < 0.2))
+        self.call(client, Drain(unit=unit, undo=chance.random() < 0.2, force=chance.random() < 0.5))
         place = "", ""
         for _ in range(chance.choice([1, 2, 4])):
             if not client.speaks:

@@ -192,6 +192,14 @@ class LedgerWriter(LedgerDriver):
         held = [s.claims[task] for p in self.model.partitions.values() for s in p.samples.values() if task in s.claims]
         states = [expected_state(one) for one in held]
         assert (facts.claimed, facts.leased, facts.held) == (len(held), states.count("leased"), states.count("held"))
+        assert facts.version == self.model.partitions["p"].version
+        puts = [
+            self.clients[name[0]].suspect
+            for name in self.parked
+            if isinstance(wait := self.model.commands[name], Allocate) and wait.partition == "p"
+        ]
+        assert puts.count(False) <= facts.waiting_puts <= len(puts)
+        assert facts.why.partition(" ")[2].startswith(("put waits", "puts wait")) == (facts.waiting_puts > 0)
         if group_size is not None:
             sizes: dict[int, int] = {}
             for sample in left:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dataplane import claiming
+from dataplane.desk import Schema, Schemas, Warned
 from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.steps import Post, Send, Sent
+from dataplane.types import FieldSpec
 
-DESK: Any = None
+DESK: Any = SimpleNamespace(schemas=Schemas(), warned=Warned())
+DESK.schemas.remember("p", Schema({"x": FieldSpec()}))
 
 
 def claimed(**more: Any) -> c.Claimed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 
 import pytest
@@ -9,11 +11,14 @@ import pytest
 from dataplane import DataPlaneClient, DataPlaneConfig
 from dataplane.cli import main
 from dataplane.config import MIB
+from dataplane.control.channel import Channel
+from dataplane.ledger import commands as c
 from dataplane.unit import StorageUnit
 from tests.cli_service import filled  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
+draining = importlib.import_module("dataplane.cli.drain")  # the package has the verb under that name
 OTHER = DataPlaneConfig(capacity_bytes=8 * MIB)
 
 
@@ -35,11 +40,52 @@ def test_a_drain_that_cannot_be_is_exit_1_and_can_be_undone(
     filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["drain", "unit-0", "--timeout", "0.1"]) == 1
-    assert "unit 1" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "unit 1 is not drained: no other storage unit has room for new rows" in told
+    assert "all the same (--force)" in told
+    assert not filled.stats().units[0].draining
+    assert main(["drain", "unit-0", "--timeout", "0.1", "--force"]) == 1
+    told = capsys.readouterr().err
+    assert "unit 1" in told
+    assert "(--undo)" in told
     assert filled.stats().units[0].draining
     assert main(["drain", "unit-0", "--undo"]) == 0
     assert capsys.readouterr().out == "storage unit 1 unit-0 takes new rows again\n"
     assert not filled.stats().units[0].draining
+
+
+def test_it_is_said_how_far_it_is(
+    filled: DataPlaneClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_ELSEWHERE_S", 0.0)
+    with StorageUnit(OTHER, str(filled.config.address), name="other"):
+        assert main(["drain", "unit-0"]) == 0
+        first, *_, last = capsys.readouterr().err.splitlines()
+        assert first.startswith("storage unit 1 unit-0: ")
+        assert first.endswith(" left")
+        assert last.startswith("storage unit 1 unit-0: 7 cells moved (")
+        assert last.endswith(", 0 left")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_interrupt_undoes_it(
+    before: bool, filled: DataPlaneClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(line: object, progress: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draining._Line, "show", interrupt)
+    with StorageUnit(OTHER, str(filled.config.address), name="other"):
+        if before:
+            with contextlib.closing(Channel.open(filled.config)) as channel:
+                channel.call(c.Drain(unit=1))
+        assert main(["drain", "unit-0", "--drop"]) == 1
+        told = capsys.readouterr().err
+        assert "given up: storage unit 1 unit-0 takes " in told
+        assert ("takes nothing new, as before" in told) is before
+        assert [unit.draining for unit in filled.stats().units] == [before, False]
+        rows = filled.get_samples(["a", "b", "c"], "train", ["ids"])["ids"].unbind()
+        assert [len(row) for row in rows] == [5, 2, 9]
 
 
 def test_what_contradicts_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,11 @@ def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(["checkpoint", server.address, path, "--partition", "val", "--partition", "train"]) == 0
         assert "checkpoint of val (2 samples), train (2 samples), " in capsys.readouterr().out
         assert main(["restore", server.address, path]) == 1
-        assert "partition 'val' exists already" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "partition 'val' exists already" in told
+        assert "(--partition)" in told
+        assert "(--replace)" in told
+        assert "=" not in told
         client.clear_samples(["a"], "train")
         client.clear_samples(None, "val")
         assert main(["restore", server.address, path, "--partition", "train", "--replace"]) == 0

@@ -55,6 +55,18 @@ def test_who_waits_is_shown(filled: DataPlaneClient, capsys: pytest.CaptureFixtu
     assert not waiter.is_alive()
 
 
+def test_without_a_version_there_is_no_lag(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
+    filled.set_tags(["b", "c"], "train", [{"weight_version": 354}] * 2)
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    (policy,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policy")]
+    assert "version not set" in policy
+    assert "354" not in policy
+    filled.set_version("train", 356)
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["policy", "train", "2", "1", "0", "1", "2", "0", "ids,", "reward"] in rows
+
+
 def test_many_units_leave_room_for_the_rest(filled: DataPlaneClient) -> None:
     with contextlib.closing(Channel.open(filled.config)) as channel:
         seen = look(channel)

@@ -14,7 +14,7 @@ import pytest
 from dataplane import failpoints, log_end
 from dataplane import journal as module
 from dataplane.errors import StateDirError
-from dataplane.journal import END_NAME, LOG_NAME, Journal, Log
+from dataplane.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
 
 
 def fill(journal: Journal) -> None:
@@ -306,7 +306,7 @@ def test_garbage_is_no_journal(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     with Journal.open(tmp_path) as journal:
         journal.set_facts(format=99)
-    with pytest.raises(StateDirError, match=r"format 99, this version reads 3"):
+    with pytest.raises(StateDirError, match=f"format 99, this version reads {FORMAT}"):
         Journal.open(tmp_path)
 
 

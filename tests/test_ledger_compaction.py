@@ -275,7 +275,7 @@ def test_a_unit_that_is_dropped_takes_its_order_along() -> None:
 def test_units_that_are_drained_or_that_compare_checksums_are_left_alone() -> None:
     driver, client = fragmented(checksums=Checksums.ALWAYS)
     want(client)
-    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=1, force=True))
     driver.tick(0.0)
     assert not orders(driver)
     client.do(c.Drain(unit=1, undo=True))

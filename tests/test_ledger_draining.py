@@ -7,6 +7,7 @@ import pytest
 
 from dataplane.errors import (
     CapacityTimeoutError,
+    DrainError,
     InvalidRequestError,
     PartitionDroppedError,
     RequestTooLargeError,
@@ -88,7 +89,7 @@ def test_a_unit_that_is_drained_gets_nothing_new() -> None:
 def test_puts_wait_for_the_units_that_are_left_and_are_told_who_is_drained() -> None:
     driver, client = two_units()
     client.put(["a"], {"x": [MIB]}, unit_wish=2)
-    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=1, force=True))
     waiting = client.waits(client.allocate({"x": [KIB]}, timeout_s=5.0))
     driver.tick(6.0)
     error = client.result(waiting)
@@ -99,6 +100,35 @@ def test_puts_wait_for_the_units_that_are_left_and_are_told_who_is_drained() -> 
     waiting = client.waits(client.allocate({"x": [KIB]}))
     client.do(c.Drain(unit=1, undo=True))
     assert isinstance(client.result(waiting), c.Allocated)
+
+
+def test_the_last_unit_with_room_is_drained_only_by_force() -> None:
+    driver, client = two_units()
+    client.put(["a"], {"x": [KIB]}, unit_wish=2)
+    client.do(c.Drain(unit=1))
+    with pytest.raises(
+        DrainError, match=r"storage unit 2 is not drained: no other .* has room .*\(force=True\)"
+    ) as last:
+        client.raise_(c.Drain(unit=2))
+    assert (last.value.marked, last.value.cells, list(last.value.live)) == (False, 1, ["p"])
+    assert [unit.draining for unit in client.stats().units] == [True, False]
+    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=2, force=True))
+    client.do(c.Drain(unit=2))
+    assert [unit.draining for unit in client.stats().units] == [True, True]
+    client.do(c.Drain(unit=1, undo=True))
+    driver.apply(c.UnitLost(unit=1))
+    client.do(c.Drain(unit=2, undo=True))
+    with pytest.raises(DrainError, match="no other storage unit has room for new rows, so"):
+        client.raise_(c.Drain(unit=2))
+
+
+def test_units_without_room_for_new_rows_take_the_place_of_none() -> None:
+    _, client = two_units()
+    client.put(["a"], {"x": [MIB]}, unit_wish=2)
+    with pytest.raises(DrainError, match=r"\(the others are full\)"):
+        client.raise_(c.Drain(unit=1))
+    client.do(c.Drain(unit=2))
 
 
 def test_unknown_units_and_pages_of_nothing_are_refused() -> None:
@@ -245,11 +275,11 @@ def test_moves_may_take_the_reserve_and_wait_behind_every_update() -> None:
     client.put(["a"], {"x": [24 * KIB]}, unit_wish=1)
     client.put(["b"], {"x": [20 * KIB]}, unit_wish=2)
     client.put(["c"], {"x": [12 * KIB]}, unit_wish=2)
-    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=1, force=True))
     assert move_page(client).cells == 1
     client.do(c.Drain(unit=1, undo=True))
     client.put(["d"], {"x": [24 * KIB]}, unit_wish=1)
-    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=1, force=True))
     located, found = find(client)
     with pytest.raises(CapacityTimeoutError):
         room(client, found)

@@ -235,8 +235,19 @@ def test_figures_of_tasks(driver: Driver, client: Client) -> None:
     client.waits(client.claim(9, ["x"]))
     train, score = client.stats().partitions[0].tasks
     assert (train.task, train.fields, train.ready, train.leased, train.claimed) == ("train", ("x",), 3, 1, 1)
-    assert (train.waiting, train.lag) == (1, 2)
+    assert (train.waiting, train.lag, train.stalest_version) == (1, 2, 4)
     assert (score.fields, score.ready, score.claimed, score.lag) == ((), 4, 0, None)
+
+
+def test_there_is_no_lag_until_the_version_is_set(client: Client) -> None:
+    client.put(["a", "b"], {"x": [1, 1]}, tags={"weight_version": [354, 355]})
+    client.waits(client.claim(9, ["x"], max_lag=0))
+    (part,) = client.stats().partitions
+    assert (part.version, part.tasks[0].lag, part.tasks[0].stalest_version) == (None, None, 354)
+    assert client.call(c.Blocked, c.WhyBlocked(partition="p", task="train", fields=("x",))).version is None
+    client.do(c.SetVersion(partition="p", version=0))
+    (part,) = client.stats().partitions
+    assert (part.version, part.tasks[0].lag) == (0, -354)
 
 
 def test_looking_changes_nothing(driver: Driver, client: Client) -> None:

@@ -52,7 +52,7 @@ def test_what_was_saved_stays_whatever_happens_and_no_byte_of_it_is_reused() -> 
     number, saved = save(client)
     (found,) = saved.partitions
     assert (found.partition, found.live, found.born, found.num_samples, found.group_size) == ("p", 3, 3, 3, 2)
-    assert (found.enums, found.strict, found.sealed, found.version) == ({"kind": ("a", "b")}, False, False, 0)
+    assert (found.enums, found.strict, found.sealed, found.version) == ({"kind": ("a", "b")}, False, False, None)
     assert [(field.name, field.declared) for field in found.fields] == [("x", BYTES)]
     before = canonical(page(client, number, 0, 3, "x", names=True))
     other.put(["a", "c"], {"x": [70, 70]}, tags={"n": [9, 9]})

@@ -184,7 +184,7 @@ class Crowd:
         if unit not in self.driver.ledger._state.units:
             return
         if self.chance.randint(0, 2):
-            self.post(self.client(), c.Drain(unit=unit, undo=bool(self.chance.randint(0, 2))))
+            self.post(self.client(), c.Drain(unit=unit, undo=bool(self.chance.randint(0, 2)), force=True))
         elif len(self.driver.ledger._state.units) < 4:
             capacity = 2 * KIB
             self.driver.add_unit(name=f"n{self.born}-{len(self.driver.log)}", capacity=capacity, backed=KIB)

@@ -134,7 +134,7 @@ def test_a_unit_that_is_drained_no_more() -> None:
     """What could go lay there, and was of no use."""
     driver, client = start(when_full=c.WhenFull.EVICT_OLDEST)
     client.put(["a", "b"], {"x": [32 * KIB, 32 * KIB]})
-    client.do(c.Drain(unit=1))
+    client.do(c.Drain(unit=1, force=True))
     driver.add_unit(name="small", capacity=KIB)
     client.register("q")
     client.post(client.allocate({"x": [KIB]}, "q"))

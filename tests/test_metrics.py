@@ -92,7 +92,7 @@ def test_every_catalogued_label_is_a_label(server: Server) -> None:
         client.put_samples(["a"], "train", {"x": torch.zeros(1)})
         client.get_data(client.claim_meta("train", "t", ["x"], 1))
         found = scrape(server.http_address)
-    absent = {"tq_task_staleness_versions"}
+    absent = {"tq_task_staleness_versions", "tq_partition_version"}
     for family in [*SERVICE, *UNITS, *PARTITIONS, *TASKS]:
         labels = {
             tuple(sorted(set(dict(found_labels)) - {"le"}))

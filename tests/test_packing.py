@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,8 +212,13 @@ def test_packers_by_name() -> None:
         packer = get_packer(algorithm, 10)
         assert type(packer) is kind
         assert isinstance(packer, SequencePacker)
-    with pytest.raises(ValueError, match="'best_fit' is not known; there are CONCATENATIVE, FIRST_FIT_DECREASING"):
-        get_packer("best_fit", 10)
+
+
+@pytest.mark.parametrize("other", ["best_fit", "", None, 1, ConcatenativePacker, ["concatenative"]])
+def test_what_is_no_packing_algorithm_is_refused_with_the_choices(other: Any) -> None:
+    known = f"{re.escape(repr(other))} is not known; there are CONCATENATIVE, FIRST_FIT_DECREASING, "
+    with pytest.raises(ValueError, match=known):
+        get_packer(other, 10)
 
 
 @pytest.mark.parametrize(

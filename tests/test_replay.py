@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from dataplane import DataPlaneClient, connect, serve
+from dataplane.conditions import Where
 from dataplane.errors import CallTimeoutError, ClaimTimeoutError, RolloutAbortedError, SchemaError
 from dataplane.replay import GROUP, ReplayBuffer, Reservation
 from dataplane.staleness import InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
@@ -61,6 +62,19 @@ def test_samples_go_from_producer_to_trainer(client: DataPlaneClient, partition:
     assert versions(taken) == [0] * BATCH
     assert client.get_samples(taken, partition, ["tokens"])["tokens"].tolist() == [0, 1, 2, 3]
     assert (buffer.flow.consumed, buffer.flow.stored, buffer.flow.running) == (BATCH, 0, 0)
+
+
+class Rewarded(Windowed):
+    """Takes what has a reward, and says so in a text."""
+
+    def claims(self, version: int) -> Sequence[Where]:
+        return ["reward > 0"]
+
+
+def test_a_policy_may_write_its_conditions_as_text(client: DataPlaneClient, partition: str) -> None:
+    buffer = buffer_of(client, partition, Rewarded(batch_size=3, window=1))
+    names = store(buffer, BATCH)
+    assert buffer.take(WAIT_S).sample_ids == names[1:]
 
 
 def test_producers_wait_for_the_trainer(client: DataPlaneClient, partition: str) -> None:

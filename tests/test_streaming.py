@@ -108,8 +108,9 @@ def test_two_loaders_share_the_samples(client: DataPlaneClient, partition: str) 
 def test_claims_are_as_asked(client: DataPlaneClient, partition: str) -> None:
     put(client, partition, range(6))
     client.seal(partition)
-    kept = [("input_lengths", ">", 2)]
-    with loader(client, partition, where=kept, order="freshest", layout="jagged", device="cpu") as stream:
+    with loader(
+        client, partition, where="input_lengths > 2", order="freshest", layout="jagged", device="cpu"
+    ) as stream:
         (data, _), *others = list(stream)
     assert data["input_ids"].is_nested
     assert data["reward"].tolist() == [5.0, 4.0]

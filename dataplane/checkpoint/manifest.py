@@ -82,7 +82,7 @@ class PartitionEntry(Entry, frozen=True, kw_only=True):
     enums: dict[str, tuple[str, ...]] | None
     strict: bool
     sealed: bool
-    version: int
+    version: int | None
     file: int
     prefix: str
     rows: tuple[RowsEntry, ...]

@@ -38,6 +38,8 @@ from dataplane.patience import patient
 from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import GRANULE_BYTES
 
+TOO_LARGE = "Restore fewer partitions, or into a service with more or larger storage units."
+
 
 @patient
 def restore(
@@ -98,7 +100,7 @@ def _check_room(desk: Desk, entries: Sequence[PartitionEntry], replace: bool) ->
     wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)
     whole = sum(unit.capacity_bytes for unit in stats.units)
     if wanted > whole and stats.units:
-        raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=whole, what="this checkpoint")
+        raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=whole, what="this checkpoint", hint=TOO_LARGE)
     free = sum(
         unit.capacity_bytes - unit.live_bytes - unit.reserved_bytes - unit.retired_bytes
         for unit in stats.units

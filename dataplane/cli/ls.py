@@ -62,7 +62,7 @@ def _partition(part: c.PartitionStats) -> tuple[object, ...]:
         part.born,
         "-" if part.num_samples is None else part.num_samples,
         readable(part.live_bytes),
-        part.version,
+        "-" if part.version is None else part.version,
         ",".join(map(shown, part.claimed)) or "-",
         ",".join(map(shown, part.produced)) or "-",
         ", ".join(notes),

@@ -11,6 +11,7 @@ from dataplane.cli.completing import partitions as names
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json
 from dataplane.cli.text import counted, readable, shown
+from dataplane.errors import PartitionExistsError
 
 if TYPE_CHECKING:
     from dataplane import CheckpointInfo, DataPlaneClient
@@ -50,7 +51,13 @@ def restore(
     """Bring the partitions of a checkpoint back, all or none."""
     client, path = _open("restore", places, target)
     with client:
-        done = client.restore(path, partition or None, replace=replace)
+        try:
+            done = client.restore(path, partition or None, replace=replace)
+        except PartitionExistsError as error:
+            raise ValueError(
+                f"partition {error.partition!r} exists already; clear it (`tq clear`), restore others only "
+                "(--partition), or restore over it (--replace)"
+            ) from error
     _say(done, f"restored {summary(done)} from {done.path}", json)
     return 0
 

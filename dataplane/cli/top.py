@@ -207,7 +207,7 @@ def _partition(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
         _rate(rate.born),
         _rate(rate.dropped),
         "-" if rate.grown_bytes is None else readable(rate.grown_bytes),
-        part.version,
+        "-" if part.version is None else part.version,
         _warning(", ".join(notes)),
     )
 
@@ -218,7 +218,8 @@ def _rate(value: float | None) -> str:
 
 def _task(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
     wants = ", ".join(map(shown, task.fields)) or "(has not claimed)"
-    lag = "-" if task.lag is None else task.lag
+    unset = part.version is None and task.stalest_version is not None
+    lag = task.lag if task.lag is not None else "version not set" if unset else "-"
     names = shown(task.task), shown(part.partition)
     return *names, task.ready, task.leased, task.held, task.claimed, lag, task.waiting, wants
 

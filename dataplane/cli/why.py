@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from dataplane.cli.asking import ask, partition_stats, session, waits, waits_not_shown
@@ -13,13 +11,12 @@ from dataplane.cli.completing import fields_of, partitions, tasks_of
 from dataplane.cli.flags import Json, Target
 from dataplane.cli.output import print_json, print_table
 from dataplane.cli.text import ago, counted, shown
-from dataplane.types import Scalar
+from dataplane.conditions import parsed
+from dataplane.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from dataplane.control.channel import Channel
     from dataplane.ledger import commands as c
-
-_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.+?)\s*")
 
 
 def why(
@@ -83,17 +80,14 @@ def why(
 
 
 def _condition(text: str) -> c.Predicate:
-    """A tag, an operator and a value, which is JSON or else text."""
+    """See `conditions.parsed`."""
     from dataplane.ledger import commands as c
 
-    matched = _CONDITION.fullmatch(text)
-    if matched is None:
-        raise typer.BadParameter(f"{text!r} is not TAG OPERATOR VALUE, as 'reward > 0.5'", param_hint="--where")
-    tag, operator, value = matched.groups()
     try:
-        return c.Predicate(tag=tag, op=operator, value=msgspec.json.decode(value, type=Scalar))
-    except msgspec.MsgspecError:
-        return c.Predicate(tag=tag, op=operator, value=value)
+        tag, operator, value = parsed(text)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error), param_hint="--where") from None
+    return c.Predicate(tag=tag, op=operator, value=value)
 
 
 def _latest(channel: Channel, partition: str, task: str) -> tuple[str, ...]:
@@ -121,6 +115,7 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
 
 def _counts(found: c.Blocked) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [
+        *([("puts that wait for room", found.waiting_puts)] if found.waiting_puts else []),
         ("put so far", found.born),
         ("expected", "not known" if found.expected is None else found.expected),
         ("live and not claimed by the task", found.unclaimed),

@@ -275,6 +275,11 @@ class OpenChannel:
         return self._calls.session.durable
 
     @property
+    def put_timeout_s(self) -> float:
+        """How long puts wait for room unless the client says."""
+        return self._calls.session.put_timeout_s
+
+    @property
     def units(self) -> tuple[c.UnitInfo, ...]:
         """The storage units there were when the session was found; a `Units` call tells of later ones."""
         return self._calls.session.units

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from dataplane.config import DataPlaneConfig
+from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.control.grpc_import import import_grpc_door
 from dataplane.control.handlers import Facts
 from dataplane.control.health import ServiceHealth
@@ -134,6 +134,7 @@ class Controller:
             host=boot_id(),
             doors=door.endpoints,
             heartbeat_s=config.heartbeat_s,
+            put_timeout_s=PUT_TIMEOUT_S if config.put_timeout_s is None else config.put_timeout_s,
             durable=self._durable is not None,
             forced=self._durable is not None and self._durable.forced,
             curve_key="" if self._keys is None else self._keys.public,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from dataplane.config import PUT_TIMEOUT_S
 from dataplane.control import codec
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
@@ -34,6 +35,7 @@ class Facts:
     host: str
     doors: tuple[str, ...]
     heartbeat_s: float
+    put_timeout_s: float = PUT_TIMEOUT_S
     durable: bool = False
     forced: bool = False
     curve_key: str = ""
@@ -91,6 +93,7 @@ def message_of(output: c.Output, facts: Facts) -> Message:
             if isinstance(wire, pb.Opened):
                 wire.doors.extend(facts.doors)
                 wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
+                wire.put_timeout_s = facts.put_timeout_s
             return wire
     raise InternalError(what=f"{type(output).__name__} is no answer")
 

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 from google.protobuf.message import DecodeError
 
-from dataplane.config import DataPlaneConfig
+from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.control import codec, wire
 from dataplane.control.keys import OPEN, SILENT, DoorKeys, keys_of, unreached
 from dataplane.control.resolve import resolve
@@ -66,7 +66,7 @@ class _ChangedError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """An open session. `door` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
-    `durable`: the service keeps it over a restart."""
+    `durable`: the service keeps it over a restart; `put_timeout_s`: how long it has puts wait for room."""
 
     number: int
     epoch: int
@@ -77,6 +77,7 @@ class Session:
     nonce: str
     durable: bool
     keys: DoorKeys = OPEN
+    put_timeout_s: float = PUT_TIMEOUT_S
 
 
 def door_socket(context: zmq.Context[Socket], endpoint: str, keys: DoorKeys = OPEN) -> Socket:
@@ -215,6 +216,7 @@ def _enter_once(
         nonce=wanted.nonce,
         durable=opened.durable,
         keys=keys,
+        put_timeout_s=opened.put_timeout_s or PUT_TIMEOUT_S,
     )
     return session, dealer
 

@@ -27,6 +27,7 @@ def blocked(state: State, partition: Partition, interest: Interest, command: Cla
     ready = rows[has_all]
     where = conditions(partition, command)
     whole, partial, shown = _groups(partition, command, rows, has_all)
+    puts = state.waiting_puts(partition)
     facts = Blocked(
         unclaimed=len(rows),
         ready=len(ready),
@@ -47,6 +48,9 @@ def blocked(state: State, partition: Partition, interest: Interest, command: Cla
         complete=partition.complete,
         version=partition.version,
         writers=_writers(state, partition, fields),
+        waiting_puts=len(puts),
+        waiting_puts_s=state.now - puts[0].since if puts else 0.0,
+        waiting_writers=tuple(dict.fromkeys(put.session.name for put in puts))[:NAMED],
         why="",
     )
     return Blocked(**{**{name: getattr(facts, name) for name in facts.__struct_fields__}, "why": sentence(facts)})
@@ -108,8 +112,8 @@ def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple
 
 
 def sentence(facts: Blocked) -> str:
-    """What the facts say."""
-    parts = []
+    """What the facts say. Where producers wait for room, that is said first: what is missing may be theirs."""
+    parts = _back_pressure(facts)
     if facts.undeclared:
         parts.append(f"nobody declared or produced {_names(facts.undeclared)}")
     if facts.unproduced:
@@ -142,6 +146,17 @@ def sentence(facts: Blocked) -> str:
         parts.append(f"{facts.born} of {expected} samples have been put")
     parts.append(_last_writes(facts))
     return "; ".join(parts)
+
+
+def _back_pressure(facts: Blocked) -> list[str]:
+    if not facts.waiting_puts:
+        return []
+    one = facts.waiting_puts == 1
+    return [
+        f"{facts.waiting_puts} {'put waits' if one else 'puts wait'} for room ({'' if one else 'the longest '}for "
+        f"{facts.waiting_puts_s:.1f} s, of {first_few(facts.waiting_writers)}): producers go on once samples are "
+        "cleared or there is more memory"
+    ]
 
 
 def _kept(facts: Blocked) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from dataplane.errors import InvalidRequestError, PartitionDroppedError
+from dataplane.errors import DrainError, InvalidRequestError, PartitionDroppedError
 from dataplane.ledger.arrays import Bools, some
 from dataplane.ledger.commands import CommitColumn, Done, Drain, FindCells, FoundCells, Int32s, Int64s, Move, Moved
 from dataplane.ledger.commits import Commits, cells_at, refuse_repeats
@@ -43,9 +43,29 @@ class Drains:
         self.commits = commits
 
     def drain(self, session: Session, number: int, command: Drain) -> Done:
-        self.state.unit(command.unit).draining = not command.undo
+        unit = self.state.unit(command.unit)
+        if not (command.undo or command.force or unit.draining):
+            self._refuse_last(unit)
+        unit.draining = not command.undo
         self.state.extents.freed = True
         return Done()
+
+    def _refuse_last(self, unit: Unit) -> None:
+        """`DrainError` if nothing new could be put anywhere else."""
+        others = [other for other in self.state.units.values() if other is not unit and other.open]
+        if any(other.room(update=False) > 0 for other in others):
+            return
+        full = " (the others are full)" if others else ""
+        facts = self._facts(unit)[1]
+        raise DrainError(
+            unit=unit.number,
+            cells=facts.cells,
+            live=dict(facts.live),
+            reserved_bytes=facts.reserved_bytes,
+            holders=list(facts.holders),
+            why=f"no other storage unit has room for new rows{full}, so that puts would wait until they fail",
+            marked=False,
+        )
 
     # --- finding
 

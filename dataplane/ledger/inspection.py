@@ -173,6 +173,7 @@ def task_stats(partition: Partition, task: Task) -> c.TaskStats:
     """How the task stands."""
     interest = _latest(partition, task)
     ready = partition.rows.live - task.claimed if interest is None else interest.count
+    stalest = None if interest is None else _stalest(partition, interest)
     return c.TaskStats(
         task=task.name,
         fields=() if interest is None else interest.fields,
@@ -181,7 +182,8 @@ def task_stats(partition: Partition, task: Task) -> c.TaskStats:
         held=task.held,
         claimed=task.claimed,
         waiting=sum(parked.command.task == task.name for parked in partition.waiters.values()),
-        lag=None if interest is None else _lag(partition, interest),
+        lag=None if stalest is None or partition.version is None else partition.version - stalest,
+        stalest_version=stalest,
     )
 
 
@@ -189,12 +191,12 @@ def _latest(partition: Partition, task: Task) -> Interest | None:
     return next((kept for kept in reversed(partition.interests.values()) if kept.task is task), None)
 
 
-def _lag(partition: Partition, interest: Interest) -> int | None:
-    """How many versions the stalest of the oldest ready samples is behind."""
+def _stalest(partition: Partition, interest: Interest) -> int | None:
+    """The version of the stalest of the oldest ready samples."""
     rows = partition.rows.order[interest.ready()[:STALEST]]
     numbers = partition.tags.numbers(VERSION_TAG, rows[partition.tags.present(VERSION_TAG, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
-    return partition.version - int(known.min()) if len(known) else None
+    return int(known.min()) if len(known) else None
 
 
 def _parts(what: str, wanted: int) -> int:

@@ -32,7 +32,7 @@ class Partition:
     """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
     (session, number), oldest first; `watches` has them by kind, and `dealt` says that a step was dealt since those were
     judged that wait for their share. `outlook` is what eviction could bring, while puts wait for it.
-    `dropped` is set when it was cleared whole. `version` is the trainer's;
+    `dropped` is set when it was cleared whole. `version` is the trainer's, None until it is set;
     `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
     again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
     `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
@@ -63,7 +63,7 @@ class Partition:
         self.sealed = False
         self.dropped = False
         self.born = 0
-        self.version = 0
+        self.version: int | None = None
         self.dropped_partial = 0
         self.writers: dict[int, tuple[str, float]] = {}
         self.wakes_at = float("inf")

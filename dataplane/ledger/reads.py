@@ -128,6 +128,7 @@ class Reads:
             group_size=partition.group_size,
             sealed=partition.sealed,
             live=partition.rows.live,
+            undeclared=tuple(name for name, field in partition.fields.items() if field.declared is None),
         )
 
     def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
@@ -193,7 +194,6 @@ class Reads:
 
     def _partition(self, partition: Partition) -> c.PartitionStats:
         account, evicted = partition.account, partition.evicted
-        puts = [parked for waiters in self.state.room_waiters.values() for parked in waiters.values()]
         return c.PartitionStats(
             partition=partition.name,
             live=partition.rows.live,
@@ -213,7 +213,7 @@ class Reads:
             when_full=partition.when_full,
             evicted=evicted.consumed,
             evicted_unconsumed=evicted.unconsumed,
-            waiting_puts=sum(parked.partition is partition for parked in puts),
+            waiting_puts=self.state.room_wanted.get(account.number, 0),
             pressed=account.pressed,
             tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
         )

@@ -50,7 +50,8 @@ def conditions(partition: Partition, command: Claim) -> tuple[Predicate, ...]:
     """All that a sample's tags must fulfil now."""
     if command.max_lag is None:
         return command.where
-    return (*command.where, Predicate(tag=command.version_tag, op=">=", value=partition.version - command.max_lag))
+    oldest = (partition.version or 0) - command.max_lag
+    return (*command.where, Predicate(tag=command.version_tag, op=">=", value=oldest))
 
 
 def select(

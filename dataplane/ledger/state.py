@@ -101,6 +101,13 @@ class State:
             self.several_hosts = len(hosts) > 1
         return self.several_hosts
 
+    def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
+        """The partition's puts that wait for room, longest first."""
+        if partition.account.number not in self.room_wanted:
+            return []
+        puts = [put for waiters in self.room_waiters.values() for put in waiters.values() if put.partition is partition]
+        return sorted(puts, key=lambda put: put.since)
+
     def touch(self, partition: Partition) -> None:
         if partition.waiters:
             self.touched[partition.name] = partition

@@ -199,14 +199,12 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """The packer of an algorithm, or of its name in any case. ValueError for a name that none has."""
-    if isinstance(algorithm, str):
-        named = PackingAlgorithm.__members__.get(algorithm.upper())
-        if named is None:
-            known = ", ".join(PackingAlgorithm.__members__)
-            raise InvalidRequestError(f"packing algorithm {algorithm!r} is not known; there are {known}")
-        algorithm = named
-    return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    """The packer of an algorithm, or of its name in any case. ValueError, naming the algorithms, for anything else."""
+    named = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
+    if not isinstance(named, PackingAlgorithm):
+        known = ", ".join(PackingAlgorithm.__members__)
+        raise InvalidRequestError(f"packing algorithm {algorithm!r} is not known; there are {known}")
+    return _PACKERS[named](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
 
 
 def _checked(sequence_lengths: Lengths) -> Int64s:

@@ -345,7 +345,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable")
+    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable", "put_timeout_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +354,7 @@ class Opened(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    PUT_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     nonce: str
     session: int
     epoch: int
@@ -362,7 +363,8 @@ class Opened(_message.Message):
     host: str
     heartbeat_s: float
     durable: bool
-    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ...) -> None: ...
+    put_timeout_s: float
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ..., put_timeout_s: _Optional[float] = ...) -> None: ...
 
 class GetKeysRequest(_message.Message):
     __slots__ = ()
@@ -717,7 +719,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
 
 class Described(_message.Message):
-    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live")
+    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live", "undeclared")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     STRICT_FIELD_NUMBER: _ClassVar[int]
@@ -726,6 +728,7 @@ class Described(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    UNDECLARED_FIELD_NUMBER: _ClassVar[int]
     partition: str
     fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
     strict: bool
@@ -734,7 +737,8 @@ class Described(_message.Message):
     group_size: int
     sealed: bool
     live: int
-    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ...) -> None: ...
+    undeclared: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving")
@@ -1127,7 +1131,7 @@ class UnitStats(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ..., extents: _Optional[int] = ..., fragments: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class TaskStats(_message.Message):
-    __slots__ = ("task", "fields", "ready", "leased", "held", "claimed", "waiting", "lag")
+    __slots__ = ("task", "fields", "ready", "leased", "held", "claimed", "waiting", "lag", "stalest_version")
     TASK_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -1136,6 +1140,7 @@ class TaskStats(_message.Message):
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     LAG_FIELD_NUMBER: _ClassVar[int]
+    STALEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     task: str
     fields: _containers.RepeatedScalarFieldContainer[str]
     ready: int
@@ -1144,7 +1149,8 @@ class TaskStats(_message.Message):
     claimed: int
     waiting: int
     lag: int
-    def __init__(self, task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., held: _Optional[int] = ..., claimed: _Optional[int] = ..., waiting: _Optional[int] = ..., lag: _Optional[int] = ...) -> None: ...
+    stalest_version: int
+    def __init__(self, task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., held: _Optional[int] = ..., claimed: _Optional[int] = ..., waiting: _Optional[int] = ..., lag: _Optional[int] = ..., stalest_version: _Optional[int] = ...) -> None: ...
 
 class PartitionStats(_message.Message):
     __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts", "pressed", "tasks")
@@ -1299,7 +1305,7 @@ class Writer(_message.Message):
     def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., ago_s: _Optional[float] = ..., live: bool = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Blocked(_message.Message):
-    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why", "matching", "claimed", "held", "undeclared", "unproduced", "filtered", "groups", "partial_groups", "partial", "dropped", "born", "expected", "complete", "version", "writers")
+    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why", "matching", "claimed", "held", "undeclared", "unproduced", "filtered", "groups", "partial_groups", "partial", "dropped", "born", "expected", "complete", "version", "writers", "waiting_puts", "waiting_puts_s", "waiting_writers")
     UNCLAIMED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -1320,6 +1326,9 @@ class Blocked(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WRITERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_WRITERS_FIELD_NUMBER: _ClassVar[int]
     unclaimed: int
     ready: int
     leased: int
@@ -1340,7 +1349,10 @@ class Blocked(_message.Message):
     complete: bool
     version: int
     writers: _containers.RepeatedCompositeFieldContainer[Writer]
-    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ...) -> None: ...
+    waiting_puts: int
+    waiting_puts_s: float
+    waiting_writers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ..., waiting_puts: _Optional[int] = ..., waiting_puts_s: _Optional[float] = ..., waiting_writers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("header", "partition", "columns")
@@ -1643,14 +1655,16 @@ class PublishRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., staged: _Optional[_Iterable[str]] = ..., partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ..., replace: bool = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("header", "unit", "undo")
+    __slots__ = ("header", "unit", "undo", "force")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     UNDO_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     header: Header
     unit: int
     undo: bool
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., undo: bool = ...) -> None: ...
+    force: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., undo: bool = ..., force: bool = ...) -> None: ...
 
 class FindCellsRequest(_message.Message):
     __slots__ = ("header", "unit", "max_cells", "max_bytes", "partition", "field", "timeout_s")

@@ -145,6 +145,24 @@ def test_predicates_groups_and_order(client: DataPlaneClient, partition: str) ->
         client.claim_meta(partition, "ref", ["x"], 1, where=[("std", "~", 0.0)])
 
 
+def test_conditions_may_be_texts(client: DataPlaneClient, partition: str) -> None:
+    register(client, partition)
+    put(client, partition, 0, 4)
+    client.set_tags(
+        [f"s{n}" for n in range(4)],
+        partition,
+        [{"std": n / 2, "source": "math" if n % 2 else "code"} for n in range(4)],
+    )
+    found = client.why_blocked(partition, "ref", ["x"], where=["std > 0", ("source", "==", "math")])
+    assert found.matching == 2
+    only = client.claim_meta(partition, "ref", ["x"], 8, blocking=False, where="source == 'code'")
+    assert only.sample_ids == ["s0", "s2"]
+    both = client.claim_meta(partition, "train", ["x"], 8, blocking=False, where=["std > 0", 'source in ["math"]'])
+    assert both.sample_ids == ["s1", "s3"]
+    with pytest.raises(ValueError, match="'std' is not TAG OPERATOR VALUE"):
+        client.claim_meta(partition, "ref", ["x"], 1, where="std")
+
+
 def test_a_claim_with_a_lag_follows_the_trainer(
     client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
 ) -> None:

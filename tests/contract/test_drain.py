@@ -14,6 +14,7 @@ import torch
 
 from dataplane import DataPlaneClient, DrainError, InvalidRequestError, Shared, connect, failpoints
 from dataplane.config import MIB
+from dataplane.draining import DrainProgress
 from dataplane.errors import ChecksumError
 from tests.faults.forks import forks
 from tests.lives import Lives, one_unit, wait_until
@@ -142,18 +143,27 @@ def test_without_room_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when_
     client.register_partition("p", ["x"], None, ["train"])
     rows = torch.arange(3 * MIB, dtype=torch.uint8).reshape(12, -1)
     client.put_samples([f"s{n}" for n in range(12)], "p", {"x": rows})
+    with pytest.raises(
+        DrainError, match=r"not drained: no other storage unit has room .* Nothing was changed"
+    ) as refused:
+        client.drain(1, timeout_s=60)
+    assert not refused.value.marked
+    assert not client.stats().units[0].draining
     with pytest.raises(DrainError, match=r"12 cells are left; partition 'p' has 3,145,728 bytes there") as failed:
-        client.drain(1, timeout_s=0.2)
+        client.drain(1, timeout_s=0.2, force=True)
+    assert failed.value.marked
     assert failed.value.facts["live"] == {"p": 3 * MIB}
     server.unit(capacity_bytes=MIB)
     wait_until(lambda: "no room for 262,144 bytes" in undone(client), "no room for what is left")
     assert client.stats().units[0].draining
     assert live_bytes(client)[2] == MIB
     assert torch.equal(client.get_samples([f"s{n}" for n in range(12)], "p", ["x"])["x"], rows)
-    waiting = threading.Thread(target=client.drain, args=(1, 60))
+    seen: list[DrainProgress] = []
+    waiting = threading.Thread(target=client.drain, args=(1, 60), kwargs={"on_progress": seen.append})
     waiting.start()
     server.unit()
     waiting.join()
+    assert seen[-1].left_cells == 0
     assert live_bytes(client)[1] == 0
     client.drop_unit(1)
     assert torch.equal(client.get_samples([f"s{n}" for n in range(12)], "p", ["x"])["x"], rows)

@@ -20,7 +20,7 @@ def mover(seed: int, count: int) -> Make:
 
     def body(client: Client, thread: Thread) -> Script:
         unit = random.choice(sorted(client.units))
-        yield Ask(c.Drain(unit=unit))
+        yield Ask(c.Drain(unit=unit, force=True))
         try:
             for _ in range(random.randint(1, 4)):
                 page = yield Ask(

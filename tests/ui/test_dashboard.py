@@ -70,6 +70,15 @@ def test_the_figures_of_every_field_and_task(service: Server, client: DataPlaneC
     assert lines["policy"].locator("td").all_inner_texts() == ["–", "24", "0", "0", "0", "–", "–"]
 
 
+def test_without_a_version_there_is_no_lag(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
+    client.register_partition("train", ["reward"], num_samples=None, consumer_tasks=["policy"])
+    client.put_samples(["a", "b"], "train", {"reward": torch.ones(2)}, tags=[{"weight_version": 354}] * 2)
+    client.claim_meta("train", "policy", ["reward"], 1)
+    page = visit(service.http_address).open()
+    (line,) = page.locator(".tasks tbody tr:visible").all()
+    assert line.locator("td").all_inner_texts() == ["reward", "1", "0", "0", "1", "–", "version not set"]
+
+
 def test_why_a_task_waits_is_said_when_asked(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
     scene.produce(client)
     client.put_samples(scene.ids(3), "train", {"logprobs": [torch.zeros(5)] * 3})

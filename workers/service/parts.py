@@ -120,7 +120,7 @@ class StorageUnitActor(EndsWithItsPart):
         number = self.number()
         with DataPlaneClient(replace(self._config, address=self._where)) as client:
             try:
-                client.drain(number, timeout_s)
+                client.drain(number, timeout_s, force=for_good)
             except BaseException:
                 if not for_good:
                     client.undrain(number)

@@ -18,7 +18,7 @@ from dataplane import reading
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.desk import Desk
+from dataplane.desk import Desk, Schema
 from dataplane.errors import PartitionNotFoundError, StaleSampleError, TaskNotFoundError, first_few
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
@@ -220,7 +220,7 @@ def put(
     """Put into a partition that is made if it is not there."""
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
-    known = desk.schemas.get(partition) or {}
+    known = desk.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
         yield extend(desk, partition, fields=undeclared)

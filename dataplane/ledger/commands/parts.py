@@ -171,7 +171,7 @@ class SavedPartition(Value, frozen=True, kw_only=True):
     enums: dict[str, tuple[str, ...]] | None = None
     strict: bool = False
     sealed: bool = False
-    version: int = 0
+    version: int | None = None
     budget_bytes: int | None = None
     when_full: WhenFull = WhenFull.WAIT
 

@@ -275,8 +275,8 @@ class SetTags(Command, frozen=True, kw_only=True):
 
 
 class SetVersion(Command, frozen=True, kw_only=True):
-    """The partition's version, from which `max_lag` of claims counts, is this now (0 until it was set; it may go back).
-    Answered `Done`."""
+    """The partition's version, from which `max_lag` of claims counts, is this now (it may go back; until it is set,
+    they count from 0). Answered `Done`."""
 
     partition: str
     version: int
@@ -363,10 +363,12 @@ class Publish(Command, frozen=True, kw_only=True):
 
 class Drain(Command, frozen=True, kw_only=True):
     """The unit gets nothing new from now on, and is to be emptied with `FindCells` and `Move`; with `undo`, it is as
-    any other again. Commits into room that was reserved there before still happen. Answered `Done`."""
+    any other again. Commits into room that was reserved there before still happen. Refused with a `DrainError` where no
+    other unit has room for new rows, unless it is drained already or with `force`. Answered `Done`."""
 
     unit: int
     undo: bool = False
+    force: bool = False
 
 
 class FindCells(Command, frozen=True, kw_only=True):

@@ -29,7 +29,8 @@ class UnitList(Result, frozen=True, kw_only=True):
 
 
 class Described(Result, frozen=True, kw_only=True):
-    """`fields` holds every declared or live field with what is fixed of its spec now."""
+    """`fields` holds every declared or live field with what is fixed of its spec now; `undeclared` those that are only
+    live."""
 
     partition: str
     fields: dict[str, FieldSpec]
@@ -39,6 +40,7 @@ class Described(Result, frozen=True, kw_only=True):
     group_size: int | None
     sealed: bool
     live: int
+    undeclared: tuple[str, ...] = ()
 
 
 class Allocated(Result, frozen=True, kw_only=True):
@@ -149,7 +151,8 @@ class TaskStats(Value, frozen=True, kw_only=True):
     """`fields` are those of the task's latest claim (none before its first), `ready` counts the live samples with all
     of them that it has not claimed. `claimed` counts live ones: of these `leased` are on lease and `held` wait for
     their ranks. `waiting` counts its claims that wait. `lag`: how many versions the stalest of its oldest ready samples
-    is behind the partition's, by their tag `weight_version` (None: it is not known)."""
+    is behind the partition's, by their tag `weight_version`, which is `stalest_version` (None: they are not known; the
+    lag is not either while the partition's version was never set)."""
 
     task: str
     fields: tuple[str, ...]
@@ -159,10 +162,12 @@ class TaskStats(Value, frozen=True, kw_only=True):
     claimed: int
     waiting: int
     lag: int | None = None
+    stalest_version: int | None = None
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
-    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last.
+    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last,
+    None before its first.
     `dropped` counts the samples cleared as members of partial groups, by whatever claim.
 
     `used_bytes` is what counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still
@@ -178,7 +183,7 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     produced: dict[str, int]
     claimed: dict[str, int]
     waiting_claims: int
-    version: int
+    version: int | None
     dropped: int
     used_bytes: int = 0
     peak_used_bytes: int = 0
@@ -260,8 +265,9 @@ class Blocked(Result, frozen=True, kw_only=True):
     that no live sample has. groups, partial_groups: groups with and without enough ready members (None: the claim takes
     no groups), `partial` the ready members of the first few of the latter. claimed: live samples that the task has
     claimed, of which `leased` are on lease and `held` wait for their ranks. dropped: samples dropped with partial
-    groups. born of `expected` samples were put; `complete` if no more are to come. version: the partition's. writers:
-    who wrote last, latest first.
+    groups. born of `expected` samples were put; `complete` if no more are to come. version: the partition's.
+    writers: who wrote last, latest first. waiting_puts: of the partition, that wait for room, the longest for
+    `waiting_puts_s`; waiting_writers: whose the first few are.
     """
 
     unclaimed: int
@@ -281,8 +287,11 @@ class Blocked(Result, frozen=True, kw_only=True):
     born: int
     expected: int | None
     complete: bool
-    version: int
+    version: int | None
     writers: tuple[Writer, ...]
+    waiting_puts: int = 0
+    waiting_puts_s: float = 0.0
+    waiting_writers: tuple[str, ...] = ()
     why: str
 
 

@@ -88,7 +88,7 @@ class Card {
   update({ partition, waits, now }) {
     const expected = partition.num_samples === null ? "" : ` of ${count(partition.num_samples)}`;
     const told = [
-      `version ${count(partition.version)}`,
+      partition.version === null ? "version not set" : `version ${count(partition.version)}`,
       `${count(partition.live)} live`,
       `${count(partition.born)}${expected} born`,
       bytes(partition.live_bytes),

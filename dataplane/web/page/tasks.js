@@ -64,7 +64,7 @@ export class TaskLines {
         const waiting = now.waiting
           ? `${count(now.waiting)}${longest === null ? "" : `, ${seconds(Math.max(0, longest))}`}`
           : "–";
-        const lag = now.lag === null || now.lag === undefined ? "–" : count(now.lag);
+        const lag = lagOf(now);
         const figures = [now.ready, now.leased, now.held, now.claimed].map(count);
         [names(now.fields) || "–", ...figures, waiting, lag].forEach((text, place) => say(cells[place], text));
         mark(cells[5], "class", now.waiting ? "waits" : null);
@@ -93,6 +93,12 @@ export class TaskLines {
     this.#open.set(task, said);
     return this.#fetch(task, said).catch((error) => say(said, error.message));
   }
+}
+
+/** Samples may say with which version they began while nobody has said which one the trainer is at. */
+function lagOf({ lag, stalest_version: stalest }) {
+  if (lag !== null && lag !== undefined) return count(lag);
+  return stalest === null || stalest === undefined ? "–" : "version not set";
 }
 
 function keyOf({ task, why }) {
