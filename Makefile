@@ -2,15 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+FLOORS_VENV := .venv-floors
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+FAST := not integration and not slow and not ray and not browser and not gpu
 # Most tests wait rather than compute, so there are more processes than cores.
 PYTEST_ARGS ?= -n 4
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-async test test-fast test-slow coverage soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: demo demo-async test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -38,7 +40,45 @@ test: setup ## the test suite
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup ## its tests without sockets, processes and Ray: the ones to run after each edit
-	@TQ_EXAMPLES=0.1 $(BIN)/python -m pytest -m "not integration and not slow and not ray and not browser and not gpu" -n 2
+	@TQ_EXAMPLES=0.1 $(BIN)/python -m pytest -m "$(FAST)" -n 2
+
+test-floors: $(FLOORS_VENV)/.ready ## contract, columns, compat, mixin and their like on the oldest versions that pyproject.toml allows, and Python 3.11
+	@$(FLOORS_VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FLOORS_TESTS)
+
+FLOORS_TESTS ?= tests/contract tests/compat tests/ray $(wildcard $(addprefix tests/test_,columns*.py column_api.py \
+	workers_mixin*.py workers_exports.py checkpoint*.py cli*.py control_http2.py metrics*.py events.py checksums.py))
+
+$(FLOORS_VENV)/.ready: pyproject.toml constraints.txt tests/floors.py
+	@echo "setting up $(FLOORS_VENV) (some gigabytes: this torch has CUDA)"
+	@rm -rf $(FLOORS_VENV)
+	@python3.11 -m venv $(FLOORS_VENV)
+	@$(FLOORS_VENV)/bin/python tests/floors.py > $(FLOORS_VENV)/constraints.txt
+	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt torch
+	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt -e '.[otel]' opentelemetry-sdk \
+		coverage hypothesis omegaconf psutil pytest pytest-timeout pytest-xdist
+	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt --no-deps TransferQueue
+	@touch $@
+
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
+PYTHONS ?= 3.12.1 3.13.0
+test-python: export TQ_EXAMPLES ?= 0.1
+test-python: ## the tests of `make test-fast` on other versions of Python, each as far as pyenv has it
+	@failed=; for version in $(PYTHONS); do \
+		if [ ! -x "$(PYENV)/versions/$$version/bin/python" ]; then \
+			echo "Python $$version is skipped: it is not in $(PYENV)/versions (pyenv install $$version)"; continue; fi; \
+		echo "Python $$version"; \
+		{ $(MAKE) --no-print-directory .venv-$$version/.ready && \
+			.venv-$$version/bin/python -m pytest -m "$(FAST)" -n 2; } || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "failed on Python$$failed"; exit 1; }
+
+.venv-3.%/.ready: pyproject.toml constraints.txt
+	@echo "setting up .venv-3.$* (where there is no CPU build of torch for it, some gigabytes with CUDA)"
+	@rm -rf .venv-3.$*
+	@"$(PYENV)/versions/3.$*/bin/python" -m venv .venv-3.$*
+	@.venv-3.$*/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch==2.13.0
+	@.venv-3.$*/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@.venv-3.$*/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps TransferQueue
+	@touch $@
 
 coverage: export PYTHONPATH := $(CURDIR)
 coverage: setup ## the test suite, and the share of each module's lines that it reaches
@@ -50,11 +90,12 @@ coverage: setup ## the test suite, and the share of each module's lines that it 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the test suite with random delays
+soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the test suite with random delays, test-floors
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 	@PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-floors
 
 faults: setup ## every process of a working service, and of a job of workers, dies and stops, links break; ARGS="--seed N" again
 	@$(BIN)/python -m tests.faults.storm $(ARGS)

@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray._private import worker
 from ray.actor import ActorClass, ActorHandle
-from ray.exceptions import ActorHandleNotFoundError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 logger = logging.getLogger(__name__)
 LOG_EVERY_S = 30.0
@@ -140,10 +141,10 @@ def kill(actors: Sequence[ActorHandle]) -> bool:
     for actor in actors:
         if not ray.is_initialized():
             return well
+        if isinstance(actor, ActorHandle) and actor._ray_cluster_and_job[0] != worker.global_worker.node.cluster_id:
+            continue  # of a Ray cluster that has ended: Ray 2.47 ends the process that kills it from another cluster
         try:
             ray.kill(actor, no_restart=True)
-        except ActorHandleNotFoundError:
-            continue  # of a Ray cluster that has ended, and this process is in another now
         except Exception as error:
             logger.warning("cannot kill %s: %s", actor, error)
             well = False

@@ -188,7 +188,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
         if self._kept is None:
             try:
                 found = yield from reading.get(desk, [CONFIG], mine.ADAPTER, [CONFIG], True)
-                self._kept = found[CONFIG].tolist()[0]
+                self._kept = found[CONFIG][0]
             except NotThereError:
                 return None
         return self._kept

@@ -246,7 +246,7 @@ def _made_before(desk: Desk, asked: Asked, key: str) -> Operation[_Made | None]:
         kept = yield from reading.get(desk, [_draw_id(asked.partition, asked.task, key)], ADAPTER, [DRAW], True)
     except NotThereError:
         return None
-    return _Made(**kept[DRAW].tolist()[0])
+    return _Made(**kept[DRAW][0])
 
 
 def _tell(desk: Desk, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) -> Operation[bool]:
