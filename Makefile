@@ -45,7 +45,7 @@ test-fast: setup ## its tests without sockets, processes and Ray: the ones to ru
 test-floors: $(FLOORS_VENV)/.ready ## contract, columns, compat, mixin and their like on the oldest versions that pyproject.toml allows, and Python 3.11
 	@$(FLOORS_VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FLOORS_TESTS)
 
-FLOORS_TESTS ?= tests/contract tests/compat tests/ray $(wildcard $(addprefix tests/test_,columns*.py column_api.py \
+FLOORS_TESTS ?= tests/contract tests/compat $(wildcard $(addprefix tests/test_,columns*.py column_api.py \
 	workers_mixin*.py workers_exports.py checkpoint*.py cli*.py control_http2.py metrics*.py events.py checksums.py))
 
 $(FLOORS_VENV)/.ready: pyproject.toml constraints.txt tests/floors.py
