@@ -14,7 +14,7 @@ from dataplane.errors import (
     StaleSchemaError,
 )
 from dataplane.ledger.arrays import top
-from dataplane.ledger.budgets import REPORTED, Evictions, evicts, limit_of, over
+from dataplane.ledger.budgets import REPORTED, Evictions, limit_of, over
 from dataplane.ledger.commands import (
     Allocate,
     AllocateAhead,
@@ -62,6 +62,14 @@ class Rooms:
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
+        self.state.keep_targets(parked)
+        try:
+            return self._serve_or_park(parked, want)
+        except Exception:
+            self.state.let_targets_go(parked)
+            raise
+
+    def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
         queued, behind = self._line(parked)
         granted = None if queued else self._serve(parked, want, behind=behind)
         if granted is not None:
@@ -110,7 +118,7 @@ class Rooms:
             granted = self._take(parked, want)
             if granted is not None or self._growing(want):
                 return granted
-        while evicts(partition) and any(unit.open for unit in self.state.units.values()):
+        while partition.evicts and any(unit.open for unit in self.state.units.values()):
             short = want.total - self._room(want)
             if behind or max(excess, short) <= 0:
                 short = want.total
@@ -194,7 +202,7 @@ class Rooms:
             mine = partition.account.number in loosened
             if mine and partition.outlook is not None:
                 partition.outlook.changed = True
-            if (anybody or mine) and (not behind or evicts(partition)) and not self._judge(parked, behind=behind):
+            if (anybody or mine) and (not behind or partition.evicts) and not self._judge(parked, behind=behind):
                 continue
             held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
             self.state.extents.freed |= held_up and not parked.holds_up
@@ -272,6 +280,8 @@ class Rooms:
 
     def _check(self, partition: Partition, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
+        if command.samples is not None:
+            self.state.check_samples(command.samples)
         for column in command.columns:
             if column.by_schema and not partition.names_kind(column.name):
                 raise StaleSchemaError(partition=partition.name, field=column.name)
@@ -328,6 +338,7 @@ class Rooms:
         command = parked.command
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
         reservation = Reservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
+        reservation.samples, reservation.targets, parked.targets = parked.samples, parked.targets, ()
         account = None if command.moving else parked.partition.account
         placements = []
         for piece in pieces:
