@@ -274,9 +274,20 @@ class Rooms:
         self._ask(unit, growth_ahead(unit))
 
     def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
-        """The error that names who holds the room."""
-        waited_s = self.state.now - parked.since
-        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=parked.command.update)
+        """The error that names who holds the room, or the put that this one waits for."""
+        waited_s, update = self.state.now - parked.since, parked.command.update
+        earlier = None if parked.command.moving else self._earlier(parked)
+        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=update, earlier=earlier)
+
+    def _earlier(self, asking: ParkedAllocate) -> ParkedAllocate | None:
+        """The first put in line that this one has to wait for."""
+        for parked in self.state.room_waiters[asking.command.update].values():
+            if parked is asking:
+                return None
+            mine = parked.partition is asking.partition
+            if not parked.command.moving and (self._in_line(parked) if mine else self._holds_up(parked)):
+                return parked
+        return None
 
     def _check(self, partition: Partition, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
