@@ -27,8 +27,6 @@ PREDICATE_OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
 
 def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
     """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
-    if command.batch_size < 1:
-        raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
     claimed = yield Send(command)
     try:
         meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)

@@ -33,7 +33,7 @@ from dataplane.log_end import LogEnd
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32

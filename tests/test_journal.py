@@ -306,7 +306,7 @@ def test_garbage_is_no_journal(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     with Journal.open(tmp_path) as journal:
         journal.set_facts(format=99)
-    with pytest.raises(StateDirError, match=r"format 99, this version reads 3"):
+    with pytest.raises(StateDirError, match=r"format 99, this version reads 4"):
         Journal.open(tmp_path)
 
 

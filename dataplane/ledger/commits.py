@@ -426,8 +426,7 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
 def _check_lengths(values: tuple[Scalar, ...]) -> None:
     """InvalidRequestError for a number of tokens that is none: claims, shares and packing count with them."""
     for value in values:
-        whole = type(value) is int or (type(value) is float and value.is_integer())
-        if not (whole and 0 <= value <= LONGEST):  # type: ignore[operator]
+        if type(value) is not int or not 0 <= value <= LONGEST:
             raise InvalidRequestError(
                 f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is no number of tokens; expected an integer from 0 to "
                 f"{LONGEST}"
