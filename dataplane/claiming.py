@@ -28,8 +28,6 @@ Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 def claim(desk: Desk, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
     """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
-    if command.batch_size < 1:
-        raise InvalidRequestError(f"batch_size={command.batch_size}: claim at least one sample")
     yield from check_claim(desk, command)
     claimed = yield Send(command)
     try:

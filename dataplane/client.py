@@ -113,12 +113,12 @@ class DataPlaneClient:
         when_full: what becomes of a put that finds no room in the budget or the units. "wait": it waits, first come
         first served, and holds up nobody who has room, until `CapacityTimeoutError`. "reject": that error at once.
         "evict": consumed samples of this partition go first, oldest first: those that every task (one at least) has
-        claimed for good, and that nobody leases or reads; else it waits. A claim without a lease is for good as soon as
-        its client has made another call: claim with `lease_s` and `ack` what is still to be read or updated.
-        "evict_oldest": the same, and for new rows, if that is not enough, samples that were not consumed, oldest first;
-        their number is in `stats()` and the service's log, their ids are in the meta of the put that they had to go for
-        (`extra_info["evicted_samples"]`). Who asks for an evicted sample is told (`evicted` of the KeyError; the last
-        4,096 are remembered).
+        claimed for good, and that nobody leases or reads, nor a put under way names; else it waits. A claim without a
+        lease is for good as soon as its client has made another call: claim with `lease_s` and `ack` what is still to
+        be read or updated. "evict_oldest": the same, and for new rows, if that is not enough, samples that were not
+        consumed, oldest first; their number is in `stats()` and the service's log, their ids are in the meta of the put
+        that they had to go for (`extra_info["evicted_samples"]`). Who asks for an evicted sample is told (`evicted` of
+        the KeyError; the last 4,096 are remembered).
 
         A new registration replaces both; what waits is judged by it, and a budget below what is there just lets puts
         wait. Checkpoints keep both.

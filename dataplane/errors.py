@@ -264,7 +264,7 @@ class CapacityTimeoutError(WaitTimeoutError):
     """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
     `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
     memory that it may have. With `fragments` bytes enough are free, but in so many pieces, of which the largest has
-    `largest_free_bytes`."""
+    `largest_free_bytes`. `behind` is the earlier put that this one had to wait for, though there was room for it."""
 
     def __init__(
         self,
@@ -278,6 +278,7 @@ class CapacityTimeoutError(WaitTimeoutError):
         arena: str = "",
         fragments: int = 0,
         largest_free_bytes: int = 0,
+        behind: str = "",
     ) -> None:
         held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "nobody holds any"
         free, way = "free to this put", "start the service with a larger --capacity"
@@ -287,6 +288,9 @@ class CapacityTimeoutError(WaitTimeoutError):
         if fragments:
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
             way = f"put smaller samples, or {way}"
+        if behind:
+            free += f", but behind {behind}, which finds no room: first come, first served"
+            way = f"{way}, so that the earlier put finds room, or give that up"
         remedy = (
             f"{arena.rstrip('.')}. Mend that, or clear consumed samples."
             if arena
@@ -303,6 +307,7 @@ class CapacityTimeoutError(WaitTimeoutError):
             arena=arena,
             fragments=fragments,
             largest_free_bytes=largest_free_bytes,
+            behind=behind,
         )
 
 

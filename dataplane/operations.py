@@ -212,6 +212,7 @@ def store(
             columns=tuple(_sizes(column) for column in encoded),
             update=mode is c.Mode.UPDATE or samples.ids is None,
             timeout_s=desk.put_timeout_s,
+            samples=samples,
         )
     )
     unfinished: set[int] = set()

@@ -7,22 +7,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import SampleNotFoundError, StaleSampleError
+from dataplane.errors import DataPlaneError, SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
+    Abort,
     Ack,
     Allocate,
     Allocated,
     Answer,
+    Bye,
+    Call,
     Command,
+    Commit,
     Committed,
     Extend,
+    Input,
     Nack,
     Samples,
     WhenFull,
 )
 from dataplane.ledger.extents import FREE
-from tests.ledger_claim_model import Held, Partition, Sample
+from tests.ledger_claim_model import Held, Name, Partition, Sample
 from tests.ledger_model import Model, granules_of, handles
 
 EVICTING = (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
@@ -32,7 +37,10 @@ EVICTED: Counter[str] = Counter()
 
 class BudgetBooks:
     """`gone` are the samples that were evicted from each life of a partition and live no more, by id; `unsaid` the
-    unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was refused."""
+    unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was refused.
+
+    `targets` are the samples that puts name, by partition and id. Of the input under way: those that puts may have been
+    under way for (`named`), and those (`kept`) that they surely were for until its end, each by the put's name."""
 
     def __init__(self, model: Model, reserve: float) -> None:
         self.model = model
@@ -41,11 +49,43 @@ class BudgetBooks:
         self.gone: dict[tuple[str, int], dict[str, Sample]] = {}
         self.unsaid: list[str] = []
         self.excused = False
+        self.targets: dict[Name, tuple[tuple[str, int], set[str]]] = {}
+        self.named: set[Name] = set()
+        self.kept: set[Name] = set()
+
+    # --- what puts under way name
+
+    def asked(self, item: Input, under_way: dict[Name, bool]) -> None:
+        """An input, with the calls that wait or have room, and whether their session surely lives."""
+        self.named = under_way.keys() & self.targets.keys()
+        self.kept = {name for name in self.named if under_way[name]}
+        if not isinstance(item, Call):
+            return
+        name, asked = (item.session, item.number), item.command
+        if isinstance(asked, Allocate | Commit) and asked.samples is not None and name not in self.targets:
+            partition = self.model.partitions.get(asked.partition)
+            if partition is not None:
+                ids = asked.samples.ids or [s.id for s in self.model.named(partition, asked.samples)]
+                self.targets[name] = (asked.partition, partition.life), set(ids)
+                self.named.add(name)
+                self.kept |= {name} if isinstance(asked, Allocate) else set()
+        if isinstance(asked, Abort | Commit):
+            self.kept.discard((item.session, asked.reservation or 0))
+        if isinstance(asked, Bye):
+            self.kept = {other for other in self.kept if other[0] != item.session}
+
+    def answered(self, answers: Sequence[Answer]) -> None:
+        """Puts that were refused are over."""
+        self.kept -= {(a.session, a.number) for a in answers if isinstance(a.result, DataPlaneError)}
+
+    def ids_of(self, names: set[Name], partition: tuple[str, int]) -> set[str]:
+        """What these puts name in this life of a partition."""
+        return {each for name in names if self.targets[name][0] == partition for each in self.targets[name][1]}
 
     # --- what went
 
-    def sync(self, ledger: Ledger, spared: Samples | None) -> None:
-        """Samples that the ledger evicted since go, if they may. Those of `spared` stay for the sake of others."""
+    def sync(self, ledger: Ledger) -> None:
+        """Samples that the ledger evicted since go, if they may."""
         for name, kept in ledger._state.partitions.items():
             partition = self.model.partitions.get(name)
             if partition is None:
@@ -57,11 +97,14 @@ class BudgetBooks:
             counted = self.counted[name, partition.life] = (kept.evicted.consumed, kept.evicted.unconsumed)
             assert sum(counted) - sum(before) == len(gone), (name, counted, before, gone)
             if gone:
-                self.evicted(name, partition, gone, counted[0] - before[0], spared)
+                self.evicted(name, partition, gone, counted[0] - before[0])
             self.lost(name)  # an id that lives again is not remembered, even if it goes before anybody asks
 
-    def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int, spared: Samples | None) -> None:
-        """`count` of these had been consumed; their holders have had their answers, and nobody reads them."""
+    def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int) -> None:
+        """`count` of these had been consumed; their holders have had their answers, nobody reads them, and no put under
+        way names them."""
+        kept = self.ids_of(self.kept, (name, partition.life))
+        assert kept.isdisjoint(sample.id for sample in gone), f"puts under way name {kept}, and {gone} were evicted"
         assert partition.when_full in EVICTING, f"{gone} were evicted by policy {partition.when_full}"
         consumed = [sample for sample in gone if self.is_consumed(partition, sample)]
         doubtful = [sample for sample in gone if is_doubtful(sample)]
@@ -70,18 +113,17 @@ class BudgetBooks:
         for sample in gone:
             assert is_doubtful(sample) or self.may_go(sample), f"{sample} was evicted"
             del partition.samples[sample.id], partition.live[sample.row, sample.birth]
-        self.check_order(partition, gone, spared)
+        self.check_order(partition, gone, self.ids_of(self.named, (name, partition.life)))
         self.gone.setdefault((name, partition.life), {}).update({sample.id: sample for sample in gone})
         self.unsaid += [sample.id for sample in gone if not self.is_consumed(partition, sample)]
         EVICTED["consumed"] += count
         EVICTED["unconsumed"] += len(gone) - count
 
-    def check_order(self, partition: Partition, gone: list[Sample], spared: Samples | None) -> None:
+    def check_order(self, partition: Partition, gone: list[Sample], named: set[str]) -> None:
         """No sample stayed that could have gone before one that went: the consumed ones go first, oldest first."""
-        spare = [] if spared is None else self.model.named(partition, spared)
         last = max((self.rank(partition, sample) for sample in gone if not is_doubtful(sample)), default=(False, 0))
         for sample in partition.in_order():
-            if sample not in spare and not is_doubtful(sample) and self.may_go(sample, whole=True):
+            if sample.id not in named and not is_doubtful(sample) and self.may_go(sample, whole=True):
                 assert self.rank(partition, sample) > last, f"{sample} stayed, though {gone} went"
 
     def rank(self, partition: Partition, sample: Sample) -> tuple[bool, int]:

@@ -218,7 +218,8 @@ class Client:
         if lengths:
             scale = spec.unit_bytes
             sizes = {name: [n * scale for n in column] for name, column in lengths.items()}
-            number = self.post(self.allocate(sizes, partition, update=update, unit_wish=unit_wish))
+            wish = {"update": update, "unit_wish": unit_wish, "samples": samples}
+            number = self.post(self.allocate(sizes, partition, **wish))
             got = self.result(number)
             if isinstance(got, DataPlaneError):
                 raise got

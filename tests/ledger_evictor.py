@@ -59,6 +59,7 @@ class LedgerEvictor(LedgerLives):
         self.call(self.pick(chance), OPEN)
         acts = [self.put_rows, self.put_rows, self.put_rows, self.update, self.put_room, self.take_rows, self.take_rows]
         acts += [self.take_rows, self.settle, self.read_rows, self.ask_for_evicted]
+        acts += [self.put_rows, self.write_back, self.finish_put]
         for step in range(steps):
             if step == 4 and "p" in self.model.partitions:
                 self.limit(chance, policy)
@@ -95,6 +96,22 @@ class LedgerEvictor(LedgerLives):
             row = chance.choice(self.rows())
             self.put_column(chance, by_handles([(row.row, row.birth)]), Mode.UPDATE)
 
+    def write_back(self, chance: Random) -> None:
+        """More of one or two rows that live, by their ids."""
+        if self.rows():
+            chosen = chance.sample(self.rows(), min(len(self.rows()), chance.choice([1, 1, 2])))
+            self.put_column(chance, by_ids([row.id for row in chosen]), Mode.UPSERT)
+
+    def finish_put(self, chance: Random) -> None:
+        """A put that has room is committed, or given up."""
+        names = [name for name in self.plans if name in self.model.reserved and self.clients[name[0]].speaks]
+        if names:
+            name = chance.choice(names)
+            if chance.random() < 0.5:
+                self.call(self.clients[name[0]], self.plans[name])
+            else:
+                self.withdraw(name, Abort(reservation=name[1]))
+
     def column_of(self, chance: Random, samples: Samples) -> CommitColumn:
         lengths = [chance.choice([0, 1, 64, 65, 130, 200]) for _ in range(len(samples))]
         return CommitColumn(name="a", spec=BYTES, lengths=int64s(lengths))
@@ -104,12 +121,14 @@ class LedgerEvictor(LedgerLives):
         sizes = (ColumnSizes(name="a", sizes=column.lengths),)
         on_full = chance.choice([OnFull.WAIT, OnFull.REJECT])
         update = mode is Mode.UPDATE
-        self.call(client, Allocate(partition="p", columns=sizes, update=update, on_full=on_full, timeout_s=3.05))
+        put = {"samples": samples, "update": update, "on_full": on_full}
+        self.call(client, Allocate(partition="p", columns=sizes, timeout_s=3.05, **put))
         number = client.next - 1
         commit = Commit(partition="p", samples=samples, mode=mode, reservation=number, columns=(column,))
         self.plans[client.id, number] = commit
         if (client.id, number) in self.model.reserved:
-            self.call(client, commit)
+            if chance.random() < 0.9:
+                self.call(client, commit)
         elif (client.id, number) in self.parked and chance.random() < 0.5:
             self.withdraw((client.id, number), Abort(reservation=number))
 

@@ -114,12 +114,13 @@ class LedgerDriver(RoomChecks):
     def feed(self, item: Input, first: Name | None = None) -> list[Output]:
         """Apply one input; take its outputs into the books, the answer `first` before the others."""
         self.log.append(item)
+        self.budgets.asked(item, self.under_way())
         outputs = self.ledger.apply(item)
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
         answers = [output for output in outputs if isinstance(output, Answer)]
         asked = item.command if isinstance(item, Call) else None
-        spared = asked.samples if isinstance(asked, Commit) else None
+        self.budgets.answered(answers)
         self.granted_bytes = sum(
             wanted_bytes(command)
             for answer in answers
@@ -133,9 +134,9 @@ class LedgerDriver(RoomChecks):
         for answer in answers:
             name = (answer.session, answer.number)
             if name != first or isinstance(self.model.commands[name], Allocate):
-                self.budgets.sync(self.ledger, spared)
+                self.budgets.sync(self.ledger)
             self.take(answer)
-        self.budgets.sync(self.ledger, spared)
+        self.budgets.sync(self.ledger)
         self.budgets.check_answers(self.ledger, answers)
         for output in outputs:
             if isinstance(output, CompactArena):
@@ -143,6 +144,14 @@ class LedgerDriver(RoomChecks):
             if isinstance(output, FenceSession | GrowArena | CompactArena):
                 self.units[output.unit].orders.append(output)
         return outputs
+
+    def under_way(self) -> dict[Name, bool]:
+        """Calls that wait, and those that have room; whether their session surely lives."""
+        clients = self.clients
+        return {
+            name: clients[name[0]].speaks and not clients[name[0]].suspect
+            for name in [*self.parked, *self.model.reserved]
+        }
 
     def take(self, answer: Answer) -> None:
         name = (answer.session, answer.number)

@@ -86,6 +86,7 @@ class LedgerWriter(LedgerDriver):
             on_full=on_full,
             timeout_s=3.05,
             unit_wish=data.draw(st.sampled_from([None, *self.units])),
+            samples=samples,
         )
         answer = self.call(client, allocate)
         if fate == "double" and samples.ids is not None:

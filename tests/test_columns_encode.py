@@ -241,3 +241,9 @@ def test_checksums_are_of_the_bytes_that_are_written(kind: str, dtype: torch.dty
     assert np.array_equal(memory, expected)
     starts = np.cumsum(column.sizes) - column.sizes
     assert column.checksums.tolist() == checksums_of(expected, starts, column.sizes).tolist()
+
+
+@pytest.mark.parametrize("value", [torch.zeros([2] + [1] * 33), [torch.zeros([1] * 34)] * 2])
+def test_rows_of_too_many_dimensions_are_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"field 'x': .*at most 32 dimensions.*Reshape"):
+        encode_fields({"x": value}, rows=2, specs={})

@@ -12,11 +12,15 @@ from dataplane.control.unit_messages import order_from_pb, order_to_pb, report_f
 from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.types import FieldKind, FieldSpec, Scalar
 from tests.control_values import of_type, plain
 from tests.profiles import budget
 
 FEW = budget(25)
+
+
+def tag(name: str, *values: Scalar) -> c.TagColumn:
+    return c.TagColumn(name=name, values=values)
 
 
 def leaves(base: type[c.Value]) -> set[type[c.Value]]:
@@ -247,3 +251,25 @@ def described(spec: FieldSpec) -> c.Described:
 def test_an_answer_that_makes_no_sense_is_an_internal_error(body: bytes) -> None:
     with pytest.raises(InternalError, match="the answer to Claim makes no sense"):
         codec.decode_result("Claim", body)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (c.Claim(partition="p", task="t", fields=(), batch_size=1.5), "Claim: batch_size=1.5: expected an integer"),  # type: ignore[arg-type]
+        (c.Claim(partition="p", task="t", fields=(), batch_size="1"), "batch_size='1': .* integer, got str"),  # type: ignore[arg-type]
+        (c.Claim(partition="p", task="t", fields=(), batch_size=1, step=True), "step=True: .* got bool"),
+        (c.Claim(partition="p", task="t", fields=(), batch_size=1, max_lag=1.5), "max_lag=1.5"),  # type: ignore[arg-type]
+        (c.Forget(unit="0"), "Forget: unit='0': expected an integer, got str"),  # type: ignore[arg-type]
+        (c.SetVersion(partition="p", version=1 << 64), "version=18446744073709551616: expected an integer of 64 bits"),
+        (c.Locate(partition="p", samples=c.Samples(ids=("a", "\udc80")), fields=()), r"sample id: the text '\\udc80'"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80"),)), "tag 'v': the text"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80", 1),)), "tag 'v': the text"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("\udc80", 1),)), "tag name: the text"),
+        (c.Register(partition="p", fields={"\udc80": FieldSpec()}, num_samples=None, tasks=()), "fields: the text"),
+        (c.Seal(partition="\udc80"), "Seal: partition: the text .* Replace it"),
+    ],
+)
+def test_a_value_that_no_message_can_hold_is_named(command: c.Command, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        codec.encode(c.Call(session=1, number=1, watermark=1, command=command))

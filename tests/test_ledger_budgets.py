@@ -236,3 +236,47 @@ def test_a_budget_survives_the_log_and_the_image() -> None:
     assert isinstance(copied, c.Call)
     assert isinstance(copied.command, c.Register)
     assert (copied.command.budget_bytes, copied.command.when_full) == (8 * KIB, c.WhenFull.EVICT)
+
+
+def test_a_put_that_only_waits_for_an_earlier_one_names_that() -> None:
+    driver, client = budgeted()
+    client.put(["b"], {"x": [60 * KIB]}, partition="other")
+    first = driver.client("large")
+    first.waits(first.allocate({"x": [8 * KIB]}, "other"))
+    waiting = client.waits(client.allocate({"x": [64]}, "other", timeout_s=2.0))
+    elsewhere = client.waits(client.allocate({"x": [64]}, timeout_s=2.0))
+    rejected = client.raw(client.allocate({"x": [64]}, on_full=c.OnFull.REJECT))
+    driver.tick(2.0)
+    for error in (client.result(waiting), client.result(elsewhere), rejected):
+        assert isinstance(error, CapacityTimeoutError)
+        assert (error.behind, error.fragments) == (
+            "an earlier put of 8,192 bytes into partition 'other' by session 2 (large, live)",
+            0,
+        )
+        assert "4,096 free to this put, but behind an earlier put of 8,192 bytes" in str(error)
+        assert "fragmented" not in str(error)
+        assert "so that the earlier put finds room" in str(error)
+
+
+def test_a_put_behind_one_that_waits_for_the_budget_names_that_and_the_budget() -> None:
+    driver, client = budgeted()
+    client.put(["a"], {"x": [6 * KIB]})
+    client.waits(client.allocate({"x": [4 * KIB]}))
+    waiting = client.waits(client.allocate({"x": [64]}, timeout_s=2.0))
+    driver.tick(2.0)
+    error = client.result(waiting)
+    assert isinstance(error, CapacityTimeoutError)
+    assert (error.partition, error.budget_bytes, error.free_bytes) == ("p", 8 * KIB, 2 * KIB)
+    assert error.behind == "an earlier put of 4,096 bytes into partition 'p' by session 1 (client, live)"
+    assert "register the partition with a larger budget_bytes, so that the earlier put finds room" in str(error)
+
+
+def test_a_put_without_room_of_its_own_says_that() -> None:
+    driver, client = budgeted()
+    client.put(["a"], {"x": [6 * KIB]})
+    client.waits(client.allocate({"x": [4 * KIB]}))
+    waiting = client.waits(client.allocate({"x": [3 * KIB]}, timeout_s=2.0))
+    driver.tick(2.0)
+    error = client.result(waiting)
+    assert isinstance(error, CapacityTimeoutError)
+    assert error.behind == ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.errors import CapacityTimeoutError, SampleNotFoundError, StaleSampleError
+from dataplane.errors import CapacityTimeoutError, LimitError, SampleNotFoundError, StaleSampleError
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.budgets import NOTICE_S
 from dataplane.ledger.evicted import REMEMBERED
@@ -303,3 +304,103 @@ def test_a_wait_that_eviction_cannot_end_names_who_has_not_consumed() -> None:
     error = client.result(waiting)
     assert isinstance(error, CapacityTimeoutError)
     assert error.holders == [("partition 'p' (8 samples, 8 not claimed by 'train')", 8 * KIB)]
+
+
+# --- samples that puts under way name
+
+
+@pytest.mark.parametrize("policy", ["evict", "evict_oldest"])
+@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("by", ["ids", "handles"])
+def test_a_put_does_not_evict_the_samples_that_it_names(policy: str, update: bool, by: str) -> None:
+    client = evicting(policy, budget=3 * KIB)
+    first = client.put(["a"], {"x": [KIB]})
+    client.put(["b"], {"x": [KIB]})
+    consume(client, 2)
+    named = by_ids("a") if by == "ids" else handles(first)
+    mode = c.Mode.UPDATE if update or by == "handles" else c.Mode.UPSERT
+    written = client.put(named, {"y": [2 * KIB]}, mode=mode, update=update)
+    assert (live(client), written.born, part(client).evicted_unconsumed) == (("a",), 0, 0)
+    assert client.locate(by_ids("a"), ["x", "y"]).rows.tolist() == written.rows.tolist()
+    client.waits(client.allocate({"z": [KIB]}, samples=by_ids("a")))
+    assert live(client) == ("a",)
+
+
+def test_a_put_that_names_all_there_is_waits_until_another_sample_may_go() -> None:
+    client = evicting("evict_oldest", budget=2 * KIB)
+    fill(client, 2)
+    waiting = client.waits(client.allocate({"y": [KIB, KIB]}, samples=by_ids("s0", "s1"), timeout_s=2.0))
+    client.driver.tick(2.0)
+    assert isinstance(client.result(waiting), CapacityTimeoutError)
+    assert len(live(client)) == 2
+    rejected = client.allocate({"y": [KIB, KIB]}, samples=by_ids("s0", "s1"), on_full=c.OnFull.REJECT)
+    assert isinstance(client.raw(rejected), CapacityTimeoutError)
+    assert client.call(c.Allocated, client.allocate({"x": [KIB, KIB]})).evicted == ("s0", "s1")
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "refused", "bye"])
+def test_a_sample_that_a_put_under_way_names_is_evicted_for_no_other_until_that_ends(end: str) -> None:
+    client = evicting("evict_oldest", budget=3 * KIB)
+    fill(client, 2)
+    writer = client.driver.client("writer")
+    room = writer.post(writer.allocate({"y": [KIB]}, samples=by_ids("s0", "s1")))
+    assert isinstance(writer.result(room), c.Allocated)
+    waiting = client.waits(client.allocate({"x": [KIB]}))
+    columns = commit_columns({"y": [1000 if end == "refused" else KIB]})
+    match end:
+        case "abort":
+            writer.do(c.Abort(reservation=room))
+        case "bye":
+            writer.do(c.Bye())
+        case _:
+            writer.raw(
+                c.Commit(partition="p", samples=by_ids("s0"), mode=c.Mode.UPSERT, reservation=room, columns=columns)
+            )
+    assert isinstance(client.result(waiting), c.Allocated)
+    assert not client.driver.ledger._state.partitions["p"].targets
+
+
+def test_a_sample_that_a_put_names_while_it_waits_is_evicted_for_no_other() -> None:
+    client = evicting("evict_oldest", budget=2 * KIB)
+    fill(client, 2)
+    first = client.waits(client.allocate({"y": [2 * KIB]}, samples=by_ids("s0"), timeout_s=1.0))
+    second = client.waits(client.allocate({"y": [KIB]}, samples=by_ids("s1"), timeout_s=9.0))
+    assert live(client) == ("s0", "s1")
+    client.driver.tick(1.0)
+    assert isinstance(client.result(first), CapacityTimeoutError)
+    got = client.result(second)
+    assert isinstance(got, c.Allocated)
+    assert got.evicted == ("s0",)
+
+
+def test_puts_under_way_keep_their_samples_when_their_partition_begins_to_evict() -> None:
+    client = evicting("wait", budget=3 * KIB)
+    fill(client, 2)
+    open_put = client.post(client.allocate({"y": [KIB]}, samples=by_ids("s0")))
+    waiting = client.waits(client.allocate({"y": [KIB]}, samples=by_ids("s1"), timeout_s=1.0))
+    client.register(budget_bytes=3 * KIB, when_full=c.WhenFull.EVICT_OLDEST)
+    assert (client.result(waiting), live(client)) == (None, ("s0", "s1"))
+    client.do(c.Abort(reservation=open_put))
+    assert isinstance(client.result(waiting), c.Allocated)
+    assert live(client) == ("s0", "s1")
+
+
+def test_a_put_that_cannot_wait_keeps_nothing() -> None:
+    client = Driver(capacity=64 * KIB, reserve_fraction=0.0, limits=Limits(parked=0)).client()
+    client.register(budget_bytes=KIB, when_full=c.WhenFull.EVICT)
+    client.put(["a"], {"x": [KIB]})
+    with pytest.raises(LimitError):
+        client.raise_(client.allocate({"y": [KIB]}, samples=by_ids("a")))
+    assert not client.driver.ledger._state.partitions["p"].targets
+
+
+def test_a_put_that_ends_lets_its_samples_go_for_those_that_wait() -> None:
+    client = evicting("evict_oldest", budget=2 * KIB)
+    fill(client, 2)
+    first = client.waits(client.allocate({"y": [2 * KIB]}, samples=by_ids("s0", "s1"), timeout_s=1.0))
+    second = client.waits(client.allocate({"x": [KIB]}, timeout_s=9.0))
+    client.driver.tick(1.0)
+    assert isinstance(client.result(first), CapacityTimeoutError)
+    got = client.result(second)
+    assert isinstance(got, c.Allocated)
+    assert got.evicted == ("s0",)

@@ -435,7 +435,7 @@ TestLedger.settings = budget(60, steps=60)
 def test_samples_are_evicted_as_they_may() -> None:
     """Enough are, of both kinds, and somebody asks for them."""
     EVICTED.clear()
-    for seed in range(40):
+    for seed in range(60):
         machine, chance = LedgerEvictor(), Random(seed)
         machine.start([chance.choice([20, 33, 64])] * chance.randint(1, 2), 64)
         for policy in chance.sample([WhenFull.EVICT, WhenFull.EVICT_OLDEST, *WhenFull], 3):

@@ -413,7 +413,10 @@ class _FieldEncoder:
         return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)
 
     def _spec(self, kind: FieldKind, tensor: Tensor, inner: tuple[int, ...]) -> FieldSpec:
-        return _spec_of(kind, tensor.dtype, inner)
+        try:
+            return _spec_of(kind, tensor.dtype, inner)
+        except ValueError as error:
+            raise InvalidRequestError(f"field {self.name!r}: {error}. Reshape the values") from None
 
     # --- errors ---
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 
@@ -181,4 +182,51 @@ def decode_result(method: str, body: bytes) -> c.Result:
 def _unfit(value: c.Value, error: Exception) -> InvalidRequestError:
     if isinstance(error, InvalidRequestError):
         return error
-    return InvalidRequestError(f"{type(value).__name__}: {error}")
+    what = type(value).__name__
+    why = _no_integer(value) or next(_not_unicode(what, value), None) or str(error)
+    return InvalidRequestError(f"{what}: {why}")
+
+
+def _no_integer(value: c.Value) -> str | None:
+    """What is wrong with the first field of the command that is to be an integer and is none."""
+    for name, hint in get_type_hints(type(value)).items():
+        found = getattr(value, name)
+        if found is None or int not in (hint, *get_args(hint)):
+            continue
+        if isinstance(found, bool) or not hasattr(found, "__index__"):
+            return f"{name}={found!r}: expected an integer, got {type(found).__name__}"
+        if not -(1 << 63) <= int(found) < 1 << 63:
+            return f"{name}={found!r}: expected an integer of 64 bits"
+    return None
+
+
+def _not_unicode(place: str, value: Any) -> Iterator[str]:
+    """The texts in a value that no message can hold, each with its place."""
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            yield (
+                f"{place}: the text {value[:80]!r} holds half of a surrogate pair, which is no Unicode character. "
+                "Replace it, for example by text.encode('utf-8', 'replace').decode()"
+            )
+    elif isinstance(value, c.Samples):
+        yield from _not_unicode("sample id", value.ids)
+    elif isinstance(value, c.Value):
+        of = "tag" if isinstance(value, c.TagColumn) else "field"
+        for name in value.__struct_fields__:
+            inside = {"name": f"{of} name", "values": f"tag {getattr(value, 'name', '')!r}"}.get(name, name)
+            yield from _not_unicode(inside, getattr(value, name))
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _not_unicode(place, key)
+            yield from _not_unicode(place, entry)
+    elif isinstance(value, tuple):
+        for entry in value:
+            yield from _not_unicode(place, entry)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -36,13 +36,9 @@ def over(state: State, partition: Partition, wanted: int, *, update: bool) -> in
     return 0 if limit is None or not wanted else partition.account.used_bytes + wanted - limit
 
 
-def evicts(partition: Partition) -> bool:
-    return partition.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
-
-
 class Evictions:
-    """A sample may go if nobody reads it, leases it, or may not have had the answer that gave it to him. It is consumed
-    if every task of its partition (one at least) has claimed it for good."""
+    """A sample may go if nobody reads it, leases it, or may not have had the answer that gave it to him, and no put
+    under way names it. It is consumed if every task of its partition (one at least) has claimed it for good."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -150,8 +146,8 @@ class Evictions:
         return rows[may]
 
     def _standing(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
-        """Of which of the rows no claim may come back, and which are consumed."""
-        may, claimed = np.ones(len(rows), np.bool_), np.full(len(rows), bool(partition.tasks))
+        """Which of the rows no put under way names and no claim may come back of, and which are consumed."""
+        may, claimed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
             for_good = task.for_good(rows)
             may &= for_good | (task.stamps[rows] == 0)

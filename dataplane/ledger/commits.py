@@ -19,7 +19,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger.ahead import PartAhead
 from dataplane.ledger.arrays import Bools, every, first_true, some, top, total
-from dataplane.ledger.budgets import Evictions, evicts, over
+from dataplane.ledger.budgets import Evictions, over
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.extents import Several
 from dataplane.ledger.fields import Field, cells_of
@@ -72,6 +72,8 @@ class Commits:
             reservation.cut(self.state.extents)
         elif command.reservation is not None:
             del session.reservations[command.reservation]
+            if reservation is not None:
+                self.state.let_targets_go(reservation)
         written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
         partition.changed(rows)
@@ -100,7 +102,7 @@ class Commits:
         waits = any(parked.partition is partition and not parked.command.moving for parked in waiters)
         excess = over(self.state, partition, wanted, update=update)
         made: tuple[str, ...] | None = None if waits else ()
-        if excess > 0 and not waits and evicts(partition):
+        if excess > 0 and not waits and partition.evicts:
             spare = named.rows[named.rows >= 0]
             made = Evictions(self.state).make_room(partition, excess=excess, short=0, update=update, spare=spare)
         elif excess > 0:
@@ -424,8 +426,7 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
 def _check_lengths(values: tuple[Scalar, ...]) -> None:
     """InvalidRequestError for a number of tokens that is none: claims, shares and packing count with them."""
     for value in values:
-        whole = type(value) is int or (type(value) is float and value.is_integer())
-        if not (whole and 0 <= value <= LONGEST):  # type: ignore[operator]
+        if type(value) is not int or not 0 <= value <= LONGEST:
             raise InvalidRequestError(
                 f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is no number of tokens; expected an integer from 0 to "
                 f"{LONGEST}"

@@ -35,6 +35,7 @@ class Partition:
     `dropped` is set when it was cleared whole. `version` is the trainer's, None until it is set;
     `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
     again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
+    `targets` counts the puts under way that name a sample, by its id: those samples are not evicted.
     `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
 
     lost: Lost | None = None
@@ -60,6 +61,7 @@ class Partition:
         self.budget_bytes: int | None = None
         self.when_full = WhenFull.WAIT
         self.evicted = Evicted()
+        self.targets: dict[str, int] = {}
         self.sealed = False
         self.dropped = False
         self.born = 0
@@ -75,6 +77,11 @@ class Partition:
     def complete(self) -> bool:
         """Whether all samples that are expected have been born."""
         return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether samples go where puts find no room."""
+        return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 
     def register(self, command: Register) -> None:
         """Take over schema, size and tasks; live rows, their tags and the cursors of tasks that stay are kept."""
@@ -183,6 +190,13 @@ class Partition:
     def resolve_living(self, samples: Samples) -> Int64s:
         """Rows of those of the samples that live, each once, in the command's order."""
         return unrepeated(self.living(samples)[1])
+
+    def targeted(self, rows: Int64s) -> Bools:
+        """Which of these live rows puts under way name."""
+        targets = self.targets
+        if len(rows) < len(targets):
+            return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
+        return np.isin(rows, self.rows.find(list(targets)))
 
     def births_of(self, rows: Int64s) -> Int64s:
         births: Int64s = self.rows.births[rows]

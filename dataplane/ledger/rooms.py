@@ -14,7 +14,7 @@ from dataplane.errors import (
     StaleSchemaError,
 )
 from dataplane.ledger.arrays import top
-from dataplane.ledger.budgets import REPORTED, Evictions, evicts, limit_of, over
+from dataplane.ledger.budgets import REPORTED, Evictions, limit_of, over
 from dataplane.ledger.commands import (
     Allocate,
     AllocateAhead,
@@ -62,6 +62,14 @@ class Rooms:
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
+        self.state.keep_targets(parked)
+        try:
+            return self._serve_or_park(parked, want)
+        except Exception:
+            self.state.let_targets_go(parked)
+            raise
+
+    def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
         queued, behind = self._line(parked)
         granted = None if queued else self._serve(parked, want, behind=behind)
         if granted is not None:
@@ -110,7 +118,7 @@ class Rooms:
             granted = self._take(parked, want)
             if granted is not None or self._growing(want):
                 return granted
-        while evicts(partition) and any(unit.open for unit in self.state.units.values()):
+        while partition.evicts and any(unit.open for unit in self.state.units.values()):
             short = want.total - self._room(want)
             if behind or max(excess, short) <= 0:
                 short = want.total
@@ -194,7 +202,7 @@ class Rooms:
             mine = partition.account.number in loosened
             if mine and partition.outlook is not None:
                 partition.outlook.changed = True
-            if (anybody or mine) and (not behind or evicts(partition)) and not self._judge(parked, behind=behind):
+            if (anybody or mine) and (not behind or partition.evicts) and not self._judge(parked, behind=behind):
                 continue
             held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
             self.state.extents.freed |= held_up and not parked.holds_up
@@ -266,12 +274,25 @@ class Rooms:
         self._ask(unit, growth_ahead(unit))
 
     def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
-        """The error that names who holds the room."""
-        waited_s = self.state.now - parked.since
-        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=parked.command.update)
+        """The error that names who holds the room, or the put that this one waits for."""
+        waited_s, update = self.state.now - parked.since, parked.command.update
+        earlier = None if parked.command.moving else self._earlier(parked)
+        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=update, earlier=earlier)
+
+    def _earlier(self, asking: ParkedAllocate) -> ParkedAllocate | None:
+        """The first put in line that this one has to wait for."""
+        for parked in self.state.room_waiters[asking.command.update].values():
+            if parked is asking:
+                return None
+            mine = parked.partition is asking.partition
+            if not parked.command.moving and (self._in_line(parked) if mine else self._holds_up(parked)):
+                return parked
+        return None
 
     def _check(self, partition: Partition, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
+        if command.samples is not None:
+            self.state.check_samples(command.samples)
         for column in command.columns:
             if column.by_schema and not partition.names_kind(column.name):
                 raise StaleSchemaError(partition=partition.name, field=column.name)
@@ -328,6 +349,7 @@ class Rooms:
         command = parked.command
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
         reservation = Reservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
+        reservation.samples, reservation.targets, parked.targets = parked.samples, parked.targets, ()
         account = None if command.moving else parked.partition.account
         placements = []
         for piece in pieces:

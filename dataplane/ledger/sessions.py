@@ -10,7 +10,7 @@ import numpy as np
 
 from dataplane.errors import DataPlaneError
 from dataplane.ledger.answer_size import size_of
-from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, UnitShrunk
+from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples, UnitShrunk
 from dataplane.ledger.limits import Limits
 from dataplane.ledger.numbers import Numbers
 
@@ -42,14 +42,14 @@ class Room:
 
 class Reservation(Room):
     """Room for one put; `pieces` has its columns, their values in order. `moving`: for cells to be moved, no account's
-    until they are."""
-
-    moving = False
+    until they are. `samples` and `targets` as in `ParkedAllocate`."""
 
     def __init__(
         self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool, moving: bool = False
     ) -> None:
         super().__init__(len(names))
+        self.samples: Samples | None = None
+        self.targets: tuple[str, ...] = ()
         self.moving = moving
         self.partition = partition
         self.names = names
@@ -92,7 +92,8 @@ class ParkedClaim(Parked):
 
 class ParkedAllocate(Parked):
     """`total` is the bytes it wants, in whole granules; `evicted` the ids of unconsumed samples that went for it.
-    `holds_up`: when it was judged last, those behind it in line had to wait for it."""
+    `holds_up`: when it was judged last, those behind it in line had to wait for it. `samples` are those that the put
+    will name, `targets` the ids that are kept from eviction for it."""
 
     holds_up = False
 
@@ -101,6 +102,8 @@ class ParkedAllocate(Parked):
     ) -> None:
         super().__init__(session, number, since, command.timeout_s)
         self.total = total
+        self.samples = command.samples
+        self.targets: tuple[str, ...] = ()
         self.evicted: tuple[str, ...] = ()
         self.command = command
         self.partition = partition

@@ -7,7 +7,7 @@ from dataplane.ledger.arrays import some
 from dataplane.ledger.budgets import limit_of, over
 from dataplane.ledger.commands import Int32s
 from dataplane.ledger.partition import Partition
-from dataplane.ledger.sessions import ParkedAllocate
+from dataplane.ledger.sessions import ParkedAllocate, Session
 from dataplane.ledger.state import State
 
 NAMED = 3
@@ -15,10 +15,19 @@ NAMED = 3
 
 
 def out_of_room(
-    state: State, partition: Partition, wanted: int, waited_s: float, *, update: bool
+    state: State,
+    partition: Partition,
+    wanted: int,
+    waited_s: float,
+    *,
+    update: bool,
+    earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
-    """The budget is told of where that is what is missing, else the units."""
-    if over(state, partition, wanted, update=update) > 0:
+    """The budget is told of where that is what is missing, else the units. `earlier`: the put that this one waits for,
+    if any: named where there is room for this one."""
+    short = over(state, partition, wanted, update=update) > 0
+    behind = "" if short or earlier is None or not is_fragmented(state, wanted, update=update) else _put(earlier)
+    if short or (behind and earlier is not None and not waits_for_memory(state, earlier)):
         limit = limit_of(state, partition, update=update)
         assert limit is not None
         return CapacityTimeoutError(
@@ -28,10 +37,12 @@ def out_of_room(
             holders=_ranked([(_described(partition), partition.account.live_bytes)], _sessions(state, partition)),
             partition=partition.name,
             budget_bytes=partition.budget_bytes,
+            behind=behind,
         )
     units = state.units.values()
     troubles = [(unit, unit.trouble(state.now)) for unit in units]
     holes = [unit.space for unit in units if unit.open]
+    fragmented = not behind and is_fragmented(state, wanted, update=update)
     largest = max((space.largest_bytes for space in holes), default=0)
     lost = [
         (
@@ -48,9 +59,10 @@ def out_of_room(
         free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
-        fragments=sum(space.fragments for space in holes) if is_fragmented(state, wanted, update=update) else 0,
+        fragments=sum(space.fragments for space in holes) if fragmented else 0,
         largest_free_bytes=largest,
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in troubles if why),
+        behind=behind,
     )
 
 
@@ -92,11 +104,21 @@ def _described(partition: Partition) -> str:
     return f"partition {partition.name!r} ({facts})"
 
 
+def _put(parked: ParkedAllocate) -> str:
+    return (
+        f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by {_who(parked.session)}"
+    )
+
+
+def _who(session: Session) -> str:
+    return f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
+
+
 def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]]:
     """What sessions hold by reservations and pins, of this partition or all."""
     found = []
     for session in state.sessions.values():
-        who = f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
+        who = _who(session)
         reserved = sum(_bytes(state, room.extents(), partition) for room in session.reservations.values())
         pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
         found += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]

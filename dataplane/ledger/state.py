@@ -11,7 +11,15 @@ from dataplane.ledger.leases import Leases
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.relocations import Compaction
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
+from dataplane.ledger.sessions import (
+    Parked,
+    ParkedAllocate,
+    ParkedClaim,
+    ParkedFind,
+    ParkedShrink,
+    Reservation,
+    Session,
+)
 from dataplane.ledger.tasks import Task
 from dataplane.ledger.units import Unit
 from dataplane.ledger.watches import Watch, kind_of
@@ -135,6 +143,35 @@ class State:
             if partition.outlook is not None:
                 partition.outlook.note(rows)
 
+    def puts_under_way(self, partition: Partition) -> list[ParkedAllocate | Reservation]:
+        """Puts of the partition that wait for room, and those that have it and are not committed."""
+        found: list[ParkedAllocate | Reservation] = [p for line in self.room_waiters.values() for p in line.values()]
+        for session in self.sessions.values():
+            found += [room for room in session.reservations.values() if isinstance(room, Reservation) and session.live]
+        return [put for put in found if put.partition is partition]
+
+    def keep_targets(self, put: ParkedAllocate | Reservation) -> None:
+        """While the put is under way, no sample that it names is evicted."""
+        partition, samples = put.partition, put.samples
+        if samples is None or put.targets or not partition.evicts:
+            return
+        put.targets = samples.ids or partition.rows.names_of(partition.living(samples)[1])
+        for name in put.targets:
+            partition.targets[name] = partition.targets.get(name, 0) + 1
+
+    def let_targets_go(self, put: ParkedAllocate | Reservation) -> None:
+        """The put is over: what no other names may be evicted."""
+        partition, ids, put.targets = put.partition, put.targets, ()
+        targets = partition.targets
+        for name in ids:
+            targets[name] -= 1
+        ended = [name for name in ids if not targets[name]]
+        for name in ended:
+            del targets[name]
+        if ended and partition.account.number in self.room_wanted:
+            rows = partition.rows.find(ended)
+            self.loosen(partition, rows[rows >= 0])
+
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
@@ -187,6 +224,7 @@ class State:
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Whoever stood behind it may be served."""
+        self.let_targets_go(parked)
         del self.room_waiters[parked.command.update][parked.key]
         number = parked.partition.account.number
         self.room_wanted[number] -= 1
@@ -216,6 +254,8 @@ class State:
 
     def free_reservation(self, session: Session, number: int) -> None:
         reservation = session.reservations.pop(number)
+        if isinstance(reservation, Reservation):
+            self.let_targets_go(reservation)
         extents = reservation.extents()
         if len(extents):
             self.extents.free(extents)

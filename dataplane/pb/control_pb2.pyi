@@ -741,7 +741,7 @@ class Described(_message.Message):
     def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving")
+    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving", "samples")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
@@ -750,6 +750,7 @@ class AllocateRequest(_message.Message):
     ON_FULL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     columns: _containers.RepeatedCompositeFieldContainer[ColumnSizes]
@@ -758,7 +759,8 @@ class AllocateRequest(_message.Message):
     on_full: OnFull
     timeout_s: float
     moving: bool
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ..., moving: bool = ...) -> None: ...
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ..., moving: bool = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
 
 class Allocated(_message.Message):
     __slots__ = ("placements", "checksums", "evicted")

@@ -101,3 +101,23 @@ def test_unconsumed_samples_that_had_to_go_are_told_of(client: DataPlaneClient, 
             client.get_samples(names, partition, ["x"])
         assert caught.value.evicted == 1  # type: ignore[attr-defined]
     assert client.list_samples(partition).sample_ids == [f"s{number}" for number in range(12, 20)]
+
+
+@pytest.mark.parametrize("policy", ["evict", "evict_oldest"])
+def test_a_write_back_by_ids_into_a_full_partition_keeps_the_samples_that_it_writes(
+    client: DataPlaneClient, partition: str, policy: str
+) -> None:
+    register(client, partition, 4 * KIB, policy)
+    more = torch.full((1, 2 * WIDTH), 7, dtype=torch.int32)
+    for number in range(3):
+        put(client, partition, number)
+    assert client.claim_meta(partition, "train", ["x"], 3).size == 3
+    client.list_samples(partition)
+    written = client.put_samples(["s0"], partition, {"y": more})
+    assert "evicted_samples" not in written.extra_info
+    left = client.list_samples(partition).sample_ids
+    assert left[0] == "s0"
+    assert "s1" not in left
+    assert client.get_samples(["s0"], partition, ["x"])["x"].tolist() == rows(0)["x"].tolist()
+    assert client.get_samples(["s0"], partition, ["y"])["y"].tolist() == more.tolist()
+    assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0

@@ -124,6 +124,7 @@ def put(
             columns=tuple(ColumnSizes(name=c.name, sizes=int64s(s)) for c, s in zip(columns, sizes, strict=True)),
             update=mode is Mode.UPDATE,
             timeout_s=10.0,
+            samples=samples,
         )
     )
     grant = (client.session, reply.number)

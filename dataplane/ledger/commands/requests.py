@@ -80,6 +80,9 @@ class Allocate(Command, frozen=True, kw_only=True):
     all columns in one piece if they fit, else column by column, else columns split between values. Never a unit that is
     being drained.
 
+    `samples` are those that the put will name (None: not said). Those of them that live are evicted for no put, neither
+    this one nor another, until it is committed, aborted or refused.
+
     `moving`: room for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
     after all updates that wait, and new rows that there is room for.
     """
@@ -91,6 +94,7 @@ class Allocate(Command, frozen=True, kw_only=True):
     on_full: OnFull = OnFull.WAIT
     timeout_s: float = 60.0
     moving: bool = False
+    samples: Samples | None = None
 
 
 class AllocateAhead(Command, frozen=True, kw_only=True):
