@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import weakref
 from typing import Any
 
 from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
-from dataplane.connection import CopiesUnderWay, Copying, copies_end_s, desks, session_lock
+from dataplane.connection import begin_copy, desks, end_copies, session_lock
 from dataplane.control.achannel import AsyncChannel
 from dataplane.desk import Desk
 from dataplane.errors import DataPlaneError
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.under_way import UnderWay
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +27,9 @@ class AsyncConnection:
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
         """Use `open`."""
         self._channel = channel
-        self._copies = CopiesUnderWay()
+        self._copies = UnderWay()
         self._detached: set[asyncio.Task[None]] = set()
-        self._patience_s = copies_end_s(config)
+        self._config = config
         self.desk = Desk(
             channel.shown,
             session=channel.session,
@@ -58,16 +60,16 @@ class AsyncConnection:
         """Perform the operation's steps until it returns. A cancelled call leaves at once; its copy, if one is under
         way, ends in the background, and then its clean-up is done."""
         self._post_leftovers()
-        with Copying(self._copies) as copying:
-            return await self._go_on(operation, copying)
+        with (lock := threading.Lock()):
+            return await self._go_on(operation, lock)
 
-    async def _go_on(self, operation: Operation[T], copying: Copying, thrown: BaseException | None = None) -> T:
+    async def _go_on(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
         """Perform what is left of the operation, after throwing `thrown` into it."""
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
                 try:
-                    outcome = await self._perform(step, operation, copying)
+                    outcome = await self._perform(step, operation, lock)
                 except _DetachedError:
                     raise asyncio.CancelledError from None
                 except BaseException as error:
@@ -77,7 +79,7 @@ class AsyncConnection:
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
 
-    async def _perform(self, step: Step, operation: Operation[Any], copying: Copying) -> Any:
+    async def _perform(self, step: Step, operation: Operation[Any], lock: threading.Lock) -> Any:
         match step:
             case Send(command):
                 number, result = await self._channel.call(command)
@@ -85,18 +87,18 @@ class AsyncConnection:
             case Post(command):
                 self._channel.post(command)
             case Work():
-                copying.begin()
-                return await self._work(step, operation, copying)
+                begin_copy(self._copies, lock)
+                return await self._work(step, operation, lock)
         return None
 
-    async def _work(self, step: Work, operation: Operation[Any], copying: Copying) -> Any:
+    async def _work(self, step: Work, operation: Operation[Any], lock: threading.Lock) -> Any:
         running = asyncio.get_running_loop().run_in_executor(None, step.run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError as error:
             if running.done():
                 raise
-            finishing = self._finish(operation, running, error, copying.hand_over())
+            finishing = self._finish(operation, running, error, self._copies.hand_over(lock))
             task = asyncio.get_running_loop().create_task(finishing)
             self._detached.add(task)
             task.add_done_callback(self._detached.discard)
@@ -107,17 +109,19 @@ class AsyncConnection:
         operation: Operation[Any],
         running: asyncio.Future[Any],
         error: asyncio.CancelledError,
-        copying: Copying,
+        lock: threading.Lock,
     ) -> None:
         """Wait for the copy of a cancelled call, then let the operation clean up."""
-        with copying:
+        try:
             await asyncio.wait([running])
             running.exception()
             with contextlib.suppress(asyncio.CancelledError):
                 try:
-                    await self._go_on(operation, copying, error)
+                    await self._go_on(operation, lock, error)
                 except DataPlaneError as failed:
                     log.warning("cleaning up after a cancelled call: %s", failed)
+        finally:
+            lock.release()
 
     def _post_leftovers(self) -> None:
         for command in self.desk.leftovers():
@@ -126,8 +130,7 @@ class AsyncConnection:
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._dropped.detach()
-        self._copies.refuse_more()
-        await asyncio.get_running_loop().run_in_executor(None, self._copies.wait, self._patience_s)
+        await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
             self._post_leftovers()
         self.desk.close()

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
@@ -17,6 +17,7 @@ from dataplane.control.channel import Channel
 from dataplane.desk import Desk
 from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.under_way import UnderWay
 
 log = logging.getLogger(__name__)
 
@@ -74,66 +75,11 @@ class PerProcess(Generic[C]):
             made.close()
 
 
-class CopiesUnderWay:
-    """Counts operations from their first copy to their end (see `Copying`), so that closing can wait for them."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = 0
-        self._closing = False
-
-    def begin(self) -> None:
-        """One more. Raises `ClientClosedError` after `refuse_more`."""
-        with self._changed:
-            if self._closing:
-                raise ClientClosedError()
-            self._count += 1
-
-    def end(self) -> None:
-        """One less."""
-        with self._changed:
-            self._count -= 1
-            self._changed.notify_all()
-
-    def refuse_more(self) -> None:
-        """From now on none begins."""
-        with self._changed:
-            self._closing = True
-
-    def wait(self, timeout_s: float) -> None:
-        """Until none is under way. Raises `CallTimeoutError` after `timeout_s`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._count == 0, timeout_s):
-                what = f"close(): {self._count} operations that are copying"
-                raise CallTimeoutError(what=what, waited_s=timeout_s, peer="this process")
-
-
-class Copying:
-    """One operation's place among the copies under way: taken at its first copy, kept until this context ends, so that
-    its clean-up is not refused because the client is closing."""
-
-    def __init__(self, copies: CopiesUnderWay) -> None:
-        self._copies = copies
-        self._counted = False
-
-    def begin(self) -> None:
-        """To be called before each copy. Raises `ClientClosedError` if it is the first and the client is closing."""
-        if not self._counted:
-            self._copies.begin()
-            self._counted = True
-
-    def hand_over(self) -> Copying:
-        """Another to go on with; this one ends nothing any more."""
-        heir = Copying(self._copies)
-        heir._counted, self._counted = self._counted, False
-        return heir
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._counted:
-            self._copies.end()
+def begin_copy(copies: UnderWay, call: threading.Lock) -> None:
+    """To be called before each copy of a call. From its first on closing waits for the call, until it releases its
+    lock: so its clean-up is not refused. Raises `ClientClosedError` if it is the first and the client is closing."""
+    if not copies.enter(call):
+        raise ClientClosedError()
 
 
 @functools.cache
@@ -150,9 +96,15 @@ def desks() -> weakref.WeakSet[Desk]:
     return opened
 
 
-def copies_end_s(config: DataPlaneConfig) -> float:
-    """How long closing waits for copies: as long as one may be silent, and then the stop of its put."""
-    return config.call_timeout_s + config.connect_timeout_s
+def end_copies(copies: UnderWay, config: DataPlaneConfig) -> None:
+    """Let none begin and wait for those under way: as long as one may be silent, and then for the stop of its put.
+    Raises `CallTimeoutError`."""
+    copies.shut()
+    patience_s = config.call_timeout_s + config.connect_timeout_s
+    left = copies.wait(patience_s)
+    if left:
+        what = f"close(): {left} operations that are copying"
+        raise CallTimeoutError(what=what, waited_s=patience_s, peer="this process")
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
@@ -177,8 +129,8 @@ class Connection:
             if lock is not None:
                 lock.close()
             raise
-        self._copies = CopiesUnderWay()
-        self._patience_s = copies_end_s(config)
+        self._copies = UnderWay()
+        self._config = config
         self.desk = Desk(
             self._channel.shown,
             session=self._channel.session,
@@ -197,12 +149,12 @@ class Connection:
     def run(self, operation: Operation[T]) -> T:
         """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
         self._post_leftovers()
-        with Copying(self._copies) as copying:
+        with (call := threading.Lock()):
             try:
                 step = next(operation)
                 while True:
                     try:
-                        outcome = self._perform(step, copying)
+                        outcome = self._perform(step, call)
                     except BaseException as error:
                         step = operation.throw(error)
                     else:
@@ -210,22 +162,22 @@ class Connection:
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
 
-    def _perform(self, step: Step, copying: Copying) -> Any:
+    def _perform(self, step: Step, call: threading.Lock) -> Any:
         match step:
             case Send():
-                return self._send(step, copying)
+                return self._send(step, call)
             case Post(command):
                 self._channel.post(command)
             case Work(work):
-                copying.begin()
+                begin_copy(self._copies, call)
                 return work()
         return None
 
-    def _send(self, step: Send, copying: Copying) -> Sent:
+    def _send(self, step: Send, call: threading.Lock) -> Sent:
         meanwhile = step.meanwhile
         if meanwhile is None:
             return Sent(*self._channel.call(step.command))
-        copying.begin()
+        begin_copy(self._copies, call)
         done: list[Any] = []
         number, result = self._channel.call(step.command, meanwhile=lambda: done.append(meanwhile()))
         return Sent(number, result, *done)
@@ -237,8 +189,7 @@ class Connection:
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._dropped.detach()
-        self._copies.refuse_more()
-        self._copies.wait(self._patience_s)
+        end_copies(self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
             self._post_leftovers()
         _let_go(self.desk, self._channel)

@@ -146,6 +146,14 @@ def test_values_no_kind_carries_are_a_type_error_naming_field_row_and_type(
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32], ids=str)
+def test_a_dtype_that_no_column_holds_is_refused_with_the_way_out(dtype: torch.dtype) -> None:
+    value = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(dtype)
+    with pytest.raises(UnsupportedValueError, match=r"x\.view\(torch\.uint8\)"):
+        encode_one(value, 2)
+    encode_one(value.view(torch.uint8), 2)
+
+
 def test_bare_non_tensor_data_is_refused() -> None:
     fields = TensorDict({"ok": torch.zeros(2)}, batch_size=[2])
     fields["x"] = NonTensorData("a string", batch_size=[2])

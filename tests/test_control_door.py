@@ -38,20 +38,20 @@ def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    taken = [shared.take() for _ in range(4)]
+    taken = [shared.take(threading.Lock()) for _ in range(4)]
     for dealer in taken:
         assert dealer is not None
-        shared.put_back(dealer)
+        shared.put_back(dealer, sound=True)
     served: list[zmq.Socket[bytes]] = []
 
     def serve(dealer: zmq.Socket[bytes]) -> None:
         """Meanwhile others make calls."""
         served.append(dealer)
-        others = [shared.take() for _ in range(3)]
+        others = [shared.take(threading.Lock()) for _ in range(3)]
         assert dealer not in others
         for other in others:
             assert other is not None
-            shared.put_back(other)
+            shared.put_back(other, sound=True)
 
     shared.serve_idle(serve)
     assert len(opened) == 4
@@ -65,15 +65,15 @@ def test_sockets_that_nobody_needs_any_more_are_closed(scripted: Controller, mon
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    for dealer in [shared.take() for _ in range(4)]:
+    for dealer in [shared.take(threading.Lock()) for _ in range(4)]:
         assert dealer is not None
-        shared.put_back(dealer)
+        shared.put_back(dealer, sound=True)
     shared.serve_idle(lambda dealer: None)
     assert not any(dealer.closed for dealer in opened)
     shared.serve_idle(lambda dealer: None, idle_s=0.0)
     assert [dealer.closed for dealer in opened] == [True, True, True, False]
-    assert shared.take() is opened[3]
-    shared.put_back(opened[3])
+    assert shared.take(threading.Lock()) is opened[3]
+    shared.put_back(opened[3], sound=True)
     shared.close()
     context.destroy(linger=0)
 
@@ -90,10 +90,8 @@ def test_threads_that_call_while_heartbeats_come_share_few_sockets(scripted: Con
         while not all(each.done() for each in under_way):
             channel._maintain()
             shared = channel._door
-            with shared._changed:
-                sockets = shared._using + len(shared._idle)
             # One for each thread, one that is being served, and one that its keeper may be serving.
-            assert sockets <= 10
+            assert len(shared) <= 10
         for each in under_way:
             each.result()
 

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from dataplane.host import boot_id
 from dataplane.ledger.commands import UnitInfo
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.proof import Ticket
+from dataplane.under_way import UnderWay
 from dataplane.warm import FROM_BYTES, WarmMemory
 
 log = logging.getLogger(__name__)
@@ -124,8 +126,9 @@ class UnitConnection:
         self._frames = ClientFrames()
         self._payloads: ClientPayloads = self._frames
         self._idle: list[Wire] = []
-        self._state = threading.Condition()
-        self._under_way = 0
+        self._guard = threading.Lock()
+        self._under_way = UnderWay()
+        self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._closed = False
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
         with enough_for(self._endpoint):
@@ -156,7 +159,7 @@ class UnitConnection:
                 log.info("unit %d does not answer at %s; trying the next endpoint", self.info.unit, endpoint)
 
     def _shake_hands(self, attach: pb.Attach, timeout_s: float) -> None:
-        with self._wire("attach", timeout_s) as wire:
+        with (call := threading.Lock()), self._wire("attach", timeout_s, call) as wire:
             header = self._header(wire)
             header.attach.CopyFrom(attach)
             wire.send(header, held=[])
@@ -211,7 +214,7 @@ class UnitConnection:
         held: list[zmq.MessageTracker] = []
         waiting: deque[Sent] = deque()
         try:
-            with self._wire("write", timeout_s) as wire:
+            with (call := threading.Lock()), self._wire("write", timeout_s, call) as wire:
                 for chunk in plan_write(offsets, buffers):
                     if len(waiting) == WINDOW:
                         self._written(wire, waiting, reservation, held, timeout_s)
@@ -254,7 +257,7 @@ class UnitConnection:
 
         Raises as `write`, CallTimeoutError after `timeout_s`; then nothing is known.
         """
-        with self._wire("stop of a put", timeout_s) as wire:
+        with (call := threading.Lock()), self._wire("stop of a put", timeout_s, call) as wire:
             header = self._header(wire)
             header.stop.reservation = reservation
             wire.send(header, held=[])
@@ -280,7 +283,7 @@ class UnitConnection:
         if len(plan.requests) == 1:
             return self._read_whole(plan, timeout_s)
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
-        with self._wire("read", timeout_s) as wire:
+        with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
             asked: deque[_Asked] = deque()
             for request in plan.requests:
                 while len(asked) >= READ_WINDOW:
@@ -293,7 +296,7 @@ class UnitConnection:
     def _read_whole(self, plan: ReadPlan, timeout_s: float) -> Received:
         """A read that is one request: no copy at all, if it comes in a frame."""
         (request,) = plan.requests
-        with self._wire("read", timeout_s) as wire:
+        with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
             asked = deque([self._ask(wire, request, self._payloads)])
             frame: Bytes | None = None
             while asked:
@@ -373,9 +376,13 @@ class UnitConnection:
     # --- sockets ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _wire(self, what: str, timeout_s: float) -> Iterator[Wire]:
-        """A socket for one call; kept for the next one if the call went well, else closed."""
-        self._enter()
+    def _wire(self, what: str, timeout_s: float, call: threading.Lock) -> Iterator[Wire]:
+        """A socket for one call; kept for the next one if the call went well, else closed. call: what the caller holds
+        (see `UnderWay`)."""
+        if os.getpid() != self._owner:
+            raise ClientClosedError(why="it belongs to the process this one was forked from; open another here")
+        if not self._under_way.enter(call):
+            raise ClientClosedError
         wire: Wire | None = None
         try:
             wire = self._borrow()
@@ -390,34 +397,26 @@ class UnitConnection:
         finally:
             if wire is not None:
                 wire.close()
-            with self._state:
-                self._under_way -= 1
-                self._state.notify_all()
-
-    def _enter(self) -> None:
-        if os.getpid() != self._owner:
-            raise ClientClosedError(why="it belongs to the process this one was forked from; open another here")
-        with self._state:
-            if self._closed:
-                raise ClientClosedError
-            self._under_way += 1
 
     def _borrow(self) -> Wire:
         while True:
-            with self._state:
+            with self._guard:
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
                 curve_key = self.info.curve_key
                 with enough_for(self._endpoint):
-                    return Wire(
+                    wire = Wire(
                         self._context, self._endpoint, wake=self._wake, ticket=self._ticket, curve_key=curve_key
                     )
+                with self._guard:
+                    self._wires.add(wire)
+                return wire
             if wire.idle_and_sound:
                 return wire
             wire.close()
 
     def _give_back(self, wire: Wire) -> None:
-        with self._state:
+        with self._guard:
             if not self._closed and len(self._idle) < IDLE_WIRES:
                 self._idle.append(wire)
                 return
@@ -432,23 +431,26 @@ class UnitConnection:
         if os.getpid() != self._owner:
             self._closed = True
             return
-        with self._state:
+        with self._guard:
             if self._closed:
                 return
             self._closed = True
-            os.eventfd_write(self._wake, 1)
-            ended = self._state.wait_for(lambda: self._under_way == 0, timeout=CLOSE_WAIT_S)
-            idle, self._idle = self._idle, []
-        for wire in idle:
+        self._under_way.shut()
+        os.eventfd_write(self._wake, 1)
+        left = self._under_way.wait(CLOSE_WAIT_S)
+        with self._guard:
+            # Where no call is under way, with those that an interrupt left behind.
+            wires, self._idle = (self._idle if left else list(self._wires)), []
+        for wire in wires:
             wire.close()
         if self.arena is not None:
             self.arena.close()
-        if not ended:
+        if left:
             log.error("calls to unit %d are still under way; their sockets are left open", self.info.unit)
             return
         os.close(self._wake)
         if self._owns_context:
-            self._context.term()
+            self._context.destroy()
 
     def __enter__(self) -> UnitConnection:
         return self

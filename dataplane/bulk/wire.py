@@ -179,8 +179,12 @@ class Wire:
 
     @property
     def idle_and_sound(self) -> bool:
-        """Between calls: whether the peer has been there all the time and owes nothing."""
-        return not self._early and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+        """Between calls: whether the peer has been there all the time and owes nothing. Not after `close`."""
+        return (
+            not self._socket.closed
+            and not self._early
+            and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+        )
 
     def close(self) -> None:
         """Drop what is queued and hang up. Idempotent."""

@@ -296,11 +296,10 @@ class _FieldEncoder:
     def _plain(self, tensor: Tensor, row: int | None) -> Tensor:
         plain = plain_tensor(tensor)
         if plain is None:
-            raise self._unsupported(
-                describe_tensor(tensor),
-                "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor()).",
-                row,
-            )
+            hint = "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor())."
+            if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in DTYPE_NAMES:
+                hint = f"Put its bytes, x.view(torch.uint8), and view what is read as {tensor.dtype} again."
+            raise self._unsupported(describe_tensor(tensor), hint, row)
         return plain
 
     # --- kinds ---

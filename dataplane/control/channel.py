@@ -101,22 +101,23 @@ class Channel(OpenChannel):
     def _exchange(self, outgoing: Outgoing, meanwhile: Callable[[], None]) -> wire.Reply:
         sent = answered = False
         while True:
-            door, dealer = self._take()
-            try:
-                send(dealer, outgoing.frames)
-                if not sent:
-                    sent = True
-                    meanwhile()
-                while not door.shut:
-                    reply = self._await(door, dealer, outgoing)
-                    if reply is not None:
-                        answered = True
-                        return reply
-                    self._calls.check()
-                    if time.monotonic() >= outgoing.wake_at:
-                        send(dealer, self._calls.again(outgoing))
-            finally:
-                door.put_back(dealer, sound=answered)
+            with (using := threading.Lock()):
+                door, dealer = self._take(using)
+                try:
+                    send(dealer, outgoing.frames)
+                    if not sent:
+                        sent = True
+                        meanwhile()
+                    while not door.shut:
+                        reply = self._await(door, dealer, outgoing)
+                        if reply is not None:
+                            answered = True
+                            return reply
+                        self._calls.check()
+                        if time.monotonic() >= outgoing.wake_at:
+                            send(dealer, self._calls.again(outgoing))
+                finally:
+                    door.put_back(dealer, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
     def _await(self, door: Door, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
@@ -138,15 +139,18 @@ class Channel(OpenChannel):
 
     def _send_once(self, outgoing: Outgoing) -> None:
         """What finds no socket, as this process may open no more files, is repeated like what got lost."""
-        try:
-            door, dealer = self._take()
-        except ServiceUnavailableError as error:
-            log.warning("%s: sent later: %s", outgoing.method, error)
-            return
-        try:
-            send(dealer, outgoing.frames)
-        finally:
-            door.put_back(dealer)
+        with (using := threading.Lock()):
+            try:
+                door, dealer = self._take(using)
+            except ServiceUnavailableError as error:
+                log.warning("%s: sent later: %s", outgoing.method, error)
+                return
+            sent = False
+            try:
+                send(dealer, outgoing.frames)
+                sent = True
+            finally:
+                door.put_back(dealer, sound=sent)
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""
@@ -167,11 +171,11 @@ class Channel(OpenChannel):
 
     # --- sockets
 
-    def _take(self) -> tuple[Door, Socket]:
+    def _take(self, using: threading.Lock) -> tuple[Door, Socket]:
         """A socket to the door there is now, to be put back there."""
         while True:
             door = self._door
-            dealer = door.take()
+            dealer = door.take(using)
             if dealer is not None:
                 return door, dealer
             if self._closing:
@@ -220,7 +224,7 @@ class Channel(OpenChannel):
         if under_way:
             log.error("closed with %d calls under way that did not end in %.1f s", under_way, CLOSE_S)
         elif ended:
-            self._context.term()
+            self._context.destroy()  # with sockets that an interrupt left behind
 
     def _say_bye(self) -> None:
         try:

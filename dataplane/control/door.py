@@ -6,6 +6,7 @@ import bisect
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import zmq
@@ -14,6 +15,7 @@ from dataplane.control.keys import DoorKeys
 from dataplane.control.opening import Socket, door_socket
 from dataplane.control.waker import Waker
 from dataplane.descriptors import enough_for
+from dataplane.under_way import UnderWay
 
 IDLE_S = 30.0
 """A socket that nobody used for so long is closed."""
@@ -22,7 +24,9 @@ IDLE_S = 30.0
 class Door:
     """Each call takes a socket of its own and brings it back. There are never more than were taken at one time, and
     those that are not needed any more are closed. Once the door is shut (its service is gone, or the client is
-    closing), whoever polls `waker` with its socket wakes, and sockets brought back are closed. Thread-safe."""
+    closing), whoever polls `waker` with its socket wakes, and sockets brought back are closed. Thread-safe, and sound
+    after an interrupt at any place: a socket that was not brought back by then is closed with the door at the latest.
+    """
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: DoorKeys) -> None:
         self.endpoint = endpoint
@@ -31,8 +35,14 @@ class Door:
         self.shut = False
         self._context = context
         self._idle: list[tuple[Socket, float]] = []
-        self._using = 0
-        self._changed = threading.Condition()
+        self._sockets: weakref.WeakSet[Socket] = weakref.WeakSet()
+        self._using = UnderWay()
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many sockets there are."""
+        with self._guard:
+            return sum(not dealer.closed for dealer in self._sockets)
 
     @property
     def waker(self) -> Waker:
@@ -40,81 +50,74 @@ class Door:
         assert self._waker is not None, "nobody took a socket yet"
         return self._waker
 
-    def take(self) -> Socket | None:
+    def take(self, call: threading.Lock) -> Socket | None:
         """A socket, the last that was brought back; None once the door is shut. `ServiceUnavailableError`, naming the
-        remedy, where the process may have no more open files."""
-        with self._changed:
+        remedy, where the process may have no more open files. call: what the caller holds until it is back, by a `with`
+        statement (see `UnderWay`)."""
+        with self._guard:
             if self.shut:
                 return None
-            self._using += 1
+            self._using.enter(call)
             if self._idle:
                 return self._idle.pop()[0]
-        try:
-            with enough_for(self.endpoint):
-                with self._changed:
-                    self._waker = self._waker or Waker()
-                return door_socket(self._context, self.endpoint, self._keys)
-        except BaseException:
-            with self._changed:
-                self._less()
-            raise
+        with enough_for(self.endpoint):
+            with self._guard:
+                self._waker = self._waker or Waker()
+            dealer = door_socket(self._context, self.endpoint, self._keys)
+        with self._guard:
+            self._sockets.add(dealer)
+        return dealer
 
-    def put_back(self, dealer: Socket, *, sound: bool = True) -> None:
+    def put_back(self, dealer: Socket, *, sound: bool) -> None:
         """What was taken. It is closed unless it is `sound`: one that brought no answer may have no connection, which
-        others could be short of open files for."""
-        with self._changed:
-            if sound:
+        others could be short of open files for, and one that was interrupted may have sent half a message, which the
+        next would become part of."""
+        with self._guard:
+            if sound and not self.shut:
                 self._idle.append((dealer, time.monotonic()))
             else:
                 dealer.close()
-            self._less()
 
     def serve_idle(self, serve: Callable[[Socket], None], *, idle_s: float = IDLE_S) -> None:
         """Do this with each socket that nobody uses now, one at a time, so that callers find the others; then close
         those that nobody used for `idle_s`, but for one."""
-        with self._changed:
+        with self._guard:
             idle = list(self._idle)
         for dealer, since in idle:
-            with self._changed:
-                if (dealer, since) not in self._idle:
-                    continue
-                self._idle.remove((dealer, since))
-                self._using += 1
-            try:
-                serve(dealer)
-            finally:
-                with self._changed:
-                    if self._idle and time.monotonic() - since >= idle_s:
-                        dealer.close()
-                    else:
-                        bisect.insort(self._idle, (dealer, since), key=operator.itemgetter(1))
-                    self._less()
-
-    def _less(self) -> None:
-        self._using -= 1
-        if self.shut:
-            self._let_go()
+            with (call := threading.Lock()):
+                with self._guard:
+                    if (dealer, since) not in self._idle:
+                        continue
+                    self._idle.remove((dealer, since))
+                    self._using.enter(call)
+                sound = False
+                try:
+                    serve(dealer)
+                    sound = True
+                finally:
+                    with self._guard:
+                        needed = not self._idle or time.monotonic() - since < idle_s
+                        if sound and needed and not self.shut:
+                            bisect.insort(self._idle, (dealer, since), key=operator.itemgetter(1))
+                        else:
+                            dealer.close()
 
     def close(self) -> None:
         """Shut the door: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
-        with self._changed:
-            if not self.shut:
-                self.shut = True
-                if self._waker is not None:
-                    self._waker.wake()
-                self._let_go()
+        with self._guard:
+            self.shut = True
+            if self._waker is not None:
+                self._waker.wake()
+            while self._idle:
+                self._idle.pop()[0].close()
 
     def wait(self, timeout_s: float) -> int:
         """Until all sockets of a shut door are back and closed; how many are not, after `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._using == 0, timeout_s)
-            return self._using
-
-    def _let_go(self) -> None:
-        for dealer, _ in self._idle:
-            dealer.close()
-        self._idle.clear()
-        if not self._using:
-            if self._waker is not None:
-                self._waker.close()
-            self._changed.notify_all()
+        using = self._using.wait(timeout_s)
+        if not using:
+            with self._guard:
+                for dealer in list(self._sockets):
+                    dealer.close()
+                if self._waker is not None:
+                    self._waker.close()
+        return using

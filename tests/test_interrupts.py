@@ -1,0 +1,69 @@
+"""Ctrl-C at bytecodes spread over the whole of a call: the client goes on, and nothing counts as under way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.lives import WAIT_S
+
+pytestmark = pytest.mark.integration
+
+SCENES = """
+import sys
+import torch
+from dataplane import connect, serve
+from dataplane.ledger import commands as c
+from tests.interrupting import interrupt_everywhere
+
+scene, remote, most = sys.argv[1], sys.argv[2] == "remote", int(sys.argv[3])
+IDS = ["a", "b", "c"]
+ONES = {"x": torch.ones(3, 20_000)}
+with serve({"capacity_bytes": 32 << 20}) as service:
+    client = connect(service.address, force_remote=remote)
+    client.register_partition("p", ["x"], None, ["t"])
+    session = client._connections.get()
+    client.put_samples(IDS, "p", ONES)
+
+    def get():
+        assert (client.get_samples(IDS, "p", ["x"])["x"] == 1).all()
+
+    scenes = {
+        "post": lambda: session._channel.post(c.Release(located=10**6)),
+        "put": lambda: client.put_samples(IDS, "p", ONES),
+        "small put": lambda: client.put_samples(IDS, "p", {"y": torch.ones(3, 2)}),
+        "get": get,
+        "claim": lambda: client.claim_meta("p", "t", ["x"], 3, blocking=False),
+    }
+
+    def go_on(step):
+        client.put_samples(IDS, "p", ONES)
+        get()
+
+    after = (lambda step: client.stats()) if scene == "post" else go_on
+    assert interrupt_everywhere(scenes[scene], most, after) > most // 2
+    roads = session.desk.roads._connections.values()
+    under_way = [session._copies, session._channel._door._using, *[road._under_way for road in roads]]
+    assert not any(map(len, under_way)), [len(each) for each in under_way]
+    client.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scene", "road", "most"),
+    [
+        ("post", "local", 600),
+        ("put", "local", 50),
+        ("put", "remote", 50),
+        ("small put", "local", 50),
+        ("get", "local", 50),
+        ("get", "remote", 50),
+        ("claim", "local", 50),
+    ],
+)
+def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(scene: str, road: str, most: int) -> None:
+    command = [sys.executable, "-c", SCENES, scene, road, str(most)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S)
+    assert done.returncode == 0, done.stderr
