@@ -14,12 +14,17 @@ from typing import Any, Generic, Protocol, TypeVar
 from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
 from dataplane.control.channel import Channel
+from dataplane.control.numbering import undo_of
 from dataplane.desk import Desk
 from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
+from dataplane.ledger.commands import Allocate, Claim, Command, FindCells, Locate, Save
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 from dataplane.under_way import UnderWay
 
 log = logging.getLogger(__name__)
+
+_GIVING = (Allocate, Claim, Locate, Save, FindCells)
+"""Commands whose answer gives an operation something that it has to give back."""
 
 
 class Closable(Protocol):
@@ -147,39 +152,58 @@ class Connection:
         self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
-        """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up."""
+        """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up; what an
+        interrupt took from the operation before it could clean up is given back."""
         self._post_leftovers()
-        with (call := threading.Lock()):
-            try:
-                step = next(operation)
-                while True:
-                    try:
-                        outcome = self._perform(step, call)
-                    except BaseException as error:
-                        step = operation.throw(error)
-                    else:
-                        step = operation.send(outcome)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
+        given: list[tuple[int, Command]] = []
+        try:
+            with (call := threading.Lock()):
+                return self._run(operation, call, given)
+        except Exception:
+            raise
+        except BaseException:
+            for number, command in given:
+                undo = undo_of(number, command)
+                if undo is not None:
+                    self._channel.post(undo)
+            raise
 
-    def _perform(self, step: Step, call: threading.Lock) -> Any:
+    def _run(self, operation: Operation[T], call: threading.Lock, given: list[tuple[int, Command]]) -> T:
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    outcome = self._perform(step, call, given)
+                except BaseException as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _perform(self, step: Step, call: threading.Lock, given: list[tuple[int, Command]]) -> Any:
         match step:
             case Send():
-                return self._send(step, call)
+                return self._send(step, call, given)
             case Post(command):
                 self._channel.post(command)
             case Work(work):
                 begin_copy(self._copies, call)
+                # From now on only the operation knows when nothing is written into its room any more.
+                given[:] = [each for each in given if not isinstance(each[1], Allocate)]
                 return work()
         return None
 
-    def _send(self, step: Send, call: threading.Lock) -> Sent:
-        meanwhile = step.meanwhile
+    def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
+        command, meanwhile = step.command, step.meanwhile
+        begun: Callable[[int], None] = lambda number: None  # noqa: E731
+        if isinstance(command, _GIVING):
+            begun = lambda number: given.append((number, command))  # noqa: E731
         if meanwhile is None:
-            return Sent(*self._channel.call(step.command))
+            return Sent(*self._channel.call(command, begun=begun))
         begin_copy(self._copies, call)
         done: list[Any] = []
-        number, result = self._channel.call(step.command, meanwhile=lambda: done.append(meanwhile()))
+        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), begun=begun)
         return Sent(number, result, *done)
 
     def _post_leftovers(self) -> None:

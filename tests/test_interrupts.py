@@ -1,4 +1,5 @@
-"""Ctrl-C at bytecodes spread over the whole of a call: the client goes on, and nothing counts as under way."""
+"""Ctrl-C at bytecodes spread over the whole of a call: the client goes on, nothing counts as under way, and neither
+pins nor room are left behind."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch
 from dataplane import connect, serve
 from dataplane.ledger import commands as c
 from tests.interrupting import interrupt_everywhere
+from tests.lives import wait_until
 
 scene, remote, most = sys.argv[1], sys.argv[2] == "remote", int(sys.argv[3])
 IDS = ["a", "b", "c"]
@@ -47,6 +49,15 @@ with serve({"capacity_bytes": 32 << 20}) as service:
     roads = session.desk.roads._connections.values()
     under_way = [session._copies, session._channel._door._using, *[road._under_way for road in roads]]
     assert not any(map(len, under_way)), [len(each) for each in under_way]
+    client.clear_samples(None, "p")
+
+    def nothing_left():
+        unit = client.stats().units[0]
+        held = unit.live_bytes, unit.retired_bytes, unit.pinned_bytes, unit.reserved_bytes
+        return not any(held)
+
+    if scene in ("put", "get"):
+        wait_until(nothing_left, "pins and room are given back")
     client.close()
 """
 

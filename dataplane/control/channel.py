@@ -67,9 +67,15 @@ class Channel(OpenChannel):
     # --- calls
 
     def call(
-        self, command: c.Command, *, timeout_s: float | None = None, meanwhile: Callable[[], None] = lambda: None
+        self,
+        command: c.Command,
+        *,
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+        begun: Callable[[int], None] = lambda number: None,
     ) -> tuple[int, c.Result]:
-        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent.
+        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent, `begun`
+        before, with its number.
 
         Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim, Shrink) plus
         `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
@@ -82,6 +88,7 @@ class Channel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
+            begun(outgoing.number)
             reply = self._exchange(outgoing, meanwhile)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
