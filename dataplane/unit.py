@@ -185,8 +185,7 @@ class StorageUnit:
 
         if config.state_dir is None:
             return Adopted(arena=create(None))
-        shared = {config.arena_dir, DEFAULT_LOCK_DIRECTORY}
-        self._record = UnitRecord(config.state_dir, self.name, shared, forced=forced)
+        self._record = UnitRecord(config.state_dir, self.name, config.arena_dir, DEFAULT_LOCK_DIRECTORY, forced=forced)
         if anew:
             return Adopted(arena=self._record.begin(create))
         opened = self._record.open(create, epoch=epoch)
