@@ -34,7 +34,8 @@ PAUSE_S = 0.05
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """arena: its path; cookie: what identifies it. unit: the unit's number. arena_dir: the directory that it was made
-    with, and directory: which one that was. locks: which directory had the session locks of its clients. forced: what
+    with, and directory: which one that was. service: the name of the one that it belongs to, which was at the address
+    controller. locks: which directory had the session locks of its clients. forced: what
     was written there is on the disk, and outlives the machine."""
 
     arena: str
@@ -43,6 +44,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     arena_dir: str
     directory: str
     locks: str
+    service: str = ""
+    controller: str = ""
     cookie: str = ""
     forced: bool = False
 
@@ -62,7 +65,8 @@ class Adopted:
 
 class UnitRecord:
     """The record of the unit `name` in `state_dir`. lock_directory: where its clients' session locks are, besides
-    `arena_dir`. forced: the unit's arenas are to outlive the machine."""
+    `arena_dir`. controller: the address of the service that it is for. forced: the unit's arenas are to outlive the
+    machine."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class UnitRecord:
         arena_dir: str | Path,
         lock_directory: str | Path,
         *,
+        controller: str = "",
         forced: bool = False,
     ) -> None:
         self.path = Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
@@ -79,6 +84,9 @@ class UnitRecord:
         self._directory = identity(arena_dir)
         self._locks = identity(lock_directory)
         self._boot = boot_id()
+        self._controller = controller
+        self._service = ""
+        self._kept: Kept | None = None
         self._forced = forced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
@@ -89,13 +97,36 @@ class UnitRecord:
         user."""
         refuse_link_of_another(self.path.parent)
         was = self.path.exists()
-        kept = self._read()
+        kept = self._kept = self._read()
         arena = None if kept is None else self._adopt(kept, epoch)
         if kept is not None and arena is not None:
             return Adopted(arena=arena, unit=kept.unit, recheck=kept.boot != self._boot)
+        self._kept = None
         arena = self.begin(create)
         sweep_kept(arena.path.parent, superseded=self.path)
         return Adopted(arena=arena, lost="" if kept is None else kept.cookie, anew=was)
+
+    def found(self, service: str) -> None:
+        """The service at this unit's controller address is `service`. StateDirError if the arena that goes on belongs
+        to another one elsewhere. One at the same address began anew, without what it held."""
+        kept, self._service = self._kept, service
+        if kept is None or service == kept.service:
+            return
+        if self._controller != kept.controller:
+            raise self._refusal(
+                kept,
+                f"belongs to another service, {kept.service}, which was at {kept.controller}, and this start is for "
+                f"{service} at {self._controller}",
+                "Start it for that service, with its address, or use another --state-dir for this one",
+            )
+        log.warning(
+            "the service at %s is not the one that storage unit %s belongs to, %s, but a new one, %s: that had no "
+            "state directory, or lost what was in it, and the rows of this unit with it",
+            self._controller,
+            self._name,
+            kept.service,
+            service,
+        )
 
     def begin(self, create: Callable[[Path], Arena]) -> Arena:
         """What `create` makes for the path of this record, which exists by then."""
@@ -181,9 +212,13 @@ class UnitRecord:
             arena_dir=self._arena_dir,
             directory=self._directory,
             locks=self._locks,
+            service=self._service,
+            controller=self._controller,
             cookie=arena.cookie.hex(),
             forced=arena.forced,
         )
+        if kept == self._kept:
+            return
         aside = self.path.with_name(f"{self.path.name}.aside")
         with open(aside, "wb", opener=private) as file:
             file.write(msgspec.json.encode(kept))
@@ -191,6 +226,7 @@ class UnitRecord:
         hit("unit.record.before_rename")
         aside.replace(self.path)
         sync_path(self.path.parent)
+        self._kept = kept
 
 
 def identity(directory: str | Path) -> str:
