@@ -98,11 +98,16 @@ class Controller:
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards,
-        `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be gone on from,
-        `LimitError` where this process may have too few open files; nothing is left running then."""
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards or a session
+        timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be
+        gone on from, `LimitError` where this process may have too few open files; nothing is left running then."""
         config = self._config
         token = config.secret()
+        if config.session_timeout_s < config.heartbeat_s:
+            raise ValueError(
+                f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: clients "
+                "would be given up between two heartbeats; make it several times that"
+            )
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
         if token is None and config.tls is None and not is_loopback(config.host):
             log.warning(
