@@ -19,6 +19,7 @@ LONGEST_S = 2_000_000.0
 """Of a timeout: 23 days. A poll takes no more."""
 GIB = 1 << 30
 
+PATHS = ("arena_dir", "state_dir", "token_file", "tls_cert_file", "tls_key_file", "tls_ca_file")
 DURABILITIES = ("process", "machine")
 BULK_TRANSPORTS = ("zmq", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
@@ -127,6 +128,9 @@ class DataPlaneConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        for name in PATHS:
+            if getattr(self, name) == "":
+                raise ValueError(f'{name}="": the path is empty (an unset variable?); name one, or leave it out')
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
         if not 0 <= self.port < 65535:

@@ -280,10 +280,16 @@ class Journal(Log):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
         self._last = max(last or 0, self._droppable)
-        if self._last < self._end.least:
+        if self._end.damaged:
             raise self.error(
-                f"its log ends with record {self._last}, but {self._end.least} were appended: {LOG_NAME}-wal is "
-                f"damaged, and the last {self._end.least - self._last} are lost",
+                f"{END_NAME} is damaged: it does not tell where the log ends, which is record {self._last}",
+                f"Put back a copy of the directory; to go on with the log as it is, delete {END_NAME}",
+            )
+        if self._last < self._end.least:
+            damaged = f"{LOG_NAME}-wal is damaged" if self._last else f"{LOG_NAME} is missing, empty or damaged"
+            raise self.error(
+                f"its log ends with record {self._last}, but {self._end.least} were appended: {damaged}, and the last "
+                f"{self._end.least - self._last} are lost",
                 f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
             )
         for path in self.directory.glob("image-*"):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote as quote_for_shell
 from urllib.parse import quote
 
 import msgspec
@@ -32,12 +33,19 @@ PAUSE_S = 0.05
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """arena: its path; cookie: what identifies it. unit: the unit's number. place: where its clients' session locks
-    were, see `place_of`. forced: what was written there is on the disk, and outlives the machine."""
+    """arena: its path; cookie: what identifies it. unit: the unit's number. arena_dir: the directory that it was made
+    with, and directory: which one that was. service: the name of the one that it belongs to, which was at the address
+    controller. locks: which directory had the session locks of its clients. forced: what
+    was written there is on the disk, and outlives the machine."""
 
     arena: str
     unit: int
-    place: str
+    boot: str
+    arena_dir: str
+    directory: str
+    locks: str
+    service: str = ""
+    controller: str = ""
     cookie: str = ""
     forced: bool = False
 
@@ -55,38 +63,70 @@ class Adopted:
     anew: bool = False
 
 
-def place_of(directories: Iterable[str | Path]) -> str:
-    """Tells whether these are the same directories as before, on the same boot of the same machine: only there does a
-    lock file that is gone prove that its process is."""
-    found = [os.stat(directory) for directory in sorted(map(str, directories))]
-    return " ".join([boot_id(), *(f"{stat.st_dev}:{stat.st_ino}" for stat in found)])
-
-
 class UnitRecord:
-    """The record of the unit `name` in `state_dir`. lock_directories: see `BulkServer`. forced: the unit's arenas are
-    to outlive the machine."""
+    """The record of the unit `name` in `state_dir`. lock_directory: where its clients' session locks are, besides
+    `arena_dir`. controller: the address of the service that it is for. forced: the unit's arenas are to outlive the
+    machine."""
 
     def __init__(
-        self, state_dir: str | Path, name: str, lock_directories: Iterable[str | Path], *, forced: bool = False
+        self,
+        state_dir: str | Path,
+        name: str,
+        arena_dir: str | Path,
+        lock_directory: str | Path,
+        *,
+        controller: str = "",
+        forced: bool = False,
     ) -> None:
         self.path = Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
-        self._place = place_of(lock_directories)
+        self._name = name
+        self._arena_dir = str(Path(arena_dir).absolute())
+        self._directory = identity(arena_dir)
+        self._locks = identity(lock_directory)
+        self._boot = boot_id()
+        self._controller = controller
+        self._service = ""
+        self._kept: Kept | None = None
         self._forced = forced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
         """The arena of the life before; where there is none to go on with, which the log explains, what `create` makes
         for the path of this record; then earlier ones made for it are removed, unless a process holds them. Waits up to
-        `HELD_S` for the life before to end; StateDirError if it does not. PermissionError where the state directory is
-        a link of another user."""
+        `HELD_S` for the life before to end; StateDirError if it does not, or if the arena of the life before is, or
+        may be, in another directory than `arena_dir`. PermissionError where the state directory is a link of another
+        user."""
         refuse_link_of_another(self.path.parent)
         was = self.path.exists()
-        kept = self._read()
+        kept = self._kept = self._read()
         arena = None if kept is None else self._adopt(kept, epoch)
         if kept is not None and arena is not None:
-            return Adopted(arena=arena, unit=kept.unit, recheck=self._is_of_another_boot(kept))
+            return Adopted(arena=arena, unit=kept.unit, recheck=kept.boot != self._boot)
+        self._kept = None
         arena = self.begin(create)
         sweep_kept(arena.path.parent, superseded=self.path)
         return Adopted(arena=arena, lost="" if kept is None else kept.cookie, anew=was)
+
+    def found(self, service: str) -> None:
+        """The service at this unit's controller address is `service`. StateDirError if the arena that goes on belongs
+        to another one elsewhere. One at the same address began anew, without what it held."""
+        kept, self._service = self._kept, service
+        if kept is None or service == kept.service:
+            return
+        if self._controller != kept.controller:
+            raise self._refusal(
+                kept,
+                f"belongs to another service, {kept.service}, which was at {kept.controller}, and this start is for "
+                f"{service} at {self._controller}",
+                "Start it for that service, with its address, or use another --state-dir for this one",
+            )
+        log.warning(
+            "the service at %s is not the one that storage unit %s belongs to, %s, but a new one, %s: that had no "
+            "state directory, or lost what was in it, and the rows of this unit with it",
+            self._controller,
+            self._name,
+            kept.service,
+            service,
+        )
 
     def begin(self, create: Callable[[Path], Arena]) -> Arena:
         """What `create` makes for the path of this record, which exists by then."""
@@ -106,15 +146,30 @@ class UnitRecord:
             log.warning("%s cannot be read (%s): beginning with an empty arena", self.path, error)
             return None
 
-    def _is_of_another_boot(self, kept: Kept) -> bool:
-        return kept.place.split(" ")[0] != self._place.split(" ")[0]
-
     def _adopt(self, kept: Kept, epoch: int) -> Arena | None:
-        if kept.place != self._place and not (kept.forced and self._is_of_another_boot(kept)):
-            log.warning(
-                "%s was left on another boot, or in another container: beginning with an empty arena", kept.arena
-            )
+        booted = kept.boot != self._boot
+        if booted and not kept.forced:
+            log.warning("%s was left on another boot: beginning with an empty arena", kept.arena)
             return None
+        moved = kept.directory != self._directory and kept.arena_dir != self._arena_dir
+        elsewhere = not booted and kept.locks != self._locks
+        # There a lock file that is gone does not prove that its process is.
+        if elsewhere and not (moved and os.path.exists(kept.arena)):
+            log.warning("%s was left in another container: beginning with an empty arena", kept.arena)
+            return None
+        if moved:
+            raise self._refusal(
+                kept,
+                f"was made with --arena-dir {kept.arena_dir}, and this start has --arena-dir {self._arena_dir}",
+                f"Start it with --arena-dir {kept.arena_dir}",
+            )
+        if kept.directory != self._directory and not (booted and os.path.exists(kept.arena)):
+            raise self._refusal(
+                kept,
+                f"was made in another directory than the one that {self._arena_dir} is now: that was replaced, or its "
+                "disk is not mounted",
+                f"Bring back the directory that {self._arena_dir} was (a copy is another one)",
+            )
         end = time.monotonic() + HELD_S
         while True:
             try:
@@ -129,6 +184,14 @@ class UnitRecord:
                 log.warning("cannot go on with the arena of the life before (%s): beginning with an empty one", error)
                 return None
 
+    def _refusal(self, kept: Kept, why: str, hint: str) -> StateDirError:
+        return StateDirError(
+            directory=str(self.path.parent),
+            why=f"the arena of storage unit {self._name!r}, {kept.arena}, {why}",
+            hint=f"{hint}. To lose its rows and begin with an empty arena, remove {kept.arena} and empty {self.path} "
+            f"(`: > {quote_for_shell(str(self.path))}`)",
+        )
+
     def _held(self, arena: str) -> StateDirError:
         return StateDirError(
             directory=str(self.path.parent),
@@ -142,7 +205,20 @@ class UnitRecord:
 
     def write(self, arena: Arena, unit: int) -> None:
         """From now on the next life goes on with this arena. Written whole or not at all."""
-        kept = Kept(arena=str(arena.path), unit=unit, place=self._place, cookie=arena.cookie.hex(), forced=arena.forced)
+        kept = Kept(
+            arena=str(arena.path),
+            unit=unit,
+            boot=self._boot,
+            arena_dir=self._arena_dir,
+            directory=self._directory,
+            locks=self._locks,
+            service=self._service,
+            controller=self._controller,
+            cookie=arena.cookie.hex(),
+            forced=arena.forced,
+        )
+        if kept == self._kept:
+            return
         aside = self.path.with_name(f"{self.path.name}.aside")
         with open(aside, "wb", opener=private) as file:
             file.write(msgspec.json.encode(kept))
@@ -150,6 +226,13 @@ class UnitRecord:
         hit("unit.record.before_rename")
         aside.replace(self.path)
         sync_path(self.path.parent)
+        self._kept = kept
+
+
+def identity(directory: str | Path) -> str:
+    """Tells a directory from another one that has its name in another container, or later."""
+    found = os.stat(directory)
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:

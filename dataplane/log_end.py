@@ -10,6 +10,8 @@ from pathlib import Path
 from dataplane.host import boot_id
 
 _CONTENT = struct.Struct("<QQ36s")
+MOST = 2**63 - 1
+"""SQLite numbers no record higher."""
 
 
 class LogEnd:
@@ -23,8 +25,9 @@ class LogEnd:
         self._boot = boot_id().encode().ljust(36, b"\0")[:36]
         content = os.pread(self._fd, _CONTENT.size + 1, 0)
         appended, self._forced, boot = _CONTENT.unpack(content) if len(content) == _CONTENT.size else (0, 0, b"")
+        self.damaged = max(appended, self._forced) > MOST or self._forced > appended
         self.least = appended if boot == self._boot else self._forced
-        """The record that the log must reach."""
+        """The record that the log must reach, unless the file is `damaged`."""
 
     def appended(self, number: int) -> None:
         """The log has all up to this record."""

@@ -23,6 +23,7 @@ from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY, lock_directories
 from dataplane.bulk.server import BulkServer
 from dataplane.checksums import damaged
 from dataplane.config import MIB, DataPlaneConfig
+from dataplane.control.keys import DoorKeys
 from dataplane.control.tls import server_context
 from dataplane.control.unit_link import UnitLink
 from dataplane.curve import ServerKeys
@@ -151,14 +152,16 @@ class StorageUnit:
             link, data = self._link, self._arena.data
         link.report(_checked(order, data))
 
-    def _proven(self, secret: str) -> None:
+    def _proven(self, keys: DoorKeys) -> None:
         with self._guard:
+            if self._record is not None:
+                self._record.found(keys.service)
             if self._bulk is not None:
-                self._bulk.admit(secret)
+                self._bulk.admit(keys.secret)
 
     def _added(self, number: int) -> None:
         with self._guard:
-            if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
+            if self._bulk is not None and self._arena is not None:
                 self._bulk.unit = number
                 if self._record is not None:
                     self._record.write(self._arena, number)
@@ -185,10 +188,16 @@ class StorageUnit:
 
         if config.state_dir is None:
             return Adopted(arena=create(None))
-        shared = {config.arena_dir, DEFAULT_LOCK_DIRECTORY}
-        self._record = UnitRecord(config.state_dir, self.name, shared, forced=forced)
-        if anew:
+        if anew and self._record is not None:
             return Adopted(arena=self._record.begin(create))
+        self._record = UnitRecord(
+            config.state_dir,
+            self.name,
+            config.arena_dir,
+            DEFAULT_LOCK_DIRECTORY,
+            controller=self._controller,
+            forced=forced,
+        )
         opened = self._record.open(create, epoch=epoch)
         wanted = config.capacity_bytes
         if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:

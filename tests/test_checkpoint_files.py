@@ -323,6 +323,8 @@ def test_a_path_that_cannot_be(client: DataPlaneClient, tmp_path: Path) -> None:
     for call in (client.checkpoint, client.restore):
         with pytest.raises(CheckpointError, match="NUL"):
             call(tmp_path / "a\0b")
+        with pytest.raises(CheckpointError, match="the path is empty"):
+            call("")
     with pytest.raises(CheckpointWriteError, match="too long"):
         client.checkpoint(tmp_path / ("x" * 300))
     with pytest.raises(CheckpointError, match="too long"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataplane import DataPlaneConfig, build_data_plane_client, connect, serve
-from dataplane.config import MIB, TlsFiles
+from dataplane.config import MIB, PATHS, TlsFiles
 
 
 @pytest.mark.parametrize(
@@ -128,3 +128,14 @@ def test_attaching_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         build_data_plane_client({}, bootstrap=False)
     with pytest.raises(ValueError, match="address"):
         connect()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_an_empty_path_is_not_the_current_directory(name: str) -> None:
+    with pytest.raises(ValueError, match=f'{name}="": the path is empty'):
+        DataPlaneConfig(**{name: ""})
+
+
+def test_a_session_timeout_below_the_heartbeat_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"session_timeout_s=1\.0 is less than heartbeat_s=2\.0"):
+        serve({"units": 0, "session_timeout_s": 1.0})

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 WAIT_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-CONFIG = DataPlaneConfig(http_port=0, heartbeat_s=30.0)
+CONFIG = DataPlaneConfig(http_port=0, heartbeat_s=30.0, session_timeout_s=300.0)
 
 
 class Frozen(ScriptedLedger):

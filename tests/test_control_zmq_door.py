@@ -123,7 +123,7 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
     for module, name in ((calls, "RESEND_S"), (opening, "IPC_WAIT_S"), (opening, "REPEAT_S")):
         monkeypatch.setattr(module, name, 600.0)  # nothing is said twice, nor once more by TCP, on a slow machine
-    quiet = DataPlaneConfig(port=0, heartbeat_s=600.0)
+    quiet = DataPlaneConfig(port=0, heartbeat_s=600.0, session_timeout_s=6000.0)
     with Controller(quiet) as controller:
         client = Channel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
         client.call(c.Units())

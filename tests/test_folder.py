@@ -94,7 +94,7 @@ def test_a_state_directory_or_checkpoint_that_another_user_leads_elsewhere_is_re
     with pytest.raises(StateDirError, match=f"{link} is a link that user [0-9]+ made: remove it, or name another"):
         DurableLedger.open(link, SETTINGS)
     with pytest.raises(PermissionError, match="is a link that user"):
-        UnitRecord(link, "unit", [tmp_path]).open(refuse_to_make, epoch=1)
+        UnitRecord(link, "unit", tmp_path, tmp_path).open(refuse_to_make, epoch=1)
     with pytest.raises(CheckpointWriteError, match="is a link that user"):
         Place(link).prepare()
     assert not list(mine.iterdir())

@@ -333,3 +333,26 @@ def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
             assert next(found) == (1, b"one")
             journal.append(b"two")
             assert [record for _, record in reader.records(0, 2)] == [b"one", b"two"]
+
+
+def test_a_damaged_note_of_the_end_is_named_as_that(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "state") as journal:
+        journal.append(b"one")
+    (tmp_path / "state" / END_NAME).write_bytes(b"\xff" * 52)
+    with pytest.raises(StateDirError, match=r"journal\.end is damaged: it does not tell where the log ends"):
+        Journal.open(tmp_path / "state")
+    (tmp_path / "state" / END_NAME).unlink()
+    with Journal.open(tmp_path / "state") as journal:
+        assert everything(journal) == [b"one"]
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_a_log_that_is_missing_or_empty_is_named_as_that(tmp_path: Path, left: bytes | None) -> None:
+    with Journal.open(tmp_path / "state") as journal:
+        journal.append(b"one", b"two")
+    log = tmp_path / "state" / LOG_NAME
+    log.unlink()
+    if left is not None:
+        log.write_bytes(left)
+    with pytest.raises(StateDirError, match=r"journal\.sqlite is missing, empty or damaged, and the last 2 are lost"):
+        Journal.open(tmp_path / "state")

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture
 def record(tmp_path: Path, memory: Path) -> UnitRecord:
-    return UnitRecord(tmp_path / "state", "unit/0", [memory])
+    return UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path)
 
 
 class BeginsAnew(Exception):
@@ -207,29 +207,111 @@ def test_epochs_only_grow_also_when_the_clock_is_set_back(record: UnitRecord, me
         found.arena.close(unlink=False)
 
 
-def test_another_boot_or_container_begins_anew(
+def test_another_container_begins_anew(
     record: UnitRecord, memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A lock file that is not there proves nothing where another /dev/shm is."""
+    path = left_by(record, memory)
+    assert going_on(UnitRecord(tmp_path / "state", "unit/0", memory, "/"), epoch=2) is None
+    path.unlink()  # what another container has in its own memory cannot be seen
+    assert going_on(UnitRecord(tmp_path / "state", "unit/0", tmp_path, "/"), epoch=2) is None
+    assert caplog.text.count(f"{path} was left in another container: beginning with an empty arena") == 2
+
+
+def test_another_boot_begins_anew(
+    record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = left_by(record, memory)
+    monkeypatch.setattr(kept, "boot_id", lambda: "the boot after")
+    assert going_on(UnitRecord(record.path.parent, "unit/0", memory, "/"), epoch=2) is None
+    assert f"{path} was left on another boot: beginning with an empty arena" in caplog.text
+
+
+@pytest.fixture(params=["the same boot", "another boot", "another container"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., UnitRecord]:
+    """The next start of a unit, of which the arena is there all the same."""
+
+    def started(arena_dir: Path) -> UnitRecord:
+        if request.param == "another boot":
+            monkeypatch.setattr(kept, "boot_id", lambda: "the boot after")
+        locks = "/" if request.param == "another container" else tmp_path
+        return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks, forced=True)
+
+    return started
+
+
+def test_a_start_with_another_arena_directory_is_refused_and_leaves_all_as_it_is(
+    start: Callable[..., UnitRecord], memory: Path, tmp_path: Path
+) -> None:
+    path = left_by(UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path, forced=True), memory, forced=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    again = start(other)
+    written = again.path.read_bytes()
+    with pytest.raises(StateDirError) as refused:
+        going_on(again, epoch=2)
+    why = f"'unit/0', {path}, was made with --arena-dir {memory}, and this start has --arena-dir {other}"
+    assert f"{why}. Start it with --arena-dir {memory}. To lose its rows" in str(refused.value)
+    assert (again.path.read_bytes(), path.exists()) == (written, True)
+
+
+def test_the_same_directory_under_another_name_is_the_same(record: UnitRecord, memory: Path, tmp_path: Path) -> None:
     left_by(record, memory)
-    elsewhere = UnitRecord(tmp_path / "state", "unit/0", [tmp_path])
-    assert elsewhere.path == record.path
-    assert going_on(elsewhere, epoch=2) is None
-    assert "another boot, or in another container" in caplog.text
+    (tmp_path / "link").symlink_to(memory)
+    found = going_on(UnitRecord(tmp_path / "state", "unit/0", tmp_path / "link", tmp_path), epoch=2)
+    assert found is not None
+    found.arena.close()
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_arena_directory_that_was_replaced_is_refused(memory: Path, tmp_path: Path, *, back: bool) -> None:
+    """Who mapped the arena there was writes to that, not to its copy. An empty one may be where a disk was mounted."""
+    arenas = memory / "arenas"
+    arenas.mkdir()
+    path = left_by(UnitRecord(tmp_path / "state", "unit/0", arenas, tmp_path), arenas)
+    arenas.rename(memory / "before")
+    arenas.mkdir()
+    if back:
+        path.write_bytes((memory / "before" / path.name).read_bytes())
+    again = UnitRecord(tmp_path / "state", "unit/0", arenas, tmp_path)
+    written = again.path.read_bytes()
+    with pytest.raises(StateDirError, match=f"Bring back the directory that {arenas} was") as refused:
+        going_on(again, epoch=2)
+    assert f"remove {path} and empty {again.path} " in str(refused.value)
+    assert again.path.read_bytes() == written
+    path.unlink(missing_ok=True)
+    again.path.write_bytes(b"")
+    opened = again.open(lambda keeper: Arena.create(arenas, MIB, epoch=2, keeper=keeper), epoch=2)
+    with opened.arena:
+        assert opened.anew
 
 
 def test_an_arena_on_a_disk_outlives_its_machine_and_is_to_be_checked(
-    record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch
+    record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as before:
         before.setattr(kept, "boot_id", lambda: "the boot before")
-        path = left_by(UnitRecord(record.path.parent, "unit/0", [memory], forced=True), memory, forced=True)
+        before.setattr(kept, "identity", lambda directory: "what the disk was called then")
+        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
+        path = left_by(there, memory, forced=True)
     found = going_on(record, epoch=2)
     assert found is not None
     assert found.recheck
     with found.arena as arena:
         assert arena.path == path
         assert arena.data[100:105].tobytes() == b"hello"
+
+
+def test_an_arena_on_a_disk_that_is_not_mounted_is_not_lost(
+    record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(kept, "boot_id", lambda: "the boot before")
+        before.setattr(kept, "identity", lambda directory: "what was mounted there")
+        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
+        left_by(there, memory, forced=True).unlink()
+    with pytest.raises(StateDirError, match="or its disk is not mounted"):
+        going_on(record, epoch=2)
 
 
 def test_who_begins_anew_says_which_arena_is_lost(record: UnitRecord, memory: Path) -> None:

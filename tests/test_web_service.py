@@ -208,7 +208,7 @@ def test_the_session_of_the_server_lives_as_long_as_it_is_looked_at_and_longer(s
 
 
 def test_a_session_that_was_given_up_is_opened_anew() -> None:
-    with Controller(DataPlaneConfig(http_port=0, heartbeat_s=30.0)) as controller:
+    with Controller(DataPlaneConfig(http_port=0, heartbeat_s=30.0, session_timeout_s=300.0)) as controller:
         address = controller.http_address
         assert ask(address, "/api/stats").json["sessions"] == []
         assert controller._http is not None

@@ -205,6 +205,8 @@ class Reading:
 def _absolute(path: str | os.PathLike[str]) -> Path:
     if "\0" in os.fspath(path):
         raise CheckpointError(file=repr(os.fspath(path)), why="no path has a NUL character")
+    if not os.fspath(path):
+        raise CheckpointError(file="''", why="the path is empty (an unset variable?)")
     return Path(path).absolute()
 
 

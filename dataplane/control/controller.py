@@ -98,11 +98,16 @@ class Controller:
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards,
-        `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be gone on from,
-        `LimitError` where this process may have too few open files; nothing is left running then."""
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards or a session
+        timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be
+        gone on from, `LimitError` where this process may have too few open files; nothing is left running then."""
         config = self._config
         token = config.secret()
+        if config.session_timeout_s < config.heartbeat_s:
+            raise ValueError(
+                f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: clients "
+                "would be given up between two heartbeats; make it several times that"
+            )
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
         if token is None and config.tls is None and not is_loopback(config.host):
             log.warning(
@@ -119,7 +124,8 @@ class Controller:
         config = self._config
         require_enough()
         ledger = self._open_ledger()
-        secret = token or (self._made_secret() if config.tls else "")
+        # A service with TLS and without a token has a secret that stands for it.
+        secret = token or (self._lasting("ticket", 32) if config.tls else "")
         instance = secrets.token_hex(16)
         ticket = Ticket.of(secret, instance)
         self._keys = ServerKeys() if config.tls else None
@@ -138,6 +144,7 @@ class Controller:
             durable=self._durable is not None,
             forced=self._durable is not None and self._durable.forced,
             curve_key="" if self._keys is None else self._keys.public,
+            service=self._lasting("service", 16),
             instance=instance,
             secret=secret,
             told=token is None,
@@ -163,14 +170,14 @@ class Controller:
                 heartbeat_s=config.heartbeat_s,
             ).start()
 
-    def _made_secret(self) -> str:
-        """What stands for the token that a service with TLS does not have. A later life has the same, so that storage
-        units and their clients need not hear of a new one at once."""
-        before = None if self._durable is None else self._durable.recall_text("ticket")
-        secret = before or secrets.token_urlsafe(32)
+    def _lasting(self, name: str, nbytes: int) -> str:
+        """A random word that a later life with the same state has, too: storage units and their clients need not hear
+        of a new one at once."""
+        before = None if self._durable is None else self._durable.recall_text(name)
+        word = before or secrets.token_urlsafe(nbytes)
         if self._durable is not None and before is None:
-            self._durable.remember(ticket=secret)
-        return secret
+            self._durable.remember(**{name: word})
+        return word
 
     def _open_ledger(self) -> LedgerLike:
         config = self._config

@@ -111,7 +111,7 @@ def _keys(facts: Facts, shown: dict[str, str]) -> pb.Keys:
         nonce = b""
     if len(nonce) != NONCE_BYTES:
         raise InvalidRequestError(f"GetKeys wants {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
-    answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance)
+    answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance, service=facts.service)
     if facts.secret:
         answer.proof = proof_of(facts.secret, nonce, facts.instance, split_address(facts.address)[1])
     if facts.told:

@@ -27,8 +27,9 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 class Facts:
     """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in.
     `durable`: it keeps its state over a restart; `forced`: over the end of its machine, too. `curve_key`: of its ZMQ
-    door, "" where that does not encrypt. `instance`: a public name of this start; `secret`: what its proof and its
-    ticket are made with, "" where it has none; `told`: holders of a certificate are told the secret."""
+    door, "" where that does not encrypt. `service`: a public name of its state; `instance`: of this start; `secret`:
+    what its proof and its ticket are made with, "" where it has none; `told`: holders of a certificate are told the
+    secret."""
 
     address: str
     epoch: int
@@ -39,6 +40,7 @@ class Facts:
     durable: bool = False
     forced: bool = False
     curve_key: str = ""
+    service: str = ""
     instance: str = ""
     secret: str = field(default="", repr=False)
     told: bool = False

@@ -45,12 +45,14 @@ VERSION_KEY = "tq-protocol-version"
 class DoorKeys:
     """curve_key: the controller's public one; "": its doors do not encrypt. ticket: for this instance of the
     controller. secret: what tickets are derived from, storage units' too; "": the service has none. address: of the
-    service in numbers: of several addresses that its host's name has, the one that it answers at."""
+    service in numbers: of several addresses that its host's name has, the one that it answers at. service: a name of
+    its state, which it keeps with that."""
 
     curve_key: str = field(default="", repr=False)
     ticket: Ticket | None = None
     secret: str = field(default="", repr=False)
     address: str = ""
+    service: str = ""
 
 
 OPEN = DoorKeys()
@@ -100,7 +102,7 @@ def keys_of(
         raise told if isinstance(told, ProtocolVersionError) else _unavailable(address, f"it gives no keys: {told}")
     secret = _proven(answer, token, files is not None, address, nonce)
     ticket = Ticket.of(secret, answer.instance)
-    return DoorKeys(curve_key=answer.curve_key, ticket=ticket, secret=secret, address=reached)
+    return DoorKeys(curve_key=answer.curve_key, ticket=ticket, secret=secret, address=reached, service=answer.service)
 
 
 def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:

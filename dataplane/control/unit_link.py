@@ -14,7 +14,7 @@ import msgspec
 from dataplane.chance import jittered
 from dataplane.config import TlsFiles
 from dataplane.control.grpc_import import import_grpc_link
-from dataplane.control.keys import keys_of
+from dataplane.control.keys import DoorKeys, keys_of
 from dataplane.control.resolve import resolve
 from dataplane.errors import (
     AuthenticationError,
@@ -142,12 +142,12 @@ class UnitLink:
         add: c.AddUnit,
         on_order: Callable[[c.UnitOrder], None],
         *,
-        on_proven: Callable[[str], None] = lambda secret: None,
+        on_proven: Callable[[DoorKeys], None] = lambda keys: None,
         on_added: Callable[[int], None] = lambda unit: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
-        """Offer the unit to the controller; its number there. `on_proven` is called with the service's secret ("": it
-        has none) each time before the unit is offered. The other callbacks are called in the link's thread: `on_order`
+        """Offer the unit to the controller; its number there. `on_proven` is called with what the service proved
+        each time before the unit is offered. The other callbacks are called in the link's thread: `on_order`
         in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
         nothing of what it held, when the controller does not know the number: how it presents itself then. What they
         raise ends the link.
@@ -278,7 +278,7 @@ class UnitLink:
     def _stream(self, address: str) -> GrpcLink:
         deadline = time.monotonic() + self._patience_s()
         keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
-        self._on_proven(keys.secret)
+        self._on_proven(keys)
         with self._guard:
             add = self._add
             assert add is not None

@@ -371,18 +371,20 @@ class GetKeysRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Keys(_message.Message):
-    __slots__ = ("curve_key", "secret", "error", "instance", "proof")
+    __slots__ = ("curve_key", "secret", "error", "instance", "proof", "service")
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
     curve_key: str
     secret: str
     error: Error
     instance: str
     proof: bytes
-    def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    service: str
+    def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ..., service: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session",)

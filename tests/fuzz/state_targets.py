@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -12,6 +13,8 @@ from dataplane import kept as kept_module
 from dataplane.arena import Arena, sweep_kept
 from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.errors import StateDirError
+from dataplane.host import boot_id
 from dataplane.journal import LOG_NAME
 from dataplane.kept import UnitRecord
 from dataplane.ledger import Ledger, records
@@ -117,23 +120,28 @@ def kept_units(data: bytes) -> None:
     """The record of a storage unit, and the arena that it names."""
     feed, (name, content) = Feed(data), _arena()
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(kept_module, "HELD_S", 0.0):
-        record = UnitRecord(folder, "unit", {folder, DEFAULT_LOCK_DIRECTORY})
+        record = UnitRecord(folder, "unit", folder, DEFAULT_LOCK_DIRECTORY)
         arena = Path(folder) / name
         arena.write_bytes(_patched(feed, content[: 1 << 12]) + content[1 << 12 :])
-        written = feed.rest().replace(b"ARENA", os.fsencode(arena)).replace(b"PLACE", _place(folder))
+        written = feed.rest()
+        for word, told in _told(folder, arena).items():
+            written = written.replace(word, os.fsencode(told))
         record.path.write_bytes(written)
-        begun = record.open(lambda keeper: Arena.create(folder, 1 << 12, epoch=1, keeper=keeper), epoch=1 << 40)
-        with begun.arena as opened:
-            opened.grow(1 << 30)
+        with contextlib.suppress(StateDirError):  # it names an arena in another directory
+            begun = record.open(lambda keeper: Arena.create(folder, 1 << 12, epoch=1, keeper=keeper), epoch=1 << 40)
+            with begun.arena as opened:
+                opened.grow(1 << 30)
         sweep_kept(folder)
 
 
-def _place(folder: str) -> bytes:
-    return kept_module.place_of({folder, DEFAULT_LOCK_DIRECTORY}).encode()
+def _told(folder: str, arena: Path) -> dict[bytes, str | Path]:
+    """What the words in the seeds stand for."""
+    directory, locks = kept_module.identity(folder), kept_module.identity(DEFAULT_LOCK_DIRECTORY)
+    return {b"ARENA": arena, b"BOOT": boot_id(), b"FOLDER": folder, b"DIRECTORY": directory, b"LOCKS": locks}
 
 
 def kept_seeds() -> list[bytes]:
-    record = b'{"arena":"ARENA","unit":3,"place":"PLACE"}'
+    record = b'{"arena":"ARENA","unit":3,"boot":"BOOT","arena_dir":"FOLDER","directory":"DIRECTORY","locks":"LOCKS"}'
     header = bytes([1]) + (8).to_bytes(3, "little") + piece(b"\x01\0\0\0")
     keeper = bytes([1]) + (1024).to_bytes(3, "little") + piece(b"\xff\xff/x")
     return [bytes(2) + record, header + b"\0" + record, keeper + b"\0" + record]
