@@ -141,7 +141,7 @@ def test_what_cannot_be_loaded_does_not_come_again(one_road: Here) -> None:
     a, b = one_road.workers(2)
     a.send(_Broken(), B, async_op=True)
     a.send("second", B, async_op=True)
-    with pytest.raises(NotSerializableError):
+    with pytest.raises(NotSerializableError, match="a received object cannot be loaded: ImportError"):
         b.recv(A)
     assert b.recv(A) == "second"
 
