@@ -35,7 +35,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` are what sharding with packing leaves on a
     shard (see `schema`), None otherwise; `not_per_token` names padded columns whose dimension 1 is not the samples'
     tokens (see `materialize`). Methods that change rows give a new batch over the same memory where they can,
-    and say so where they work in place. A column whose number of rows differs from the others' is a ValueError.
+    and say so where they work in place. Columns can be put in and replaced one after another, also with another number
+    of rows: a column whose number differs from the others' is a ValueError of `size` and of all that deals with rows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -268,21 +269,24 @@ def materialize(
     column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0, else that row rounded up to
     `pad_to_multiple`. Per-token are those that `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as
     `sequence_lengths` `[N]` (if None, as those of such a column) says; all of them, where neither tells. Images and the
-    like are not: they are in `not_per_token` of the batch. layout "jagged": they stay as they are. All other columns
-    are passed on untouched, never padded; a NonTensorStack becomes a list if all its rows are tensors (ragged columns),
-    else an object array.
+    like are not: they are in `not_per_token` of the batch. Nested columns of another layout are padded as jagged ones
+    are. layout "jagged": they stay as they are. All other columns are passed on untouched, never padded; a
+    NonTensorStack becomes a list if all its rows are tensors (ragged columns), else an object array.
 
-    ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column or a dtype cannot
-    hold its pad value.
+    ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column, a dtype cannot hold
+    its pad value, or rows that are to be padded differ in more than their length; and if `sequence_lengths` are not as
+    many as the rows.
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
     pads = pad_value_dict or {}
     batch: BatchedDataDict[Any] = BatchedDataDict()
+    columns: dict[str, Any] = dict(td.items())
     if layout == "padded":
-        jagged = {name: row_lengths(value).cpu().numpy() for name, value in td.items() if is_jagged(value)}
+        columns = {name: _as_jagged(name, value) for name, value in columns.items()}
+        jagged = {name: row_lengths(value).cpu().numpy() for name, value in columns.items() if is_jagged(value)}
         batch.not_per_token = not_per_token(jagged, sequence_lengths)
-    for name, value in td.items():
+    for name, value in columns.items():
         if layout == "padded" and is_jagged(value):
             try:
                 longest = int(jagged[name].max(initial=0))
@@ -291,7 +295,23 @@ def materialize(
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"field {name!r}: {error}") from error
         batch[name] = _plain_column(value)
+    if sequence_lengths is not None and batch and len(sequence_lengths) != batch.size:
+        raise InvalidRequestError(f"sequence_lengths: {len(sequence_lengths)} lengths for {batch.size} rows")
     return batch
+
+
+def _as_jagged(name: str, value: Any) -> Any:
+    """A nested tensor of another layout as a jagged one, its rows copied; all else as it is."""
+    if not isinstance(value, Tensor) or is_jagged(value) or not value.is_nested:
+        return value
+    rows = value.unbind()
+    if len({row.shape[1:] for row in rows}) > 1:
+        told = ", ".join(str(list(row.shape)) for row in rows[:5])
+        raise InvalidRequestError(
+            f"field {name!r}: rows that are padded can differ in their first dimension only, got shapes {told}"
+        )
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=value.device)
+    return jagged_from_values(torch.cat(rows) if rows else value.new_empty(0), offsets_of(lengths))
 
 
 def _plain_column(value: Any) -> Any:
@@ -405,7 +425,10 @@ def _joined_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
     rows = sum(len(column) for column in columns)
     width = max(column.shape[1] for column in columns)
     out = columns[0].new_empty((rows, width, *columns[0].shape[2:]))
-    pad = pad_scalar(pad_value, out.dtype)
+    try:
+        pad = pad_scalar(pad_value, out.dtype)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"column {name!r}: {error}") from error
     start = 0
     for column in columns:
         end = start + len(column)

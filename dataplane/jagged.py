@@ -346,7 +346,11 @@ def padded_width(lengths: Int64s, width: int) -> int:
 
 def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | complex:
     """`pad_value` as a Python number that `dtype` holds without wrapping or becoming infinite; ValueError otherwise."""
-    value = pad_value.item() if hasattr(pad_value, "item") else pad_value
+    try:
+        value = pad_value.item() if hasattr(pad_value, "item") else pad_value
+    except (RuntimeError, ValueError) as error:
+        shape = f"{type(pad_value).__name__} of shape {list(pad_value.shape)}"
+        raise InvalidRequestError(f"a pad value is a number, got a {shape}") from error
     if not isinstance(value, bool | int | float | complex):
         raise InvalidRequestError(f"a pad value is a number, got {type(pad_value).__name__}")
     if not _holds(dtype, value):

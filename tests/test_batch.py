@@ -121,6 +121,15 @@ def test_size_and_dict() -> None:
         _ = BatchedDataDict({"a": 1.0}).size
 
 
+def test_columns_are_replaced_one_after_another() -> None:
+    batch: BatchedDataDict[Any] = BatchedDataDict({"a": torch.arange(4), "b": list("abcd")})
+    batch["a"] = batch["a"][::2]
+    with pytest.raises(ValueError, match="'b' has 4 rows, 'a' has 2"):
+        batch.select_indices([0])
+    batch["b"] = batch["b"][::2]
+    assert batch.select_indices([1])["b"] == ["c"]
+
+
 def test_rows_that_are_not_there() -> None:
     batch = batch_of()
     for start, end in ((0, 5), (-1, 2), (3, 2)):
@@ -296,6 +305,8 @@ def test_from_batches_that_do_not_match() -> None:
     for other in (torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 2, 1), torch.zeros(1), [0], nested_of([ROWS[0]])):
         with pytest.raises(ValueError, match="'a'"):
             BatchedDataDict.from_batches([one, {"a": other}])
+    with pytest.raises(ValueError, match="column 'a': a pad value is a number, got str"):
+        BatchedDataDict.from_batches([one, {"a": torch.zeros(1, 3)}], {"a": "x"})
     assert BatchedDataDict.from_batches([{}, one]).size == 1
     assert BatchedDataDict.from_batches([]).size == 0
 
@@ -388,11 +399,29 @@ def test_materialize_jagged_leaves_them() -> None:
     assert same_rows(batch["ids"], ROWS)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_materialize_pads_nested_columns_of_any_layout() -> None:
+    strided = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    batch = materialize({"x": strided}, pad_value_dict={"x": 7})
+    assert batch["x"].shape == (2, 4, 3)
+    assert batch["x"][0, 2:].eq(7).all()
+    assert materialize({"x": strided}, layout="jagged")["x"] is strided
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_materialize_errors_name_the_field() -> None:
     with pytest.raises(ValueError, match=r"'ids'.*cannot pad to 4.*longest row has 5"):
         materialize(td_of(), pad_to_seqlen=4)
     with pytest.raises(ValueError, match=r"'ids'.*does not fit"):
         materialize(td_of(), pad_value_dict={"ids": 0.5})
+    with pytest.raises(ValueError, match=r"'ids': a pad value is a number, got a Tensor of shape \[2\]"):
+        materialize(td_of(), pad_value_dict={"ids": torch.tensor([7, 8])})
+    with pytest.raises(ValueError, match=r"'ids': a pad value is a number, got a ndarray of shape \[2\]"):
+        materialize(td_of(), pad_value_dict={"ids": np.array([7, 8])})
+    with pytest.raises(ValueError, match="sequence_lengths: 1 lengths for 3 rows"):
+        materialize({"x": torch.zeros(3, 2)}, sequence_lengths=[2])
+    with pytest.raises(ValueError, match="'x': rows that are padded can differ in their first dimension only"):
+        materialize({"x": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 5)])})
     with pytest.raises(ValueError, match="layout"):
         materialize(td_of(), layout="packed")  # type: ignore[arg-type]
 

@@ -65,3 +65,8 @@ def test_strings_that_are_no_worker_name(name: str) -> None:
 def test_addresses_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         WorkerAddress("g").root_group_name = "h"  # type: ignore[misc]
+
+
+def test_a_group_name_is_a_str() -> None:
+    with pytest.raises(TypeError, match="group name 3 is int, expected str"):
+        WorkerAddress(3, 0)  # type: ignore[arg-type]

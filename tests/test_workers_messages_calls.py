@@ -214,10 +214,11 @@ def test_an_end_that_is_started_anew_begins_anew(here: Here, end: Any) -> None:
         assert waiting.wait() == ("anew", step)
 
 
-class _Ends:
+class Ends:
     """A source and a receiver, and what is on its way between them; calls are numbered since either began anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: bytes = b"s") -> None:
+        self.stream = stream
         self.incarnation = 0
         self.lives: list[str] = []
         self.under_way: deque[tuple[Post, bytes]] = deque()
@@ -235,6 +236,7 @@ class _Ends:
             forget=lambda *_: None,
             busy=lambda: True,
             lives=lambda _: True,
+            outdated=lambda _: False,
         )
         self.begin_anew()
 
@@ -251,11 +253,11 @@ class _Ends:
     def say(self, fails: bool) -> None:
         value, self.said = self.said, self.said + 1
         if fails:
-            self.outgoing.skip([B], b"s")
+            self.outgoing.skip([B], self.stream)
             return
         self.kept += 1
         snapshot = Snapshot(ObjectForm(), values.pack(value), None, b"", 1, self._free)
-        self.outgoing.queue(Sending("g:1", b"s", snapshot, None, "say", 0.0, 600.0))
+        self.outgoing.queue(Sending("g:1", self.stream, snapshot, None, "say", 0.0, 600.0))
         self.outgoing.flush("g:1", self.incarnation, 1, "")
 
     def _free(self, *_: object) -> None:
@@ -270,7 +272,7 @@ class _Ends:
         self.incoming.arrive(b"", post, skeleton, inline)
 
     def call(self, fails: bool, lives: bool = True) -> None:
-        posting = Posting("g:0", b"s", None, None, ObjectForm(), None, None, True, "call", 0.0, WAIT_S)
+        posting = Posting("g:0", self.stream, None, None, ObjectForm(), None, None, True, "call", 0.0, WAIT_S)
         if fails:
             self.incoming.skip(posting.key)
         else:
@@ -281,6 +283,8 @@ class _Ends:
         waiting = [posting for _, posting in self.calls if not posting.future.done()]
         if waiting:
             posting = chance.choice(waiting)
+            if chance.random() < 0.5:
+                self.incoming.abandon(posting)
             self.incoming.withdraw(posting)
             posting.fail(MessageTimeoutError(what="call", waited_s=1.0))
         if not self.incoming._postings:
@@ -290,7 +294,7 @@ class _Ends:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_fails_the_n_th_call_gets_the_n_th_or_nothing(seed: int) -> None:
-    chance, ends = random.Random(seed), _Ends()
+    chance, ends = random.Random(seed), Ends()
     got = 0
     for _ in range(300):
         step = chance.random()

@@ -60,6 +60,7 @@ class Engine:
             forget=lambda *_: None,
             busy=lambda: False,
             lives=lambda _: True,
+            outdated=lambda _: False,
         )
 
     def _reply(self, route: bytes, answer: Any, body: Any = None) -> None:

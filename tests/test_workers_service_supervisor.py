@@ -140,3 +140,25 @@ def test_what_was_asked_earlier_does_not_overrule_what_was_asked_later(
         assert set(made._alive) == {"here", "there"}
 
     asyncio.run(scene())
+
+
+def test_units_end_when_the_controller_is_gone_for_good(told: list[RayNode], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        made = supervisor()
+        stopped = asyncio.Event()
+
+        async def stop(**_: Any) -> None:
+            await asyncio.sleep(0)
+            stopped.set()
+
+        async def die() -> None:
+            raise RayActorError
+
+        actor: Any = SimpleNamespace(alive=SimpleNamespace(remote=die))
+        monkeypatch.setattr(made, "_controller", lambda: actor)
+        unit_on(made, HERE, nothing, serves=True).actor.stop = SimpleNamespace(remote=stop)
+        await made._watch()
+        await asyncio.wait_for(stopped.wait(), WAIT_S)
+        assert await made.units() == []
+
+    asyncio.run(scene())

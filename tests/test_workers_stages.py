@@ -105,3 +105,11 @@ def test_settings_need_no_algorithm_and_no_budget_of_a_stage_that_is_not_used(st
 
 def test_the_stages_of_tasks() -> None:
     assert [stage_of(task) for task in ("prev_lp", "ref_lp", "train", None)] == ["logprob", "logprob", "train", "train"]
+
+
+@pytest.mark.parametrize("name", ["train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"])
+@pytest.mark.parametrize("number", [0, -1, 2.0, "4", True])
+def test_batch_sizes_that_cannot_be_are_refused(name: str, number: Any) -> None:
+    with pytest.raises(ValueError, match=f"cfg's {name}: expected an integer of 1 or more, or None, got {number!r}"):
+        check_settings({name: number})
+    check_settings({name: 4})

@@ -14,13 +14,15 @@ class WorkerAddress:
 
     root_group_name: without a colon, not empty; ranks: the path below it, one int for a path of one. Immutable,
     hashable, ordered by nothing. ValueError for a name or a rank that cannot be (a negative rank), TypeError for a
-    rank that is not an int.
+    name that is not a str or a rank that is not an int.
     """
 
     root_group_name: str
     rank_path: tuple[int, ...]
 
     def __init__(self, root_group_name: str, ranks: int | Iterable[int] = ()) -> None:
+        if not isinstance(root_group_name, str):
+            raise TypeError(f"group name {root_group_name!r} is {type(root_group_name).__name__}, expected str")
         if not root_group_name or SEPARATOR in root_group_name:
             raise ValueError(f"group name {root_group_name!r}: it must not be empty and not contain {SEPARATOR!r}")
         path = tuple(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else (ranks,)

@@ -112,8 +112,10 @@ class MessengerClosedError(RefusedError):
 
 
 class NotSerializableError(DataPlaneError, TypeError):
-    def __init__(self, *, what: str, why: str) -> None:
-        super().__init__(f"{what} cannot be sent: {why}", what=what, why=why)
+    """verb: what cannot be done with it, "sent" or "loaded"."""
+
+    def __init__(self, *, what: str, why: str, verb: str = "sent") -> None:
+        super().__init__(f"{what} cannot be {verb}: {why}", what=what, why=why, verb=verb)
 
 
 class WorkerCallError(DataPlaneError, RuntimeError):

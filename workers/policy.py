@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +38,7 @@ from workers.stages import (
     REF_LP_TASK,
     TRAIN_TASK,
     Stage,
+    check_number,
     check_settings,
     enabled,
     packing_arguments,
@@ -63,7 +63,7 @@ class TQPolicy:
     micro-batches (see `workers.stages`), router_replay (whether it is "enabled", see `get_logprobs_from_meta`), and
     prefer_local_samples: whether samples go to data-parallel ranks on the host that their bytes are on, where that
     costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each step's samples. ValueError where
-    `cfg` asks for micro-batches that no stage can be cut into.
+    `cfg` has a batch size below 1 or that is no integer, or asks for micro-batches that no stage can be cut into.
 
     Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
     returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
@@ -451,8 +451,7 @@ class TQPolicy:
         """A number of samples: that given as the argument `name`, else cfg's `default`, else None."""
         if given is None and default is not None:
             name, given = f"cfg's {default}", setting(self.cfg, default)
-        if given is not None and (isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1):
-            raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {given!r}")
+        check_number(name, given)
         return given
 
     def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ besides, such as "algorithm" and "sequence_length_round".
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ Stage = Literal["train", "logprob"]
 """Which budget of tokens holds: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone has room for more."""
 
 STAGES: tuple[Stage, ...] = ("train", "logprob")
+BATCH_SIZES = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
 MAX_TOKENS = "max_tokens_per_microbatch"
 _PACKING_KEYS = ("algorithm", "input_key", "input_lengths_key", "sequence_length_pad_multiple", "microbatch_order")
 _DYNAMIC_KEYS = ("input_key", "input_lengths_key", "sequence_length_round")
@@ -63,9 +65,18 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     return arguments
 
 
+def check_number(name: str, value: Any) -> None:
+    """ValueError unless it is a number of samples, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
+        raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {value!r}")
+
+
 def check_settings(cfg: Any) -> None:
-    """ValueError where `cfg` asks for micro-batches that no stage could be cut into, or that a stage whose budget it
-    gives could not. A stage without a budget is looked at when it runs."""
+    """ValueError where `cfg` has a batch size that is no number of samples, or asks for micro-batches that no stage
+    could be cut into, or that a stage whose budget it gives could not. A stage without a budget is looked at when it
+    runs."""
+    for name in BATCH_SIZES:
+        check_number(f"cfg's {name}", setting(cfg, name))
     nothing = KVBatchMeta("", None, [], sequence_lengths=[])
     chosen = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
     for stage in [stage for stage in STAGES if _budget_name(chosen, stage)] or STAGES:

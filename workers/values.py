@@ -137,7 +137,8 @@ class Unpacked:
             loader.tensors = self.tensors
             return loader.load()
         except Exception as error:
-            raise NotSerializableError(what="a received object", why=f"{type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise NotSerializableError(what="a received object", why=why, verb="loaded") from error
 
 
 def unpack(

@@ -436,3 +436,17 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(client: tq.Transfer
     tq.load_checkpoint(tmp_path / "c")
     assert tq.kv_list("p") == {"p": {"a": {}}}
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c"]
+
+
+def test_arguments_of_another_kind_are_named(start: Start) -> None:
+    with pytest.raises(TypeError, match="conf=3: expected a mapping of settings or None, got int"):
+        tq.init(3)  # type: ignore[arg-type]
+    start()
+    client = tq.get_client()
+    meta = client.put(TensorDict({"x": torch.ones(4, 1)}, batch_size=4), partition_id="p")
+    for mode in ("fetch", "insert"):
+        with pytest.raises(TypeError, match="batch_size='2': expected an int, got str"):
+            client.get_meta(["x"], batch_size="2", partition_id="p", mode=mode, task_name="t")  # type: ignore[arg-type]
+    for chunks in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"chunks={chunks}: expected an integer of 1 or more"):
+            meta.chunk(chunks)  # type: ignore[arg-type]

@@ -219,6 +219,41 @@ def test_a_second_service_needs_another_name(service: LaunchedService, tmp_path:
         resolve_actor("another@tests")
 
 
+def test_a_service_whose_controller_died_is_not_found_and_another_has_its_name() -> None:
+    def over() -> bool:
+        try:
+            LaunchedService.find("dead")
+        except ServiceUnavailableError as error:
+            return "its controller is gone, so it is over; launch_service(name='dead')" in str(error)
+        return False
+
+    first = launch_service(SMALL, name="dead")
+    assert LaunchedService.find("dead").token == first.token
+    ray.kill(first._controller)
+    wait_until(over, "the service is over")
+    with launch_service(SMALL, name="dead") as second, second.connect() as client:
+        assert LaunchedService.find("dead").token == second.token != first.token
+        client.register_partition("p", ["x"], None, ["t"])
+        (unit,) = client.stats().units
+        first.shutdown()
+        client.put_samples(["kept"], "p", {"x": torch.ones(1, 2)})
+        assert [each.unit for each in client.stats().units] == [unit.unit], "it is not the first one's to end"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("", ValueError), ("a@b", ValueError), (3, TypeError)])
+def test_names_that_cannot_be(name: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"name={name!r}"):
+        launch_service(SMALL, name=name)
+
+
+@pytest.mark.parametrize("nodes", [[], ["nowhere"], {"pool": "typo"}, lambda node: False])
+def test_nodes_that_there_are_not_are_named(nodes: Any) -> None:
+    with pytest.raises(ServiceStartError, match=f"takes none of node {ray.nodes()[0]['NodeID']}"):
+        launch_service(SMALL, name="nowhere", nodes=nodes)
+    with pytest.raises(ServiceUnavailableError):
+        resolve_actor("nowhere@tests")
+
+
 def test_a_token_of_the_callers(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("my own secret\n")

@@ -27,7 +27,8 @@ class Arrival:
 
     route: where its answers are sent; memory: its values, None before they are fetched and after they are taken; own:
     only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender was lost
-    before the values were fetched, and raised by the receive that takes the message."""
+    before the values were fetched, and raised by the receive that takes the message; unpacked: its values as they were
+    copied out for a receive whose handle nobody has any more, in place of memory."""
 
     route: bytes
     post: Post
@@ -36,6 +37,12 @@ class Arrival:
     own: bool
     queued: bool = False
     lost: Exception | None = None
+    unpacked: Unpacked | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether its values are in this process."""
+        return self.memory is not None or self.unpacked is not None
 
     @property
     def key(self) -> Key:
@@ -76,37 +83,75 @@ class Posting:
 
 
 class Delivery:
-    """A message that met its receive. `take` copies its values out, once, in whichever thread comes first.
+    """A message that met its receive: its values are copied out once, in whichever thread comes first, and it is
+    received once somebody takes them. Until then it can be given back.
 
-    Refers to neither of them afterwards: what was received is given back when its owner drops it, not by a collector.
+    Refers to neither of the two afterwards: what was received is freed when its owner drops it, not by a collector.
     """
 
     def __init__(self, posting: Posting, arrival: Arrival, warm: WarmMemory, done: Callable[[], None]) -> None:
+        """done: tells the sender that its memory is its own again."""
         self.form = arrival.post.form
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
         self._warm = warm
         self._guard = threading.Lock()
+        self._copied = False
         self._values: Unpacked | None = None
+
+    def copy(self) -> None:
+        """Copy the values out. The sender of an object is told. That of a tensor is not, before it is taken: what is in
+        the target cannot be given back, as its owner may write there."""
+        with self._guard:
+            self._copy()
 
     def take(self) -> Unpacked | None:
         """What `recv` is to load; None for `recv_tensor`, whose target then has the values. The sender is told."""
         with self._guard:
-            if self._pending is None:
-                return self._values
-            posting, arrival, done = self._pending
-            memory, self._pending = arrival.memory, None
-            assert memory is not None, posting.what
-            try:
-                if posting.ready is not None:
-                    posting.ready.synchronize()
+            self._copy()
+            if self._pending is not None:
+                posting, arrival, done = self._pending
+                self._pending = None
                 if posting.target is not None:
-                    copy_into(posting.target, arrival.post.segments, memory)
-                else:
-                    skeleton, segments = arrival.skeleton, arrival.post.segments
-                    self._values = unpack(
-                        skeleton, segments, memory, self._warm, own=arrival.own, device=posting.device
-                    )
-            finally:
+                    posting.target = arrival.memory = None
+                    done()
+            return self._values
+
+    def give_back(self) -> Arrival | None:
+        """The message with its values, for another receive; None if it was taken."""
+        with self._guard:
+            if self._pending is None:
+                return None
+            posting, arrival, _ = self._pending
+            posting.target = self._pending = self._values = None
+            return arrival
+
+    def _copy(self) -> None:
+        if self._pending is None or self._copied:
+            return
+        posting, arrival, done = self._pending
+        try:
+            if posting.ready is not None:
+                posting.ready.synchronize()
+            if posting.target is None:
+                self._values = arrival.unpacked = self._unpack(posting, arrival)
+            else:
+                copy_into(posting.target, arrival.post.segments, _memory(arrival))
+            self._copied = True
+        except BaseException:
+            self._pending = None
+            raise
+        finally:
+            if self._pending is None or posting.target is None:
                 arrival.memory = None
                 done()
-            return self._values
+
+    def _unpack(self, posting: Posting, arrival: Arrival) -> Unpacked:
+        if arrival.unpacked is not None:
+            return arrival.unpacked
+        skeleton, segments = arrival.skeleton, arrival.post.segments
+        return unpack(skeleton, segments, _memory(arrival), self._warm, own=arrival.own, device=posting.device)
+
+
+def _memory(arrival: Arrival) -> Bytes:
+    assert arrival.memory is not None, arrival.id
+    return arrival.memory

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -29,6 +28,7 @@ from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
+from workers.messages.frames import decoded, frame
 from workers.messages.incoming import Incoming
 from workers.messages.links import LINGER_MS, Links
 from workers.messages.outgoing import Outgoing, Sending, Snapshot
@@ -41,11 +41,8 @@ from workers.values import Bytes
 KEEP_BYTES = 1 << 30
 """Memory of received tensors that were dropped, kept for the next ones, at most."""
 _JOIN_S = 10.0
-_FRAMES: dict[type, int] = {Post: 2, Data: 1}
-"""How many follow the head of each; none, the others'."""
 
 _log = logging.getLogger(__name__)
-M = TypeVar("M")
 
 
 class _Known(enum.Enum):
@@ -116,8 +113,11 @@ class Engine:
             forget=self.outgoing.forget,
             busy=self._busy,
             lives=lambda name: self._peer(name).known is _Known.LIVES,
+            outdated=self._outdated,
         )
         self._waker = Waker()
+        # Reentrant: a finalizer may come while its thread is here already.
+        self._waking = threading.RLock()
         self._unsubscribe = directory.subscribe(self._told)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -140,7 +140,7 @@ class Engine:
     def call(self, work: Callable[[], None]) -> None:
         """Have the engine's thread do it, in the order of calls."""
         self._calls.append(work)
-        self._waker.wake()
+        self._wake()
         if self._ended is not None:
             self._work()
 
@@ -152,6 +152,17 @@ class Engine:
         """Receive; its future tells what came."""
         self.call(partial(self._recv, posting))
 
+    def drop(self, posting: Posting) -> None:
+        """Nobody has the handle of this receive any more. Only enqueues: also for finalizers."""
+        if self._ended is None:
+            self._calls.append(partial(self.incoming.abandon, posting))
+            self._wake()
+
+    def _wake(self) -> None:
+        """Never after the waker was closed, when its descriptor may be another's."""
+        with self._waking:
+            self._waker.wake()
+
     def settled(self) -> Future[None]:
         """Done once this end can go away without harm to what it sent."""
         future: Future[None] = Future()
@@ -161,10 +172,11 @@ class Engine:
     def close(self) -> None:
         """End the thread and give everything back; whoever waits gets `MessengerClosedError`. Idempotent."""
         self._closing = True
-        self._waker.wake()
+        self._wake()
         self._thread.join(_JOIN_S)
         self._unsubscribe()
-        self._waker.close()
+        with self._waking:
+            self._waker.close()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -388,7 +400,7 @@ class Engine:
 
     def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
         if self._ended is None:
-            self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [_frame(body)])))
+            self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [frame(body)])))
 
     def _ask_relay(self, relay: Relay, want: Want) -> bool:
         """False where another has that worker's name by now, or its port, or it cannot be reached."""
@@ -412,7 +424,7 @@ class Engine:
             except zmq.Again:
                 return
             try:
-                request = _decoded(wire.decode_request, frames)
+                request = decoded(wire.decode_request, frames)
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
                 continue
@@ -428,7 +440,7 @@ class Engine:
                     # Its sender knows already that this worker is registered anew.
                     self._until_registered.append(partial(self._take, route, request, frames))
                     return
-                if request.receiver != self.incarnation or request.incarnation < peer.incarnation:
+                if self._outdated(request):
                     return
                 self._renew(request.source, peer, request.incarnation)
                 self.incoming.arrive(route, request, frames[0].bytes, frames[1].buffer)
@@ -444,7 +456,7 @@ class Engine:
         while (heard := self._links.receive()) is not None:
             name, frames = heard
             try:
-                answer = _decoded(wire.decode_answer, frames)
+                answer = decoded(wire.decode_answer, frames)
             except msgspec.DecodeError as error:
                 _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
                 continue
@@ -458,6 +470,10 @@ class Engine:
                 case _:
                     self._attempt(partial(self.outgoing.answered, name, answer))
         self._say_forgotten()
+
+    def _outdated(self, post: Post) -> bool:
+        """Whether its source, or this worker, has been registered anew since."""
+        return post.receiver != self.incarnation or post.incarnation < self._peer(post.source).incarnation
 
     def _serve(self, name: str, pull: Pull) -> None:
         sending = self.outgoing.asked(name, pull)
@@ -473,25 +489,9 @@ class Engine:
             receiver=peer.incarnation,
             start=pull.start,
         )
-        self._links.send(name, peer.endpoint, (wire.encode(data), _frame(part)), self.outgoing.idle)
+        self._links.send(name, peer.endpoint, (wire.encode(data), frame(part)), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()
         if inodes:
             self._links.send_to_all((wire.encode(Forget(inodes=inodes)),))
-
-
-def _decoded(decode: Callable[[Any], M], frames: list[zmq.Frame]) -> M:
-    """What the first frame says. `msgspec.DecodeError`: nothing of ours, or not with this number of frames after it."""
-    said = decode(frames[0].buffer if frames else b"")
-    if len(frames) - 1 != _FRAMES.get(type(said), 0):
-        raise msgspec.DecodeError(f"{type(said).__name__} with {len(frames) - 1} frames")
-    return said
-
-
-def _frame(body: Any) -> zmq.Frame:
-    try:
-        return zmq.Frame(body, copy=False, track=False)
-    except OSError:
-        # What is not copied takes pyzmq a descriptor or two, the first time.
-        return zmq.Frame(body, copy=True)

@@ -51,7 +51,8 @@ _Q = TypeVar("_Q")
 class Incoming:
     """worker: this end's name. reply: sends an answer along a route, in the engine's thread; ask: sends to one that
     passes on, False if it cannot; call, later: have something done by that thread; contact: of a source within a
-    stream; busy: whether this worker waits for anything; lives: whether a source is known to live, and watched."""
+    stream; busy: whether this worker waits for anything; lives: whether a source is known to live, and watched;
+    outdated: whether a message is of a process that is over, at either end."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Incoming:
         forget: Callable[[str, bytes], None],
         busy: Callable[[], bool],
         lives: Callable[[str], bool],
+        outdated: Callable[[Post], bool],
     ) -> None:
         self._worker = worker
         self._mappings = mappings
@@ -79,6 +81,7 @@ class Incoming:
         self._forget = forget
         self._busy = busy
         self._lives = lives
+        self._outdated = outdated
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
         self._fetches = Fetches(warm, relays, reply=reply, ask=ask, later=later)
@@ -169,6 +172,19 @@ class Incoming:
                 self._match(posting.key)
                 break
         self._drop_left(posting.key)
+
+    def abandon(self, posting: Posting) -> None:
+        """Nobody has the handle of this receive any more: it is withdrawn. A message that had met it, and that nobody
+        took from the handle, goes to the next receive, too."""
+        if not posting.future.done():
+            self.withdraw(posting)
+            return
+        arrival = None if posting.future.exception() is not None else posting.future.result().give_back()
+        if arrival is None or self._outdated(arrival.post):
+            return
+        self._leave(arrival)
+        if self._lives(posting.source):
+            self._match(posting.key)
 
     def _leave(self, arrival: Arrival) -> None:
         """Its receive could not take it."""
@@ -290,7 +306,7 @@ class Incoming:
         once if the values of their message are still to come, or if no message is left for them."""
         for key in [key for key in self._arrivals if key[0] == source]:
             for arrival in self._arrivals[key]:
-                if arrival.memory is None:
+                if not arrival.here:
                     arrival.lost = error
         for posting in self._interrupted(source):
             posting.fail(error)
@@ -366,7 +382,7 @@ class Incoming:
             self._mismatch(posting, arrival)
             return
         contact.proven = True
-        if arrival.memory is None:
+        if not arrival.here:
             self._fetch(posting, arrival)
         else:
             self._deliver(posting, arrival)
@@ -392,16 +408,22 @@ class Incoming:
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
+        handed_out = posting.eager and posting.target is not None
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:
-                delivery.take()
+                if posting.target is None or handed_out:
+                    delivery.copy()
+                else:
+                    delivery.take()
             except Exception as error:
                 posting.fail(error)
                 return
+        if handed_out:
+            self._held(arrival, busy=True)
         posting.future.set_result(delivery)
 
     def _held(self, arrival: Arrival, busy: bool) -> None:
-        post, kept = arrival.post, arrival.memory is not None
+        post, kept = arrival.post, arrival.here
         self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:

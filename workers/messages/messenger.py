@@ -28,6 +28,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ from workers.messages.outgoing import Sending, Snapshot
 from workers.messages.relays import RECEIVERS_FROM, Tree
 from workers.messages.slabs import Mappings, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
-from workers.messages.work import AsyncWork, all_of
+from workers.messages.work import AsyncWork, TensorWork, all_of
 from workers.values import Packed
 
 TIMEOUT_S = 1800.0
@@ -166,7 +167,8 @@ class Messenger:
         timeout_s: float | None = None,
     ) -> Any:
         """The next object that `src` sends with `send`; a `WithPayload` if a payload came along. Blocks for it, unless
-        `async_op`: then the work's result is the object."""
+        `async_op`: then the work's result is the object. What nobody has taken from the work when it is garbage is for
+        the next receive."""
         self._check(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
         return self._in(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
@@ -195,7 +197,8 @@ class Messenger:
     ) -> AsyncWork[None] | None:
         """Write the next tensor that `src` sends with `send_tensor` into `tensor`, of the same shape and dtype, on any
         device, of any strides that keep its elements apart. Blocks for it, unless `async_op`: then `tensor` is not to
-        be used until the work is done."""
+        be used until the work is done. Where it is garbage before anybody learned that it is done, nothing is written
+        from then on, and the message is for the next receive."""
         self._check(options, timeout_s, src)
         form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
         _check_target(tensor)
@@ -218,11 +221,11 @@ class Messenger:
         ignored. All of them have to call this, with the same `workers` and `src`, in the same order of calls.
 
         Both ends number their calls among these workers, from the moment at which either began to live: the n-th call
-        of a receiver gets what the source's n-th sent, and never another's, however late it comes. A call that failed
-        or whose time was over has its number, too. What comes for it later is dropped, and to the source it is as if it
-        was received; where it was the source's, that of the receiver is a `SourceFailedError`, at the latest when the
-        next one comes. A worker that leaves a call out is behind for good. After a `WorkerLostError` naming an end,
-        both begin anew.
+        of a receiver gets what the source's n-th sent, and never another's, however late it comes. A call that failed,
+        whose time was over or whose work is garbage has its number, too. What comes for it later is dropped, and to the
+        source it is as if it was received; where it was the source's, that of the receiver is a `SourceFailedError`, at
+        the latest when the next one comes. A worker that leaves a call out is behind for good. After a
+        `WorkerLostError` naming an end, both begin anew.
 
         The source gets its own object back once all receivers know of it, and is told of one that died; the others
         block for it. If the source cannot send, or dies, all raise: the source its error, the others
@@ -419,13 +422,14 @@ class Messenger:
             deadline=now + self._wait_s(timeout_s),
         )
         self._engine.submit_recv(posting)
-        work: AsyncWork[Any] = AsyncWork(posting.future, what, finish)
+        work: AsyncWork[Any] = (AsyncWork if target is None else TensorWork)(posting.future, what, finish)
         if async_op:
+            weakref.finalize(work, self._engine.drop, posting).atexit = False
             return work
         try:
             return work.wait()
         except BaseException:
-            self._engine.call(lambda: self._engine.incoming.withdraw(posting))
+            self._engine.drop(posting)
             raise
 
 

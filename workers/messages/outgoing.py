@@ -249,8 +249,9 @@ class Outgoing:
         for sending in late:
             self._queued[sending.to].remove(sending)
             sending.snapshot.release()
-        late += [sending for sending in self._all_sent() if sending.deadline <= now]
-        for sending in late:
+            what = f"{sending.what} (no such worker is known yet; was its group launched, and under this name?)"
+            sending.fail(MessageTimeoutError(what=what, waited_s=now - sending.begun))
+        for sending in [sending for sending in self._all_sent() if sending.deadline <= now]:
             sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
         waiting = itertools.chain(self._all_sent(), *self._queued.values())
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)

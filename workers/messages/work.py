@@ -65,7 +65,8 @@ class AsyncWork(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, or the operation's error. Blocks until it is done; `MessageTimeoutError` after `timeout` seconds,
-        which leaves the operation under way. RuntimeError in a function given to `then`, where it would block."""
+        which leaves the operation under way (a receive: while anybody has this). RuntimeError in a function given to
+        `then`, where it would block."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
         if self._settled is None and self._begin_to_settle() is not None:
@@ -180,6 +181,18 @@ class AsyncWork(Generic[T]):
                     self._error = error
                     raise
             return self._kept[0]
+
+
+class TensorWork(AsyncWork[None]):
+    """Of `recv_tensor`: whoever learns that it is done has received the message, whose values are in the tensor."""
+
+    def done(self) -> bool:
+        """Whether the operation has ended."""
+        done = super().done()
+        if done:
+            with contextlib.suppress(Exception):
+                self._result()
+        return done
 
 
 def _woken_by(future: Future[Any]) -> asyncio.Future[None]:

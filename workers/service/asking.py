@@ -53,6 +53,15 @@ def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], who: str)
         channel.close()
 
 
+def living_actor(name: str, namespace: str) -> ActorHandle | None:
+    """The actor of that name, if Ray has one that did not end for good."""
+    try:
+        actor: ActorHandle = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return actor
+
+
 def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
     """Those of the storage units of a service, which is in `namespace`, that Ray knows and did not give up."""
     there, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 import dataplane
 from dataplane.config import DataPlaneConfig
 from dataplane.durations import seconds
 from dataplane.errors import ServiceUnavailableError
-from workers.resolver import actor_address
-from workers.service.asking import unit_actors
+from workers.resolver import ANSWER_TIMEOUT_S, actor_address
+from workers.service.asking import living_actor, unit_actors
 from workers.service.views import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name
 
 if TYPE_CHECKING:
@@ -58,18 +58,30 @@ class LaunchedService:
     @classmethod
     def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
         """The service that some driver of this Ray cluster launched under that name, in that namespace (None: this
-        driver's). `ServiceUnavailableError` where there is none, or it does not answer."""
+        driver's). `ServiceUnavailableError` where there is none, or its controller or supervisor is gone, or does not
+        answer."""
         namespace = namespace or ray.get_runtime_context().namespace
+        address = actor_address(name, namespace)
         try:
             supervisor = ray.get_actor(supervisor_name(name), namespace=namespace)
-            config = ray.get(supervisor.config.remote(), timeout=ANSWER_S)
-            return cls(config, name, namespace, supervisor, ray.get_actor(name, namespace=namespace))
         except ValueError as error:
             why = "no service was launched under that name"
-            raise ServiceUnavailableError(address=actor_address(name, namespace), why=why) from error
+            raise ServiceUnavailableError(address=address, why=why) from error
+        try:
+            config = ray.get(supervisor.config.remote(), timeout=ANSWER_S)
         except RayError as error:
             why = f"its supervisor does not answer ({error})"
-            raise ServiceUnavailableError(address=actor_address(name, namespace), why=why) from error
+            raise ServiceUnavailableError(address=address, why=why) from error
+        try:
+            controller = ray.get_actor(name, namespace=namespace)
+            ray.get(controller.address.remote(), timeout=ANSWER_TIMEOUT_S)
+        except (ValueError, ActorDiedError) as error:
+            why = f"its controller is gone, so it is over; launch_service(name={name!r}) starts another in its place"
+            raise ServiceUnavailableError(address=address, why=why) from error
+        except RayError as error:
+            why = f"its controller does not answer ({error})"
+            raise ServiceUnavailableError(address=address, why=why) from error
+        return cls(config, name, namespace, supervisor, controller)
 
     def connect(self, **settings: Any) -> DataPlaneClient:
         """A client of this service, connected; settings: those of `DataPlaneConfig`. Raises as `dataplane.connect`."""
@@ -117,6 +129,8 @@ class LaunchedService:
         if self._over or not ray.is_initialized():
             return
         self._over = True
+        if living_actor(self.name, self.namespace) not in (None, self._controller):
+            return  # this one was over before, and another has its name
         end_service(self.name, self.namespace, self._supervisor, self._controller)
 
     def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:
@@ -137,8 +151,9 @@ class LaunchedService:
         self.shutdown()
 
 
-def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle) -> None:
-    """Stop supervisor, units and controller, giving each a moment, then kill them, whatever they did."""
+def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle | None) -> None:
+    """Stop supervisor, units and controller, those that there are, giving each a moment, then kill them, whatever they
+    did."""
     if supervisor is not None:
         with suppress(RayError):
             ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)
@@ -147,6 +162,8 @@ def end_service(name: str, namespace: str, supervisor: ActorHandle | None, contr
     for unit in unit_actors(name, namespace):
         with suppress(Exception):
             ray.kill(unit)
+    if controller is None:
+        return
     with suppress(RayError):
         ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
     with suppress(Exception):

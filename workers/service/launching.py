@@ -17,9 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.durations import seconds
 from workers.resolver import actor_address
+from workers.service.asking import living_actor
 from workers.service.launched import LaunchedService, ServiceConfig, end_service
 from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, taker
-from workers.service.parts import ControllerActor
+from workers.service.parts import ASK_AGAIN_S, ControllerActor
 from workers.service.supervisor import SUPERVISOR_CALLS, SupervisorActor
 from workers.service.views import Plan, ServiceStartError, supervisor_name
 
@@ -62,10 +63,12 @@ def launch_service(
     local on every node, actors that die are started again on their nodes and go on with what they held.
 
     Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not start in time, or why
-    it could not; ValueError if a controller of that name runs already, or an address is set; TypeError for settings
-    that there are not.
+    it could not, such as `nodes` that take none of those there are; ValueError if a controller of that name runs
+    already, or an address is set; TypeError for settings that there are not. What is left of a service of that name
+    whose controller is gone is ended first.
     """
     timeout_s = seconds("timeout_s", timeout_s)
+    _check_name(name)
     told = _settings(config, settings)
     check_storage(storage, told.units)
     capacity = capacity_of_each(storage, capacity_per_node, told.capacity_bytes, told.units)
@@ -83,6 +86,7 @@ def launch_service(
     controller = _controller(plan, told)
     supervisor = None
     try:
+        _end_leftovers(plan, end)
         supervisor = _supervisor(plan)
         _started("the controller", controller.start.remote(), end, timeout_s)
         left_s = max(end - time.monotonic(), 0.0)
@@ -127,6 +131,23 @@ def _controller(plan: Plan, config: DataPlaneConfig) -> ActorHandle:
             f"an actor {plan.name!r} is in namespace {plan.namespace!r} already: attach to {plan.config.address}, or "
             "shut it down first, or launch under another name"
         ) from error
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: expected the name of the controller's actor, a str")
+    if not name or "@" in name:
+        raise ValueError(f"name={name!r}: the name of the controller's actor is not empty, and has no '@'")
+
+
+def _end_leftovers(plan: Plan, end: float) -> None:
+    """End the supervisor and the storage units of a service whose controller had this one's name, and is gone."""
+    name = supervisor_name(plan.name)
+    while (left := living_actor(name, plan.namespace)) is not None:
+        end_service(plan.name, plan.namespace, left, None)
+        if time.monotonic() > end:
+            raise ServiceStartError(f"{name!r} is left of a service whose controller is gone, and does not end")
+        time.sleep(ASK_AGAIN_S)
 
 
 def _supervisor(plan: Plan) -> ActorHandle:

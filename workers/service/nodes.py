@@ -21,6 +21,9 @@ class RayNode:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"node {self.ident} ({self.host}), labels {dict(self.labels)}, resources {dict(self.resources)}"
+
 
 Nodes = Collection[str] | Mapping[str, str | float] | Callable[[RayNode], bool]
 """Which nodes to take: ids; or labels with their values and resources with the least there must be; or a function."""

@@ -46,6 +46,8 @@ LONGEST_REST_S = 60.0
 """A node where storage units do not start, or end at once, is tried again after ever longer rests, up to this."""
 STEADY_S = 60.0
 """A storage unit that lived so long was no failure of its node."""
+NODES_NAMED = 5
+"""Of the nodes of a cluster, in an error."""
 SUPERVISOR_CALLS = 100_000
 """Every storage unit has one call waiting at its supervisor."""
 
@@ -108,7 +110,9 @@ class SupervisorActor:
         `ServiceStartError` naming those that could not start, or did not within `timeout_s`."""
         await self._look()
         units = list(self._units.values())
-        if units:
+        if not units:
+            self._check_nodes()
+        else:
             await asyncio.wait([unit.begun for unit in units], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         failed = [unit for unit in units if unit.begun.done() and unit.begun.exception() is not None]
         if failed:
@@ -117,6 +121,18 @@ class SupervisorActor:
         if late:
             raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {', '.join(late)}")
         self._spawn(self._watch())
+
+    def _check_nodes(self) -> None:
+        """`ServiceStartError` where no node is to have storage units."""
+        plan = self._plan
+        nodes = sorted(self._alive.values(), key=lambda node: (node.host, node.ident))
+        if plan.storage == "driver_node":
+            nodes = [node for node in nodes if node.ident == plan.driver]
+        if not any(self._takes(node) for node in nodes):
+            raise ServiceStartError(
+                f"no storage unit can start: nodes={plan.nodes!r} with storage={plan.storage!r} takes none of "
+                f"{'; '.join(map(str, nodes[:NODES_NAMED])) or 'no node'}"
+            )
 
     async def go_on(self) -> None:
         """After this actor's process died: find the units that live, and watch again."""
@@ -228,7 +244,7 @@ class SupervisorActor:
     async def stop(self) -> None:
         """End all units, which gives their memory back. Nobody starts any from now on."""
         self._stopping = True
-        for task in list(self._tasks):
+        for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
         units, self._units = list(self._units.values()), {}
         await asyncio.gather(*(self._end(unit) for unit in units))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -155,6 +156,8 @@ class AsyncTransferQueueClient(AwaitedHalves):
         task: str | None,
         config: Mapping[str, Any] | None,
     ) -> Operation[BatchMeta]:
+        if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
+            raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
         if mode == "insert":
             return (yield from mine.insert(desk, batch_size, partition, coming=list(data_fields)))
         if mode == "force_fetch":

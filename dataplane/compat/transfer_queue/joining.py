@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 
@@ -27,6 +28,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def parts_of(size: int, chunks: int) -> list[range]:
+    if isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r}: expected an integer of 1 or more")
     each, longer = divmod(size, chunks)
     ends = [number * each + min(number, longer) for number in range(chunks + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -32,8 +32,10 @@ class Settings(dict[str, Any]):
 
     @classmethod
     def of(cls, conf: Mapping[str, Any] | None) -> Settings:
-        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. ValueError for a storage backend that
-        the original has not."""
+        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. TypeError for anything else,
+        ValueError for a storage backend that the original has not."""
+        if conf is not None and not isinstance(conf, Mapping):
+            raise TypeError(f"conf={conf!r}: expected a mapping of settings or None, got {type(conf).__name__}")
         settings = cls(_merged(_defaults(), conf or {}))
         backend = settings.backend.storage_backend
         if backend not in BACKENDS:
