@@ -218,14 +218,6 @@ class UnitReports:
             why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {named.number}"
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
-        same = [unit for unit in self.state.units.values() if unit.offer.name == item.name and unit.connected]
-        if same:
-            why = (
-                f"AddUnit {item.name!r}: storage unit {same[0].number} is called so and is connected; give this one "
-                "another name, or stop that one first"
-            )
-            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
-            return False
         for lost in self._before(item) if named is None else [named]:
             self._drop(lost, self._rows_by_partition(lost.number))
         return True
