@@ -16,11 +16,11 @@ from dataplane.control.channel import Channel
 from dataplane.control.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
-from tests.lives import WAIT_S
+from tests.lives import NO_HEARTBEATS, WAIT_S
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 NEVER_S = 600.0
-STILL = replace(QUICK, heartbeat_s=NEVER_S)
+STILL = replace(QUICK, **NO_HEARTBEATS)
 """No heartbeat comes, so none is late on a busy machine, which would have the session looked for and calls repeated."""
 
 Open = Callable[..., Channel]

@@ -59,7 +59,7 @@ class LedgerEvictor(LedgerLives):
         self.call(self.pick(chance), OPEN)
         acts = [self.put_rows, self.put_rows, self.put_rows, self.update, self.put_room, self.take_rows, self.take_rows]
         acts += [self.take_rows, self.settle, self.read_rows, self.ask_for_evicted]
-        acts += [self.put_rows, self.write_back, self.finish_put]
+        acts += [self.put_rows, self.write_back_by_ids, self.finish_put]
         for step in range(steps):
             if step == 4 and "p" in self.model.partitions:
                 self.limit(chance, policy)
@@ -96,7 +96,7 @@ class LedgerEvictor(LedgerLives):
             row = chance.choice(self.rows())
             self.put_column(chance, by_handles([(row.row, row.birth)]), Mode.UPDATE)
 
-    def write_back(self, chance: Random) -> None:
+    def write_back_by_ids(self, chance: Random) -> None:
         """More of one or two rows that live, by their ids."""
         if self.rows():
             chosen = chance.sample(self.rows(), min(len(self.rows()), chance.choice([1, 1, 2])))

@@ -30,7 +30,7 @@ from tests.control_service import (  # noqa: F401
     scripted,
     unhurried,
 )
-from tests.lives import CONFIG
+from tests.lives import CONFIG, NO_HEARTBEATS
 from tests.test_control_door import counted_sockets
 
 pytestmark = pytest.mark.integration
@@ -43,8 +43,8 @@ def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monke
     opened = counted_sockets(monkeypatch)
     threads = 4
     with (
-        serve({"capacity_bytes": 16 << 20, "heartbeat_s": NEVER_S}) as server,
-        connect(server.address, heartbeat_s=NEVER_S) as client,
+        serve({"capacity_bytes": 16 << 20, **NO_HEARTBEATS}) as server,
+        connect(server.address, **NO_HEARTBEATS) as client,
         ThreadPoolExecutor(threads) as pool,
     ):
         client.register_partition("p", ["x"], None, ["t"])

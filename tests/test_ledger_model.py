@@ -465,7 +465,7 @@ def test_cells_are_moved() -> None:
 def test_arenas_are_compacted() -> None:
     """Often enough, and enough of what was copied had been written or cleared meanwhile."""
     COMPACTED.clear()
-    for seed in range(40):
+    for seed in range(60):
         machine, chance = LedgerCompactor(), Random(seed)
         machine.start([chance.choice([20, 33, 40])] * chance.choice([1, 1, 2]), 64)
         for _ in range(3):

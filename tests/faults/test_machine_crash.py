@@ -60,7 +60,7 @@ def crash(service: Service, disk: Path) -> None:
     journal.close()
     record = disk / "unit-unit-0.json"
     kept = json.loads(record.read_text())
-    kept["place"] = " ".join(["the-boot-before", *kept["place"].split(" ")[1:]])
+    kept["boot"] = "the-boot-before"
     record.write_text(json.dumps(kept))
 
 
