@@ -53,7 +53,7 @@ def test_paragraphs_of_help_are_broken_where_the_terminal_ends(
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
     assert main(["drain", "--help"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "The rows travel" in line]
-    assert line.strip().endswith("or --undo.")
+    assert line.strip().endswith("and undoes it.")
 
 
 def test_help_has_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
