@@ -297,7 +297,8 @@ def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monk
         serve_one = ZmqDoor.serve
         patched.setattr(ZmqDoor, "serve", lambda door, handler: serve_one(door, handler) and fail())
         peer.connect(shell._door.endpoints[0])
-        with logged("the service failed on a message of the ZMQ door, and goes on"):
+        # The message is read on its own, or with what there is to know of its connection.
+        with logged("and goes on"):
             peer.send_multipart([b"Seal", b"", b""])
     ledger_wakes(shell)
 
