@@ -377,20 +377,23 @@ class RayVirtualCluster:
 
 
 def _await_attempt(group: PlacementGroup) -> None:
-    """While Ray tries to create this placement group, wait for the result, up to `ATTEMPT_S`.
+    """Wait until Ray has created this placement group or has just failed to, up to `ATTEMPT_S`.
 
-    Ray (2.60) may lose a placement group's resources for good if it is removed in the middle of that: they are never
-    free again (https://github.com/ray-project/ray/issues/64693).
+    Ray (2.60) may lose a placement group's resources for good if it is removed while Ray creates it: they are never
+    free again (https://github.com/ray-project/ray/issues/64693). Where there was no room it tries again after 0.3 to
+    1 s, and where no node is large enough not before there is another node.
     """
-    end = time.monotonic() + ATTEMPT_S
-    while _is_attempted(group) and time.monotonic() < end:
+    end, attempts = time.monotonic() + ATTEMPT_S, None
+    while time.monotonic() < end:
+        row: dict[str, Any] = placement_group_table(group)
+        if row.get("state") not in ("PENDING", "PREPARED"):
+            return
+        stats = row["stats"]
+        attempts = stats["scheduling_attempt"] if attempts is None else attempts
+        failed = row["state"] == "PENDING" and stats["scheduling_attempt"] > attempts
+        if stats["scheduling_state"] == "INFEASIBLE" or (failed and stats["scheduling_state"] == "NO_RESOURCES"):
+            return
         time.sleep(0.01)
-
-
-def _is_attempted(group: PlacementGroup) -> bool:
-    row: dict[str, Any] = placement_group_table(group)
-    state = row.get("state")
-    return state == "PREPARED" or (state == "PENDING" and row["stats"]["scheduling_state"] == "QUEUED")
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
