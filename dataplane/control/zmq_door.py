@@ -120,7 +120,8 @@ class ZmqDoor:
             match event:
                 case zmq.EVENT_ACCEPTED:
                     later[descriptor] -= 1
-                    self._peers[descriptor] = _peer_of(descriptor)
+                    if self._admission is not None:
+                        self._peers[descriptor] = _peer_of(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._is_stranger = True  # the next connection that ends is its
                 case zmq.EVENT_DISCONNECTED:
@@ -203,8 +204,18 @@ class ZmqDoor:
 def _peer_of(descriptor: int) -> str:
     """Who is at the other end of a connection, if it is there still."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            name = connection.getpeername()
+        copy = os.dup(descriptor)
     except OSError:
         return ""
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # it is another file by now
+        os.close(copy)
+        return ""
+    try:
+        name = connection.getpeername()
+    except OSError:
+        return ""
+    finally:
+        connection.close()
     return join_address(name[0], name[1]) if isinstance(name, tuple) else "this host"
