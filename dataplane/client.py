@@ -99,10 +99,10 @@ class DataPlaneClient:
         """Declare a partition, or replace schema, expected size and tasks of a live one: its rows, tags and the
         cursors of tasks that stay are kept, a seal is lifted and a new count begins.
 
-        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: how many samples
-        will be born until the partition counts as complete (None: not known, until `seal`). consumer_tasks: the
-        only tasks that may claim. grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag
-        may have. strict: a put of an undeclared field is a ValueError instead of extending the schema.
+        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: how many samples will be born until
+        the partition is complete (None: not known, until `seal`). consumer_tasks: the only tasks that may claim.
+        grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have. strict: a put of
+        an undeclared field is a ValueError instead of extending the schema.
 
         budget_bytes: the most that the partition may occupy in all storage units (None: whatever they have; a unit's
         own budget is its capacity): rows that live, room of puts under way, and cleared rows that are still read;
@@ -413,9 +413,8 @@ class DataPlaneClient:
         First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
         changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
         ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
-        `PartitionDroppedError`): there must be room for both.
-        Too little room is `RequestTooLargeError` or `CapacityTimeoutError`. They become visible at the same moment;
-        a failure on the way leaves nothing. Samples are born anew: metas from before are stale.
+        `PartitionDroppedError`): there must be room for both. Too little is `RequestTooLargeError` or
+        `CapacityTimeoutError`. All become visible at once; a failure leaves nothing. Metas from before are stale.
         """
         return self._run(restore, path, partitions, replace=replace)
 
@@ -465,7 +464,7 @@ class DataPlaneClient:
         return self._run(draining.drain, unit, timeout_s, force, on_progress)
 
     def undrain(self, unit: int) -> None:
-        """Let new rows onto a storage unit again that was to be drained."""
+        """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
         self._run(draining.undrain, unit)
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:

@@ -47,8 +47,8 @@ def schema_for_put(desk: Desk, partition: str, names: Iterable[str]) -> Operatio
 
 def _undeclared(schema: Schema, names: Iterable[str]) -> list[str]:
     """None where nothing is declared; the service refuses them where the schema is strict."""
-    declared = schema.declared
-    return [] if schema.strict or not declared else [name for name in names if name not in declared]
+    odd = [] if schema.strict else [name for name in names if not schema.declares(name)]
+    return odd if odd and schema.declared else []
 
 
 def check_claim(desk: Desk, command: c.Claim) -> Operation[None]:

@@ -61,7 +61,7 @@ class Pins:
 
 
 class Schema(dict[str, FieldSpec]):
-    """What is known of a partition's fields; `declared` are those that somebody registered, the others live."""
+    """What is known of a partition's fields: those that somebody registered, and others that live samples have."""
 
     def __init__(
         self,
@@ -71,16 +71,25 @@ class Schema(dict[str, FieldSpec]):
         strict: bool = False,
     ) -> None:
         super().__init__(fields)
-        self.declared = [name for name in fields if name not in undeclared]
+        self._undeclared = frozenset(undeclared)
         self.strict = strict
+
+    @property
+    def declared(self) -> list[str]:
+        """The names that somebody registered."""
+        return [name for name in self if self.declares(name)]
+
+    def declares(self, name: str) -> bool:
+        """Whether somebody registered a field of this name."""
+        return name in self and name not in self._undeclared
 
 
 WARNED = 4096
-"""Names of which a client remembers that it has warned of them."""
+"""Names that it remembers at most."""
 
 
 class Warned:
-    """Names that are no news any more. Thread-safe."""
+    """Names of fields for which this client has logged a warning, so that it logs one only once. Thread-safe."""
 
     def __init__(self, most: int = WARNED) -> None:
         self._most = most
@@ -88,7 +97,7 @@ class Warned:
         self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
 
     def first(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
-        """Those of the names that come for the first time."""
+        """Those of the names that were not passed before with the same `what` and `partition`."""
         new = []
         with self._lock:
             for name in names:

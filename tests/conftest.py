@@ -42,13 +42,12 @@ import_grpc_door()
 DataPlaneConfig.__init__.__kwdefaults__["connect_timeout_s"] = WAIT_S
 
 # Ray ends what has not started after 30 s, or 60; the rest is in tests/ray/patience.py.
-for _name, _unit_s in (
-    ("RAY_gcs_server_port_wait_time_s", 1.0),
-    ("RAY_raylet_start_wait_time_s", 1.0),
-    ("RAY_worker_register_timeout_seconds", 1.0),
-    ("RAY_agent_register_timeout_ms", 0.001),
-):
-    os.environ.setdefault(_name, str(int(START_S / _unit_s)))
+os.environ |= {
+    "RAY_gcs_server_port_wait_time_s": f"{START_S:.0f}",
+    "RAY_raylet_start_wait_time_s": f"{START_S:.0f}",
+    "RAY_worker_register_timeout_seconds": f"{START_S:.0f}",
+    "RAY_agent_register_timeout_ms": f"{1000 * START_S:.0f}",
+}
 
 settings.register_profile("ours", budget(100))
 settings.load_profile("ours")

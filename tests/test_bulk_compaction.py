@@ -72,16 +72,18 @@ def test_long_ranges_are_copied_and_forced_in_parts(unit: Unit, monkeypatch: pyt
 def test_requests_are_served_while_a_long_range_is_copied(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step ends when a request is there; the second does when it has been answered."""
     monkeypatch.setattr(compaction, "STEP_BYTES", MIB // 2)
-    answered = threading.Event()
+    copying, answered = threading.Event(), threading.Event()
     steps: list[bool] = []
 
     def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        copying.set()
         steps.append(bool(unit.server._router.poll(WAIT_S * 1000)) if not steps else answered.wait(WAIT_S))
 
     monkeypatch.setattr(unit.arena, "forced", True)
     monkeypatch.setattr(unit.arena, "force", force)
     with Peer(unit) as peer:
         unit.server.order(order(1, (0, MIB, MIB)))
+        assert copying.wait(WAIT_S)
         peer.send(read=read((0, 64)))
         payload = peer.reply()[1]
         answered.set()

@@ -102,9 +102,9 @@ def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_en
         door.notice_disconnects(taken)
         return [type(item) for item in taken.items]
 
-    # The client looked whether somebody listens, then connected, and was heard before the door knew of either.
+    # A client probes the port, closes that connection and connects again. Its heartbeat is read before these events.
     assert told_of(zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) == []
-    # Since then it was not heard: it is its connection that ended, whoever has the descriptor now.
+    # No heartbeat came since. So the connection that ended is the session's, whoever has the descriptor now.
     assert told_of(zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) == [c.SessionSilent]
 
 

@@ -30,7 +30,8 @@ FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
 GIVE_WAY_S = 2.0
 """Ray tries again after 1 s at most to create a placement group that found no room."""
-ATTEMPT_S = 5.0
+ATTEMPTS_S = 5.0
+"""How long removing placement groups may wait for Ray's attempts to create them, for all of them together."""
 KEEPER_TIMEOUT_S = 60.0
 RELEASE_TIMEOUT_S = 5.0
 _RESOURCES_SHOWN_NODES = 8
@@ -356,11 +357,12 @@ class RayVirtualCluster:
     def _remove(self) -> bool:
         """Remove what placement groups there are. Whether all went well; also after Ray is gone, which removed them."""
         groups, self._placement_groups = self._placement_groups or [], None
+        end = time.monotonic() + ATTEMPTS_S
         well = True
         for group in groups:
             try:
                 if ray.is_initialized():
-                    _await_attempt(group)
+                    _await_attempt(group, end)
                     remove_placement_group(group)
             except Exception as error:
                 logger.warning("cannot remove placement group %s: %s", group.id.hex(), error)
@@ -376,22 +378,23 @@ class RayVirtualCluster:
         self.shutdown()
 
 
-def _await_attempt(group: PlacementGroup) -> None:
-    """Wait until Ray has created this placement group or has just failed to, up to `ATTEMPT_S`.
+def _await_attempt(group: PlacementGroup, end: float) -> None:
+    """Wait until Ray has created this placement group or has just failed to, until `end` at the latest.
 
     Ray (2.60) may lose a placement group's resources for good if it is removed while Ray creates it: they are never
     free again (https://github.com/ray-project/ray/issues/64693). Where there was no room it tries again after 0.3 to
     1 s, and where no node is large enough not before there is another node.
     """
-    end, attempts = time.monotonic() + ATTEMPT_S, None
+    first: int | None = None
     while time.monotonic() < end:
         row: dict[str, Any] = placement_group_table(group)
         if row.get("state") not in ("PENDING", "PREPARED"):
             return
-        stats = row["stats"]
-        attempts = stats["scheduling_attempt"] if attempts is None else attempts
-        failed = row["state"] == "PENDING" and stats["scheduling_attempt"] > attempts
-        if stats["scheduling_state"] == "INFEASIBLE" or (failed and stats["scheduling_state"] == "NO_RESOURCES"):
+        outcome, attempts = row["stats"]["scheduling_state"], row["stats"]["scheduling_attempt"]
+        first = attempts if first is None else first
+        if outcome == "INFEASIBLE":
+            return
+        if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > first:
             return
         time.sleep(0.01)
 

@@ -61,6 +61,7 @@ def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collec
 
 
 def a_meta(meta: KVBatchMeta) -> KVBatchMeta:
+    """`meta` itself; TypeError if it is none."""
     if not isinstance(meta, KVBatchMeta):
         raise TypeError(
             f"expected a KVBatchMeta, got {type(meta).__name__}: pass what put_samples, list_samples or claim_meta "
@@ -70,6 +71,7 @@ def a_meta(meta: KVBatchMeta) -> KVBatchMeta:
 
 
 def fields_of(meta: KVBatchMeta) -> list[str]:
+    """The fields that the meta names; ValueError if it names none."""
     fields = a_meta(meta).fields
     if not fields:
         raise ValueError("this meta does not say which fields the workers are to read: use meta.with_fields([...])")

@@ -276,8 +276,8 @@ class TQPolicy:
         """Have the workers train on the samples, in global batches of `gbs` (default: cfg's, else all of them).
 
         They read `train_fields`; by default the fields of the meta and those written through this policy since
-        `prepare_step`. Returns what
-        `aggregate_train_results` makes of the workers' results. RuntimeError while a train step is open.
+        `prepare_step`. Returns what `aggregate_train_results` makes of the workers' results. RuntimeError while a train
+        step is open.
         """
         if self._step_open:
             raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")

@@ -216,7 +216,7 @@ def _enter_once(
         nonce=wanted.nonce,
         durable=opened.durable,
         keys=keys,
-        put_timeout_s=opened.put_timeout_s or PUT_TIMEOUT_S,
+        put_timeout_s=opened.put_timeout_s,
     )
     return session, dealer
 

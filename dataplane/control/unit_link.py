@@ -286,8 +286,7 @@ class UnitLink:
             return import_grpc_link()(address, keys, self._outbox.stream([add, *again]), self._tls)
 
     def _patience_s(self) -> float:
-        """How long to wait for the controller to answer: before its first answer what is left of `opening_s`, after it
-        `timeout_s`."""
+        """How long to wait for the controller's answer: `timeout_s`; for its first one, what is left of `opening_s`."""
         if self._answered.is_set():
             return self._timeout_s
         return max(0.0, self._opening_end - time.monotonic())

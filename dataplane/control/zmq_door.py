@@ -62,7 +62,7 @@ class ZmqDoor:
         self.socket.set(zmq.MAXMSGSIZE, wire.MAX_REQUEST_FRAME_BYTES)
         self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
-        self._heard: set[int] = set()
+        self._heard: set[int] = set()  # descriptors that heartbeats came from since the monitor was read
         self._peers: dict[int, str] = {}
         self._is_stranger = False
         self._closed = False
@@ -125,7 +125,7 @@ class ZmqDoor:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._is_stranger = True  # the next connection that ends is its
                 case zmq.EVENT_DISCONNECTED:
-                    # What was heard since may have come from a connection that has the descriptor by now.
+                    # The last heartbeat may have come from a later connection that has the same descriptor.
                     replaced = later[descriptor] > 0 and descriptor in self._heard
                     self._end_connection(handler, descriptor, replaced)
         self._heard.clear()

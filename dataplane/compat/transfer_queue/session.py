@@ -68,8 +68,8 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     conf: as the original's: `controller.sampler` (an instance, a class or a name), `controller.polling_mode`,
     `metrics.enabled` and `.port`. `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
     `backend` is not used. `controller.name`: Ray jobs that give the same name share a service, which the first of them
-    starts; their processes that give none use it, too. What concerns all processes is taken from whoever starts the
-    service and kept there. Every process that uses a sampler of its own class passes it here.
+    starts; processes of these jobs that give no name use it, too. Settings that concern all processes are those of the
+    process that starts the service, which keeps them. Each process that uses a sampler of its own class passes it here.
 
     Returns the merged settings where it started a service, with its address in `controller.zmq_info`, else `conf` as it
     is. A second call changes nothing. ValueError for an unknown sampler or backend, and for a name in a process that is

@@ -60,7 +60,8 @@ class Settings(dict[str, Any]):
         return config if config.address is not None else None
 
     def shared_name(self) -> str | None:
-        """Under which several jobs share a service; None: each has its own. ValueError for what is no name."""
+        """The name under which several jobs share a service; None: each job has its own. ValueError for a value that
+        is not a name."""
         name = self.controller.name
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
             raise ValueError(f"controller.name={name!r}: expected letters, digits, '.', '_' and '-', or None")

@@ -166,9 +166,8 @@ class TaskStats(Value, frozen=True, kw_only=True):
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
-    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last,
-    None before its first.
-    `dropped` counts the samples cleared as members of partial groups, by whatever claim.
+    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last (None:
+    it was never called). `dropped` counts the samples cleared as members of partial groups, by whatever claim.
 
     `used_bytes` is what counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still
     read; `peak_used_bytes` the most it ever was; new rows may take it up to `limit_bytes`. `evicted` counts consumed
