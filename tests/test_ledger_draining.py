@@ -295,6 +295,21 @@ def test_moves_may_take_the_reserve_and_wait_behind_every_update() -> None:
     assert places(client, "d")[0][0] == 2
 
 
+def test_a_move_waits_for_updates_that_wait_behind_one_whose_budget_is_used_up() -> None:
+    client = Driver(capacity=64 * KIB, reserve_fraction=0.0).client()
+    client.register(budget_bytes=40 * KIB)
+    client.register("q")
+    client.put(["a"], {"x": [30 * KIB]})
+    client.put(["b"], {"x": [30 * KIB]}, partition="q")
+    large = client.waits(client.allocate({"x": [12 * KIB]}, update=True))
+    small = client.waits(client.allocate({"x": [8 * KIB]}, update=True))
+    move = client.waits(client.allocate({"x": [2 * KIB]}, "q", update=True, moving=True))
+    client.do(c.Abort(reservation=large))
+    assert (client.result(small), client.result(move)) == (None, None)
+    client.do(c.Abort(reservation=small))
+    assert isinstance(client.result(move), c.Allocated)
+
+
 def test_a_waiting_move_holds_up_no_put() -> None:
     driver, client = two_units(capacity=64 * KIB)
     other = driver.client("other")

@@ -84,15 +84,15 @@ class Rooms:
     def _line(self, asking: ParkedAllocate) -> tuple[bool, bool]:
         """Whether a put of this partition waits already that holds it up, and whether one of any does. Moves hold up
         moves only."""
-        moving, update = asking.command.moving, asking.command.update
+        waiting = self.state.room_waiters[asking.command.update].values()
+        if asking.command.moving:
+            return any(parked.command.moving for parked in waiting), self._updates_hold_up()
         queued: set[str] = set()
         behind = False
-        for parked in self.state.room_waiters[update].values():
-            if moving and parked.command.moving:
-                return True, True
+        for parked in waiting:
             if parked.command.moving or parked.partition.name in queued or not self._in_line(parked):
                 continue
-            if not moving and parked.partition is asking.partition:
+            if parked.partition is asking.partition:
                 return True, True
             queued.add(parked.partition.name)
             behind = behind or self._holds_up(parked)
@@ -212,13 +212,16 @@ class Rooms:
 
     def _judge_moves(self) -> None:
         """What is to be moved takes what no update waits for."""
-        updates = self.state.room_waiters[True].values()
-        moves = [parked for parked in updates if parked.command.moving]
-        puts = [parked for parked in updates if not parked.command.moving]
-        behind = bool(moves) and any(map(self._holds_up, puts))
+        moves = [parked for parked in self.state.room_waiters[True].values() if parked.command.moving]
+        behind = bool(moves) and self._updates_hold_up()
         for parked in moves:
             if self._judge(parked, behind=behind):
                 return
+
+    def _updates_hold_up(self) -> bool:
+        """Whether moves wait for an update: any, not only one that is the first of its partition."""
+        updates = self.state.room_waiters[True].values()
+        return any(self._holds_up(parked) for parked in updates if not parked.command.moving)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
