@@ -79,6 +79,8 @@ class LedgerWriter(LedgerDriver):
     ) -> None:
         client = self.draw_client(data)
         columns = tuple(self.draw_column(data, name, len(samples), wrong=fate != "commit") for name in names)
+        if fate == "double" and samples.ids is not None:
+            samples = by_ids((*samples.ids, samples.ids[0]))
         allocate = Allocate(
             partition="p",
             columns=tuple(ColumnSizes(name=c.name, sizes=int64s(sizes_of(c)), by_schema=c.by_schema) for c in columns),
@@ -89,8 +91,6 @@ class LedgerWriter(LedgerDriver):
             samples=samples,
         )
         answer = self.call(client, allocate)
-        if fate == "double" and samples.ids is not None:
-            samples = by_ids((*samples.ids, samples.ids[0]))
         if fate == "short":
             columns = (with_longer(columns[0]), *columns[1:])
         tags = self.draw_tags(data, len(samples))

@@ -338,12 +338,15 @@ def test_a_put_that_names_all_there_is_waits_until_another_sample_may_go() -> No
     assert client.call(c.Allocated, client.allocate({"x": [KIB, KIB]})).evicted == ("s0", "s1")
 
 
+@pytest.mark.parametrize("named", [("s0", "s1"), ("s0", "s1", "s0")])
 @pytest.mark.parametrize("end", ["commit", "abort", "refused", "bye"])
-def test_a_sample_that_a_put_under_way_names_is_evicted_for_no_other_until_that_ends(end: str) -> None:
+def test_a_sample_that_a_put_under_way_names_is_evicted_for_no_other_until_that_ends(
+    end: str, named: tuple[str, ...]
+) -> None:
     client = evicting("evict_oldest", budget=3 * KIB)
     fill(client, 2)
     writer = client.driver.client("writer")
-    room = writer.post(writer.allocate({"y": [KIB]}, samples=by_ids("s0", "s1")))
+    room = writer.post(writer.allocate({"y": [KIB]}, samples=by_ids(*named)))
     assert isinstance(writer.result(room), c.Allocated)
     waiting = client.waits(client.allocate({"x": [KIB]}))
     columns = commit_columns({"y": [1000 if end == "refused" else KIB]})

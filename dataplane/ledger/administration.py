@@ -47,7 +47,7 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
-        for put in state.puts_under_way(partition) if partition.evicts else ():
+        for put in state.puts_under_way(partition):
             state.keep_targets(put)
         partition.outlook = None
         state.extents.freed = state.extents.moved = True

@@ -145,17 +145,17 @@ class State:
 
     def puts_under_way(self, partition: Partition) -> list[ParkedAllocate | Reservation]:
         """Puts of the partition that wait for room, and those that have it and are not committed."""
-        found: list[ParkedAllocate | Reservation] = [p for line in self.room_waiters.values() for p in line.values()]
-        for session in self.sessions.values():
-            found += [room for room in session.reservations.values() if isinstance(room, Reservation) and session.live]
-        return [put for put in found if put.partition is partition]
+        held = [room for session in self.sessions.values() if session.live for room in session.reservations.values()]
+        mine = [room for room in held if isinstance(room, Reservation) and room.partition is partition]
+        return [*self.waiting_puts(partition), *mine]
 
     def keep_targets(self, put: ParkedAllocate | Reservation) -> None:
         """While the put is under way, no sample that it names is evicted."""
         partition, samples = put.partition, put.samples
         if samples is None or put.targets or not partition.evicts:
             return
-        put.targets = samples.ids or partition.rows.names_of(partition.living(samples)[1])
+        named = samples.ids or partition.rows.names_of(partition.living(samples)[1])
+        put.targets = tuple(dict.fromkeys(named))
         for name in put.targets:
             partition.targets[name] = partition.targets.get(name, 0) + 1
 
