@@ -310,6 +310,15 @@ def test_a_move_waits_for_updates_that_wait_behind_one_whose_budget_is_used_up()
     assert isinstance(client.result(move), c.Allocated)
 
 
+def test_the_error_of_a_move_does_not_blame_the_budget() -> None:
+    client = Driver(capacity=64 * KIB, reserve_fraction=0.0).client()
+    client.register(budget_bytes=60 * KIB)
+    client.put(["a"], {"x": [60 * KIB]})
+    with pytest.raises(CapacityTimeoutError) as caught:
+        client.raise_(client.allocate({"x": [8 * KIB]}, update=True, moving=True, on_full=c.OnFull.REJECT))
+    assert (caught.value.budget_bytes, caught.value.free_bytes) == (None, 4 * KIB)
+
+
 def test_a_waiting_move_holds_up_no_put() -> None:
     driver, client = two_units(capacity=64 * KIB)
     other = driver.client("other")

@@ -71,7 +71,7 @@ class Rooms:
 
     def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
         queued, behind = self._line(parked)
-        granted = None if queued else self._serve(parked, want, behind=behind)
+        granted = None if queued else self._serve(parked, want, behind=behind is not None)
         if granted is not None:
             return granted
         self.liveness.probe_silent()
@@ -81,21 +81,24 @@ class Rooms:
         parked.holds_up = self._holds_up(parked)
         return None
 
-    def _line(self, asking: ParkedAllocate) -> tuple[bool, bool]:
-        """Whether a put of this partition waits already that holds it up, and whether one of any does. Moves hold up
+    def _line(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
+        """Whether a put of this partition waits already that holds it up, and the first of any that does. Moves hold up
         moves only."""
         waiting = self.state.room_waiters[asking.command.update].values()
         if asking.command.moving:
-            return any(parked.command.moving for parked in waiting), self._updates_hold_up()
+            return any(parked.command.moving for parked in waiting), self._before_moves()
         queued: set[str] = set()
-        behind = False
+        behind = None
         for parked in waiting:
+            if parked is asking:
+                break
             if parked.command.moving or parked.partition.name in queued or not self._in_line(parked):
                 continue
+            if behind is None and self._holds_up(parked):
+                behind = parked
             if parked.partition is asking.partition:
-                return True, True
+                return True, behind or parked
             queued.add(parked.partition.name)
-            behind = behind or self._holds_up(parked)
         return False, behind
 
     def _holds_up(self, parked: ParkedAllocate) -> bool:
@@ -213,15 +216,15 @@ class Rooms:
     def _judge_moves(self) -> None:
         """What is to be moved takes what no update waits for."""
         moves = [parked for parked in self.state.room_waiters[True].values() if parked.command.moving]
-        behind = bool(moves) and self._updates_hold_up()
+        behind = bool(moves) and self._before_moves() is not None
         for parked in moves:
             if self._judge(parked, behind=behind):
                 return
 
-    def _updates_hold_up(self) -> bool:
-        """Whether moves wait for an update: any, not only one that is the first of its partition."""
-        updates = self.state.room_waiters[True].values()
-        return any(self._holds_up(parked) for parked in updates if not parked.command.moving)
+    def _before_moves(self) -> ParkedAllocate | None:
+        """An update that moves wait for: any, not only one that is the first of its partition."""
+        updates = [parked for parked in self.state.room_waiters[True].values() if not parked.command.moving]
+        return next(filter(self._holds_up, updates), None)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
@@ -278,19 +281,11 @@ class Rooms:
 
     def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
         """The error that names who holds the room, or the put that this one waits for."""
-        waited_s, update = self.state.now - parked.since, parked.command.update
-        earlier = None if parked.command.moving else self._earlier(parked)
-        return out_of_room(self.state, parked.partition, parked.total, waited_s, update=update, earlier=earlier)
-
-    def _earlier(self, asking: ParkedAllocate) -> ParkedAllocate | None:
-        """The first put in line that this one has to wait for."""
-        for parked in self.state.room_waiters[asking.command.update].values():
-            if parked is asking:
-                return None
-            mine = parked.partition is asking.partition
-            if not parked.command.moving and (self._in_line(parked) if mine else self._holds_up(parked)):
-                return parked
-        return None
+        command, waited_s = parked.command, self.state.now - parked.since
+        moving, earlier = command.moving, None if command.moving else self._line(parked)[1]
+        return out_of_room(
+            self.state, parked.partition, parked.total, waited_s, update=command.update, moving=moving, earlier=earlier
+        )
 
     def _check(self, partition: Partition, command: Allocate) -> None:
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])

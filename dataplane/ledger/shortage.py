@@ -21,13 +21,17 @@ def out_of_room(
     waited_s: float,
     *,
     update: bool,
+    moving: bool = False,
     earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
     """The budget is told of where that is what is missing, else the units. `earlier`: the put that this one waits for,
     if any: named where there is room for this one."""
-    short = over(state, partition, wanted, update=update) > 0
-    behind = "" if short or earlier is None or not is_fragmented(state, wanted, update=update) else _put(earlier)
-    if short or (behind and earlier is not None and not waits_for_memory(state, earlier)):
+    short = not moving and over(state, partition, wanted, update=update) > 0
+    enough = is_fragmented(state, wanted, update=update)
+    if short or not enough:
+        earlier = None
+    behind = "" if earlier is None else _put(earlier)
+    if short or (earlier is not None and not waits_for_memory(state, earlier)):
         limit = limit_of(state, partition, update=update)
         assert limit is not None
         return CapacityTimeoutError(
@@ -42,7 +46,6 @@ def out_of_room(
     units = state.units.values()
     troubles = [(unit, unit.trouble(state.now)) for unit in units]
     holes = [unit.space for unit in units if unit.open]
-    fragmented = not behind and is_fragmented(state, wanted, update=update)
     largest = max((space.largest_bytes for space in holes), default=0)
     lost = [
         (
@@ -59,7 +62,7 @@ def out_of_room(
         free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
-        fragments=sum(space.fragments for space in holes) if fragmented else 0,
+        fragments=sum(space.fragments for space in holes) if enough and not behind else 0,
         largest_free_bytes=largest,
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in troubles if why),
         behind=behind,
