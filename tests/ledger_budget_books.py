@@ -39,8 +39,9 @@ class BudgetBooks:
     """`gone` are the samples that were evicted from each life of a partition and live no more, by id; `unsaid` the
     unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was refused.
 
-    `targets` are the samples that puts name, by partition and id. Of the input under way: those that puts may have been
-    under way for (`named`), and those (`kept`) that they surely were for until its end, each by the put's name."""
+    `targets` are the samples that puts name, by partition: their ids, each with its birth if named by handle, else 0.
+    Of the input under way: those that puts may have been under way for (`named`), and those (`kept`) that they surely
+    were for until its end, each by the put's name."""
 
     def __init__(self, model: Model, reserve: float) -> None:
         self.model = model
@@ -49,7 +50,7 @@ class BudgetBooks:
         self.gone: dict[tuple[str, int], dict[str, Sample]] = {}
         self.unsaid: list[str] = []
         self.excused = False
-        self.targets: dict[Name, tuple[tuple[str, int], set[str]]] = {}
+        self.targets: dict[Name, tuple[tuple[str, int], set[tuple[str, int]]]] = {}
         self.named: set[Name] = set()
         self.kept: set[Name] = set()
 
@@ -65,8 +66,10 @@ class BudgetBooks:
         if isinstance(asked, Allocate | Commit) and asked.samples is not None and name not in self.targets:
             partition = self.model.partitions.get(asked.partition)
             if partition is not None:
-                ids = asked.samples.ids or [s.id for s in self.model.named(partition, asked.samples)]
-                self.targets[name] = (asked.partition, partition.life), set(ids)
+                targets = {(each, 0) for each in asked.samples.ids or ()}
+                if asked.samples.ids is None:
+                    targets = {(sample.id, sample.birth) for sample in self.model.named(partition, asked.samples)}
+                self.targets[name] = (asked.partition, partition.life), targets
                 self.named.add(name)
                 self.kept |= {name} if isinstance(asked, Allocate) else set()
         if isinstance(asked, Abort | Commit):
@@ -78,7 +81,7 @@ class BudgetBooks:
         """Puts that were refused are over."""
         self.kept -= {(a.session, a.number) for a in answers if isinstance(a.result, DataPlaneError)}
 
-    def ids_of(self, names: set[Name], partition: tuple[str, int]) -> set[str]:
+    def targets_of(self, names: set[Name], partition: tuple[str, int]) -> set[tuple[str, int]]:
         """What these puts name in this life of a partition."""
         return {each for name in names if self.targets[name][0] == partition for each in self.targets[name][1]}
 
@@ -103,8 +106,9 @@ class BudgetBooks:
     def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int) -> None:
         """`count` of these had been consumed; their holders have had their answers, nobody reads them, and no put under
         way names them."""
-        kept = self.ids_of(self.kept, (name, partition.life))
-        assert kept.isdisjoint(sample.id for sample in gone), f"puts under way name {kept}, and {gone} were evicted"
+        kept = self.targets_of(self.kept, (name, partition.life))
+        targets = [(sample.id, birth) for sample in gone for birth in (0, sample.birth)]
+        assert kept.isdisjoint(targets), f"puts under way name {kept}, and {gone} were evicted"
         assert partition.when_full in EVICTING, f"{gone} were evicted by policy {partition.when_full}"
         consumed = [sample for sample in gone if self.is_consumed(partition, sample)]
         doubtful = [sample for sample in gone if is_doubtful(sample)]
@@ -113,7 +117,8 @@ class BudgetBooks:
         for sample in gone:
             assert is_doubtful(sample) or self.may_go(sample), f"{sample} was evicted"
             del partition.samples[sample.id], partition.live[sample.row, sample.birth]
-        self.check_order(partition, gone, self.ids_of(self.named, (name, partition.life)))
+        named = self.targets_of(self.named, (name, partition.life))
+        self.check_order(partition, gone, {each for each, _ in named})
         self.gone.setdefault((name, partition.life), {}).update({sample.id: sample for sample in gone})
         self.unsaid += [sample.id for sample in gone if not self.is_consumed(partition, sample)]
         EVICTED["consumed"] += count
