@@ -24,7 +24,7 @@ from dataplane.ledger.commands import (
 )
 from dataplane.ledger.drops import drop_staged
 from dataplane.ledger.limits import check_limit
-from dataplane.ledger.sessions import Reservation, Session, SessionState
+from dataplane.ledger.sessions import Session, SessionState
 from dataplane.ledger.state import State
 from dataplane.types import PROTOCOL_VERSION
 
@@ -155,8 +155,7 @@ class Liveness:
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
         for room in session.reservations.values():
-            if isinstance(room, Reservation):
-                state.let_targets_go(room)
+            state.let_targets_go(room)
         for lease in state.leases.owned_by(session.number):
             state.return_rows(lease.partition, lease.task, lease.left())
         session.fencing = {**self._holding(session), **session.attached}

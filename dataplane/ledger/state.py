@@ -18,6 +18,7 @@ from dataplane.ledger.sessions import (
     ParkedFind,
     ParkedShrink,
     Reservation,
+    Room,
     Session,
 )
 from dataplane.ledger.tasks import Task
@@ -159,8 +160,10 @@ class State:
         for name in put.targets:
             partition.targets[name] = partition.targets.get(name, 0) + 1
 
-    def let_targets_go(self, put: ParkedAllocate | Reservation) -> None:
-        """The put is over: what no other names may be evicted."""
+    def let_targets_go(self, put: ParkedAllocate | Room) -> None:
+        """The put is over: what no other names may be evicted. Room ahead names nothing."""
+        if not isinstance(put, ParkedAllocate | Reservation):
+            return
         partition, ids, put.targets = put.partition, put.targets, ()
         targets = partition.targets
         for name in ids:
@@ -254,8 +257,7 @@ class State:
 
     def free_reservation(self, session: Session, number: int) -> None:
         reservation = session.reservations.pop(number)
-        if isinstance(reservation, Reservation):
-            self.let_targets_go(reservation)
+        self.let_targets_go(reservation)
         extents = reservation.extents()
         if len(extents):
             self.extents.free(extents)
