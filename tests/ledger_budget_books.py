@@ -29,6 +29,7 @@ from dataplane.ledger.commands import (
 from dataplane.ledger.extents import FREE
 from tests.ledger_claim_model import Held, Name, Partition, Sample
 from tests.ledger_model import Model, granules_of, handles
+from tests.ledger_values import placement_ranges
 
 EVICTING = (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 EVICTED: Counter[str] = Counter()
@@ -232,6 +233,12 @@ class BudgetBooks:
 
 def wanted_bytes(command: Allocate) -> int:
     return sum(granules_of(int(column.sizes.sum())) for column in command.columns)
+
+
+def given_bytes(command: Allocate, result: Allocated) -> int:
+    """More than it wanted where a column lies in several pieces."""
+    ranges = placement_ranges([column.sizes.tolist() for column in command.columns], result)
+    return sum(granules_of(nbytes) for _, _, nbytes in ranges)
 
 
 def is_doubtful(sample: Sample) -> bool:

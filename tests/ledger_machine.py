@@ -72,7 +72,7 @@ from dataplane.ledger.commands import (
     WhyBlocked,
 )
 from dataplane.types import PROTOCOL_VERSION, Checksums
-from tests.ledger_budget_books import BudgetBooks, wanted_bytes
+from tests.ledger_budget_books import BudgetBooks, given_bytes
 from tests.ledger_claim_checks import LIMITS, Client
 from tests.ledger_claim_model import Name
 from tests.ledger_model import Model, merge_tags
@@ -122,7 +122,7 @@ class LedgerDriver(RoomChecks):
         asked = item.command if isinstance(item, Call) else None
         self.budgets.answered(answers)
         self.granted_bytes = sum(
-            wanted_bytes(command)
+            given_bytes(command, answer.result)
             for answer in answers
             if isinstance(answer.result, Allocated)
             and isinstance(command := self.model.commands[answer.session, answer.number], Allocate)
