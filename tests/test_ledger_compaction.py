@@ -88,6 +88,19 @@ def test_a_put_that_waits_for_a_larger_piece_gets_one() -> None:
     assert driver.replay().fingerprint() == driver.ledger.fingerprint()
 
 
+def test_a_put_that_is_to_be_refused_is_when_others_take_what_the_compaction_would_have_left_it() -> None:
+    driver, client = fragmented()
+    other = driver.client("other")
+    other.register("q")
+    want(client)
+    order_of(driver)
+    refused = want(client, 4 * KIB, on_full=c.OnFull.REJECT)
+    other.call(c.Allocated, other.allocate({"x": [KIB]}, "q"))
+    assert client.result(refused) is None
+    other.call(c.Allocated, other.allocate({"x": [KIB]}, "q"))
+    assert isinstance(client.result(refused), CapacityTimeoutError)
+
+
 def test_nothing_is_looked_for_while_nobody_waits_for_a_larger_piece() -> None:
     driver, client = fragmented()
     driver.tick(0.0)

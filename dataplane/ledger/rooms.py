@@ -72,7 +72,8 @@ class Rooms:
     def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
         queued, behind = self._line(parked)
         granted = None if queued else self._serve(parked, want, behind=behind is not None)
-        if granted is not None:
+        if granted is not None:  # it may have taken what one that waits only for arenas to grow would have had
+            self.state.extents.freed |= any(map(_refuses, self._waiting()))
             return granted
         self.liveness.probe_silent()
         if self._rejects(parked, want):
@@ -175,11 +176,13 @@ class Rooms:
     def _is_spare(self, nbytes: int) -> bool:
         """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is
         not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
-        waiting = [parked for line in self.state.room_waiters.values() for parked in line.values()]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
-            for parked in waiting
+            for parked in self._waiting()
         )
+
+    def _waiting(self) -> list[ParkedAllocate]:
+        return [parked for line in self.state.room_waiters.values() for parked in line.values()]
 
     def judge(self) -> None:
         """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
@@ -249,14 +252,11 @@ class Rooms:
         return granted
 
     def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
-        """Whether the call will not wait. It does while there is room for it in arenas that are just being grown, or
-        compacted."""
-        partition = parked.partition
-        if want.moving:
-            return parked.command.on_full is OnFull.REJECT and not self._growing(want)
-        if parked.command.on_full is OnFull.WAIT and partition.when_full is not WhenFull.REJECT:
+        """Whether the call will not wait: it is to be refused, and there is no room for it in arenas to come."""
+        if not _refuses(parked):
             return False
-        return over(self.state, partition, want.total, update=want.update) > 0 or not self._growing(want)
+        over_budget = not want.moving and over(self.state, parked.partition, want.total, update=want.update) > 0
+        return over_budget or not self._growing(want)
 
     def _growing(self, want: Want) -> bool:
         units = [unit for unit in self.state.units.values() if unit.open]
@@ -363,6 +363,12 @@ class Rooms:
         parked.session.reservations[parked.number] = reservation
         wanted = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
         return Allocated(placements=tuple(placements), checksums=wanted, evicted=parked.evicted[:REPORTED])
+
+
+def _refuses(parked: ParkedAllocate) -> bool:
+    """Whether the call waits for no more than arenas that are just being grown, or compacted."""
+    rejecting = not parked.command.moving and parked.partition.when_full is WhenFull.REJECT
+    return rejecting or parked.command.on_full is OnFull.REJECT
 
 
 def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
