@@ -387,8 +387,8 @@ class UnitConnection:
         try:
             wire = self._borrow()
             yield wire
-            self._give_back(wire)
-            wire = None
+            sound, wire = wire, None
+            self._give_back(sound)
         except WireLostError as error:
             raise self._unreachable(f"{what}: {error}") from error
         except WireSilentError as error:
@@ -397,6 +397,7 @@ class UnitConnection:
         finally:
             if wire is not None:
                 wire.close()
+            self._under_way.leave(call)
 
     def _borrow(self) -> Wire:
         while True:
