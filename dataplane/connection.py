@@ -153,17 +153,15 @@ class Connection:
         self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
-        """Perform the operation's steps until it returns. Errors go through its clean-up, and so does an interrupt,
+        """Perform the operation's steps until it returns. Errors go through its clean-up, KeyboardInterrupt too,
         wherever it comes; what it kept from the operation is given back."""
         self._post_leftovers()
         given: list[tuple[int, Command]] = []
         with (call := threading.Lock()):
             try:
                 return self._go_on(operation, call, given)
-            except Exception:
-                raise
-            except BaseException as interrupt:
-                self._clean_up(operation, call, given, interrupt)
+            except BaseException as error:
+                self._clean_up(operation, call, given, error)
                 raise
             finally:
                 self._copies.leave(call)
@@ -193,13 +191,16 @@ class Connection:
         operation: Operation[Any],
         call: threading.Lock,
         given: list[tuple[int, Command]],
-        interrupt: BaseException,
+        error: BaseException,
     ) -> None:
-        """Give back what the operation was given: by itself, which has yet to see an interrupt that came between two of
-        its steps, and where that kept from it what it was given."""
+        """Give back what the operation was given, unless it has seen to that: it has seen every error, but for what a
+        signal raised between two of its steps, and an interrupt may have kept from it what it was given."""
+        over = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
+        if over and isinstance(error, Exception):
+            return
         try:
-            if inspect.getgeneratorstate(operation) != inspect.GEN_CLOSED:
-                self._go_on(operation, call, given, interrupt)
+            if not over:
+                self._go_on(operation, call, given, error)
         finally:
             with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
                 for number, command in given:
@@ -225,12 +226,12 @@ class Connection:
 
     def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
         command, meanwhile = step.command, step.meanwhile
-        to = given if type(command) in _GIVING else None
+        record = given if type(command) in _GIVING else None
         if meanwhile is None:
-            return Sent(*self._channel.call(command, given=to))
+            return Sent(*self._channel.call(command, given=record))
         begin_copy(self._copies, call)
         done: list[Any] = []
-        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), given=to)
+        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), given=record)
         return Sent(number, result, *done)
 
     def _post_leftovers(self) -> None:

@@ -105,6 +105,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
             channel.call(c.Seal(partition="p"))
         channel.post(c.Release(located=1))
         assert channel._calls._numbering.unanswered == 1
+        assert not channel._door._using._calls
     channel.call(c.Seal(partition="p"))
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)

@@ -60,10 +60,14 @@ class Door:
             self._using.enter(call)
             if self._idle:
                 return self._idle.pop()[0]
-        with enough_for(self.endpoint):
-            with self._guard:
-                self._waker = self._waker or Waker()
-            dealer = door_socket(self._context, self.endpoint, self._keys)
+        try:
+            with enough_for(self.endpoint):
+                with self._guard:
+                    self._waker = self._waker or Waker()
+                dealer = door_socket(self._context, self.endpoint, self._keys)
+        except BaseException:
+            self._using.leave(call)
+            raise
         with self._guard:
             self._sockets.add(dealer)
         return dealer
