@@ -81,6 +81,7 @@ STEPS = ("connection.py", "operations.py", "reading.py", "ahead.py", "desk.py", 
         ("small put", "local", 250, STEPS),
         ("get", "local", 250, STEPS),
         ("views", "local", 250, STEPS),
+        ("put", "remote", 400, ("bulk/wire.py",)),
     ],
 )
 def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(
