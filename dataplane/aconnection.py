@@ -61,7 +61,10 @@ class AsyncConnection:
         way, ends in the background, and then its clean-up is done."""
         self._post_leftovers()
         with (lock := threading.Lock()):
-            return await self._go_on(operation, lock)
+            try:
+                return await self._go_on(operation, lock)
+            finally:
+                self._copies.leave(lock)
 
     async def _go_on(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
         """Perform what is left of the operation, after throwing `thrown` into it."""
@@ -121,6 +124,7 @@ class AsyncConnection:
                 except DataPlaneError as failed:
                     log.warning("cleaning up after a cancelled call: %s", failed)
         finally:
+            self._copies.leave(lock)
             lock.release()
 
     def _post_leftovers(self) -> None:

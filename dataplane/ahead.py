@@ -6,10 +6,11 @@ and what it has not used for a heartbeat goes back.
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.columns import EncodedColumn
 from dataplane.ledger.commands import AllocateAhead, Placement
@@ -26,20 +27,20 @@ SOON_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """What call `number` allocated: bytes [offset, end) of the unit's arena are not handed out yet, `users` parts are
-    in use. `checksums`: commits into it are to have them."""
+    """What call `number` allocated: bytes [offset, end) of the unit's arena are not handed out yet, `parts` are in use.
+    `checksums`: commits into it are to have them."""
 
     number: int
     unit: int
     offset: int
     end: int
     checksums: bool = False
-    users: int = 0
+    parts: set[Part] = field(default_factory=set)
     touched: bool = True
     given_up: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, frozen=True, slots=True)
 class Part:
     """`offset` is where one put's columns begin, each at a granule of its own."""
 
@@ -57,27 +58,31 @@ class Part:
 
 
 class RoomAhead:
-    """The rooms of one session. Thread-safe."""
+    """The rooms of one session. Thread-safe, and sound after an interrupt at any place, as long as every part goes to
+    `finish` in the end. In `returned` are numbers of rooms to give back that nobody can write to any more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._room: Room | None = None
-        self._returned: list[int] = []
+        self._rooms: dict[int, Room] = {}
+        self.returned: collections.deque[int] = collections.deque()
         self._last_put = self._refused = -SOON_S
 
-    def take(self, nbytes: int) -> Part | None:
-        """Room for a put of `nbytes` (see `bytes_of`), until `finish`; None if there is not enough."""
+    def take(self, nbytes: int, taken: list[Part]) -> bool:
+        """Room for a put of `nbytes` (see `bytes_of`), until `finish`: `taken` gets the part. False if there is not
+        enough."""
         with self._lock:
             room = self._room
             if room is None or room.end - room.offset < nbytes:
-                return None
+                return False
             part = Part(room, room.offset)
-            room.offset += nbytes
-            room.users += 1
-            room.touched = True
             self._last_put = self._clock()
-            return part
+            room.offset += nbytes
+            room.touched = True
+            taken.append(part)
+            room.parts.add(part)
+            return True
 
     def wish(self, nbytes: int, unit: int | None) -> AllocateAhead | None:
         """What to ask for, in `unit`, before a put of `nbytes` that could not `take` room; None: nothing."""
@@ -97,19 +102,26 @@ class RoomAhead:
 
     def add(self, number: int, granted: AllocateAhead, offset: int, *, checksums: bool = False) -> None:
         """Call `number` allocated room at `offset`; what is left of older room goes back."""
+        room = Room(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
             self._give_up(self._room)
-            self._room = Room(number, granted.unit, offset, offset + granted.nbytes, checksums)
+            self._room = self._rooms[number] = room
+
+    def forsake(self, number: int) -> None:
+        """Call `number` may have allocated room, which was added unless an interrupt came before: it goes back."""
+        with self._lock:
+            if number in self._rooms:
+                self._give_up(self._rooms[number])
+            else:
+                self.returned.append(number)
 
     def finish(self, part: Part, *, failed: bool) -> None:
         """No one writes to the part any more and its commit, if it was sent, was answered or given up. After a failure
-        the room it is of is not used again."""
+        the room it is of is not used again. Idempotent."""
         with self._lock:
-            part.room.users -= 1
-            if failed:
+            part.room.parts.discard(part)
+            if failed or part.room.given_up:
                 self._give_up(part.room)
-            elif part.room.given_up and not part.room.users:
-                self._returned.append(part.room.number)
 
     def idle(self) -> None:
         """A heartbeat has passed: give up room that nobody has used since the last."""
@@ -119,20 +131,15 @@ class RoomAhead:
             elif self._room is not None:
                 self._room.touched = False
 
-    def returned(self) -> list[int]:
-        """Numbers of rooms to give back that nobody can write to any more, each once."""
-        with self._lock:
-            numbers, self._returned = self._returned, []
-        return numbers
-
     def _give_up(self, room: Room | None) -> None:
         if room is None:
             return
         if room is self._room:
             self._room = None
         room.given_up = True
-        if not room.users:
-            self._returned.append(room.number)
+        if not room.parts and room.number in self._rooms:
+            self.returned.append(room.number)
+            del self._rooms[room.number]
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:

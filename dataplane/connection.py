@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -17,13 +18,13 @@ from dataplane.control.channel import Channel
 from dataplane.control.numbering import undo_of
 from dataplane.desk import Desk
 from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, Command, FindCells, Locate, Save
+from dataplane.ledger.commands import Allocate, AllocateAhead, Claim, Command, FindCells, Locate, Save
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 from dataplane.under_way import UnderWay
 
 log = logging.getLogger(__name__)
 
-_GIVING = (Allocate, Claim, Locate, Save, FindCells)
+_GIVING = frozenset({Allocate, AllocateAhead, Claim, Locate, Save, FindCells})
 """Commands whose answer gives an operation something that it has to give back."""
 
 
@@ -152,25 +153,29 @@ class Connection:
         self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
-        """Perform the operation's steps until it returns. KeyboardInterrupt and errors go through its clean-up; what an
-        interrupt took from the operation before it could clean up is given back."""
+        """Perform the operation's steps until it returns. Errors go through its clean-up, KeyboardInterrupt too,
+        wherever it comes; what it kept from the operation is given back."""
         self._post_leftovers()
         given: list[tuple[int, Command]] = []
-        try:
-            with (call := threading.Lock()):
-                return self._run(operation, call, given)
-        except Exception:
-            raise
-        except BaseException:
-            for number, command in given:
-                undo = undo_of(number, command)
-                if undo is not None:
-                    self._channel.post(undo)
-            raise
+        with (call := threading.Lock()):
+            try:
+                return self._go_on(operation, call, given)
+            except BaseException as error:
+                self._clean_up(operation, call, given, error)
+                raise
+            finally:
+                self._copies.leave(call)
 
-    def _run(self, operation: Operation[T], call: threading.Lock, given: list[tuple[int, Command]]) -> T:
+    def _go_on(
+        self,
+        operation: Operation[T],
+        call: threading.Lock,
+        given: list[tuple[int, Command]],
+        thrown: BaseException | None = None,
+    ) -> T:
+        """Perform what is left of the operation, after throwing `thrown` into it."""
         try:
-            step = next(operation)
+            step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
                 try:
                     outcome = self._perform(step, call, given)
@@ -181,6 +186,30 @@ class Connection:
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
 
+    def _clean_up(
+        self,
+        operation: Operation[Any],
+        call: threading.Lock,
+        given: list[tuple[int, Command]],
+        error: BaseException,
+    ) -> None:
+        """Give back what the operation was given, unless it has seen to that: it has seen every error, but for what a
+        signal raised between two of its steps, and an interrupt may have kept from it what it was given."""
+        over = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
+        if over and isinstance(error, Exception):
+            return
+        try:
+            if not over:
+                self._go_on(operation, call, given, error)
+        finally:
+            with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+                for number, command in given:
+                    if isinstance(command, AllocateAhead):
+                        self.desk.ahead.forsake(number)
+                    elif (undo := undo_of(number, command)) is not None:
+                        self._channel.post(undo)
+                self._post_leftovers()
+
     def _perform(self, step: Step, call: threading.Lock, given: list[tuple[int, Command]]) -> Any:
         match step:
             case Send():
@@ -189,21 +218,20 @@ class Connection:
                 self._channel.post(command)
             case Work(work):
                 begin_copy(self._copies, call)
-                # From now on only the operation knows when nothing is written into its room any more.
-                given[:] = [each for each in given if not isinstance(each[1], Allocate)]
+                if given:
+                    # From now on only the operation knows when nothing is written into its room any more.
+                    given[:] = [each for each in given if not isinstance(each[1], Allocate)]
                 return work()
         return None
 
     def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
         command, meanwhile = step.command, step.meanwhile
-        begun: Callable[[int], None] = lambda number: None  # noqa: E731
-        if isinstance(command, _GIVING):
-            begun = lambda number: given.append((number, command))  # noqa: E731
+        record = given if type(command) in _GIVING else None
         if meanwhile is None:
-            return Sent(*self._channel.call(command, begun=begun))
+            return Sent(*self._channel.call(command, given=record))
         begin_copy(self._copies, call)
         done: list[Any] = []
-        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), begun=begun)
+        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), given=record)
         return Sent(number, result, *done)
 
     def _post_leftovers(self) -> None:

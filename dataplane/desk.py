@@ -4,10 +4,12 @@ pins of views handed out."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from dataplane.ahead import RoomAhead
 from dataplane.bulk.lock import SessionLock
@@ -18,6 +20,16 @@ from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.roads import Roads
 from dataplane.types import FieldSpec
 from dataplane.warm import WarmMemory
+
+T = TypeVar("T")
+
+
+def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
+    """What is in the queue now; each is taken from it when the next is asked for."""
+    for each in tuple(queue):
+        yield each
+        with contextlib.suppress(ValueError):  # another thread took it
+            queue.remove(each)
 
 
 class Hold:
@@ -40,24 +52,34 @@ class Pin:
         self._hold = hold
 
 
+class _LastView(weakref.ref[Pin]):
+    """Refers to the pin of call `number`."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 class Pins:
-    """The `Locate` numbers whose last view is gone. Finalizers enqueue here and do nothing else."""
+    """The `Locate` numbers whose last view is gone. Nothing of ours runs when it goes: an interrupt in a finalizer
+    would be lost, and the number with it."""
 
     def __init__(self) -> None:
-        self._dropped: collections.deque[int] = collections.deque()
+        self._living: set[_LastView] = set()
+        self._dropped: collections.deque[_LastView] = collections.deque()
 
     def take(self, number: int, hold: Hold | None) -> Pin:
         """A pin for the bytes of call `number`, which is among `dropped()` once nothing refers to the pin."""
         pin = Pin(hold)
-        weakref.finalize(pin, self._dropped.append, number).atexit = False
+        last = _LastView(pin, self._dropped.append)
+        last.number = number
+        self._living.add(last)
         return pin
 
-    def dropped(self) -> list[int]:
-        """Numbers of the pins that died since the last call."""
-        numbers = []
-        while self._dropped:
-            numbers.append(self._dropped.popleft())
-        return numbers
+    def dropped(self) -> Iterator[int]:
+        """Numbers of the pins that died, each forgotten when the next is asked for."""
+        for last in taken_one_by_one(self._dropped):
+            yield last.number
+            self._living.discard(last)
 
 
 class Schema(dict[str, FieldSpec]):
@@ -183,13 +205,17 @@ class Desk:
         """A pin that views of the bytes located by call `number` share."""
         return self.pins.take(number, self._hold)
 
-    def leftovers(self) -> list[Command]:
-        """Commands to post, each once: pins whose last view is gone and room that nobody uses go back."""
-        released = [Release(located=number) for number in self.pins.dropped()]
-        unused = [*self.ahead.returned(), *self.roads.settled()]
-        return [*released, *[Abort(reservation=number) for number in unused]]
+    def leftovers(self) -> Iterator[Command]:
+        """Commands to post: pins whose last view is gone and room that nobody uses go back. Each is forgotten when the
+        next is asked for: what an interrupt keeps from being posted comes again."""
+        for number in self.pins.dropped():
+            yield Release(located=number)
+        for number in taken_one_by_one(self.ahead.returned):
+            yield Abort(reservation=number)
+        for number in self.roads.settled():
+            yield Abort(reservation=number)
 
-    def idle_leftovers(self) -> list[Command]:
+    def idle_leftovers(self) -> Iterator[Command]:
         """The same with every heartbeat."""
         self.ahead.idle()
         return self.leftovers()

@@ -198,14 +198,22 @@ def store(
 ) -> Operation[c.Committed]:
     """Ask for room, copy, commit; where the client has room ahead, without asking. upon: a Locate that still pins what
     must be as it found it."""
-    part = yield from _part_ahead(desk, bytes_of(encoded))
-    if part is not None:
-        try:
-            return (yield from _store_ahead(desk, part, partition, samples, ids, encoded, tags, mode, upon))
-        except (ServiceRestartedError, StorageUnitError) as error:
-            log.info("the room of small puts is gone (%s); asking for other", error)
-        except CapacityTimeoutError:
-            log.debug("partition %r is full: waiting for room as its policy says", partition)
+    committed: c.Committed
+    taken: list[Part] = []
+    try:
+        yield from _take_ahead(desk, bytes_of(encoded), taken)
+        if taken:
+            committed = yield from _store_ahead(desk, taken[0], partition, samples, ids, encoded, tags, mode, upon)
+            desk.ahead.finish(taken[0], failed=False)
+            taken.clear()
+            return committed
+    except (ServiceRestartedError, StorageUnitError) as error:
+        log.info("the room of small puts is gone (%s); asking for other", error)
+    except CapacityTimeoutError:
+        log.debug("partition %r is full: waiting for room as its policy says", partition)
+    finally:
+        for part in taken:
+            desk.ahead.finish(part, failed=True)
     room = yield Send(
         c.Allocate(
             partition=partition,
@@ -223,7 +231,7 @@ def store(
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
         commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number)
-        committed: c.Committed = (yield from naming(ids, commit)).result
+        committed = (yield from naming(ids, commit)).result
         return msgspec.structs.replace(committed, evicted=room.result.evicted)
     except BaseException:
         yield from give_back(desk, room.number, unfinished)
@@ -283,19 +291,21 @@ def _commit(
     )
 
 
-def _part_ahead(desk: Desk, nbytes: int) -> Operation[Part | None]:
-    """Room for a small put, of what the session allocated ahead; None where it has none and gets none."""
-    part = desk.ahead.take(nbytes)
-    wish = None if part is not None else desk.ahead.wish(nbytes, desk.roads.local_unit())
+def _take_ahead(desk: Desk, nbytes: int, taken: list[Part]) -> Operation[None]:
+    """`taken` gets room for a small put, of what the session allocated ahead; nothing where it has none and gets
+    none."""
+    if desk.ahead.take(nbytes, taken):
+        return
+    wish = desk.ahead.wish(nbytes, desk.roads.local_unit())
     if wish is None:
-        return part
+        return
     try:
         granted = yield Send(wish)
     except (CapacityTimeoutError, InvalidRequestError):
         desk.ahead.refused()
-        return None
+        return
     desk.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
-    return desk.ahead.take(nbytes)
+    desk.ahead.take(nbytes, taken)
 
 
 def _store_ahead(
@@ -310,19 +320,12 @@ def _store_ahead(
     upon: Sent | None,
 ) -> Operation[c.Committed]:
     """Copy into the part, commit."""
-    failed = True
-    try:
-        placements = part.placements(encoded)
-        room = part.room
-        write = partial(_write, desk, placements, encoded, room.number, set(), room.checksums)
-        written: Sequence[EncodedColumn] = yield Work(write)
-        failpoints.hit("put.before_commit")
-        commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number, offset=part.offset)
-        committed: c.Committed = (yield from naming(ids, commit)).result
-        failed = False
-        return committed
-    finally:
-        desk.ahead.finish(part, failed=failed)
+    room = part.room
+    write = partial(_write, desk, part.placements(encoded), encoded, room.number, set(), room.checksums)
+    written: Sequence[EncodedColumn] = yield Work(write)
+    failpoints.hit("put.before_commit")
+    commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number, offset=part.offset)
+    return (yield from naming(ids, commit)).result  # type: ignore[no-any-return]
 
 
 def give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:

@@ -258,8 +258,8 @@ def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequenc
             return views
         finally:
             pins.clear()
-            for number in desk.pins.dropped():
-                yield Post(c.Release(located=number))
+            for command in desk.leftovers():
+                yield Post(command)
 
     views: TensorDict = yield from _elsewhere(attempt)
     return views

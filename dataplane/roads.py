@@ -263,6 +263,8 @@ class Roads:
         """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
         question has confirmed it since, or has another life by now, which takes no frame meant for an earlier one.
         Those that did neither are asked again meanwhile, in a thread of its own."""
+        if not self._unstopped:
+            return []
         with self._guard:
             over = [
                 reservation

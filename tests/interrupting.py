@@ -1,5 +1,4 @@
-"""Ctrl-C at chosen bytecodes of the package's own code. Run in a process of its own:
-`python -m tests.interrupting SCENE ROAD SAMPLES`."""
+"""Ctrl-C at chosen bytecodes of the package's own code. For a process of its own, in its main thread."""
 
 from __future__ import annotations
 
@@ -16,16 +15,17 @@ import dataplane
 PACKAGE = str(Path(dataplane.__file__).parent)
 
 
-def bytecodes_of(call: Callable[[], Any], stop_at: int = 0) -> int:
-    """Makes the call; how many bytecodes of the package it took in this thread. At bytecode `stop_at`, counted from 1,
-    SIGINT becomes pending: KeyboardInterrupt is raised where the interpreter looks for signals next, as after a real
-    Ctrl-C, and never between `__enter__` or `__exit__` of a lock and the `with` block."""
+def bytecodes_of(call: Callable[[], Any], stop_at: int = 0, *, within: tuple[str, ...] = ("",)) -> int:
+    """Makes the call; how many bytecodes of the package's modules `within` it took in this thread. At bytecode
+    `stop_at`, counted from 1, SIGINT becomes pending: KeyboardInterrupt is raised where the interpreter looks for
+    signals next, as after a real Ctrl-C, and never between `__enter__` or `__exit__` of a lock and the `with` block."""
     done = 0
+    files = tuple(f"{PACKAGE}/{module}" for module in within)
     pending: collections.defaultdict[int, Any] = collections.defaultdict(_thread.interrupt_main)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal done
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(files):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -53,14 +53,16 @@ def samples(total: int, most: int) -> Iterator[int]:
         yield 1 + number * total // min(total, most)
 
 
-def interrupt_everywhere(call: Callable[[], Any], most: int, after: Callable[[int], None]) -> int:
+def interrupt_everywhere(
+    call: Callable[[], Any], most: int, after: Callable[[int], None], *, within: tuple[str, ...] = ("",)
+) -> int:
     """The call again and again, each time interrupted at another bytecode, then `after`. How many interrupts came."""
     call()
-    total = max(bytecodes_of(call), bytecodes_of(call))
+    total = max(bytecodes_of(call, within=within), bytecodes_of(call, within=within))
     came = 0
     for step in samples(total, most):
         try:
-            bytecodes_of(call, step)
+            bytecodes_of(call, step, within=within)
         except KeyboardInterrupt:
             came += 1
         after(step)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane import ahead
-from dataplane.ahead import LEAST_BYTES, MOST_BYTES, PUTS_AHEAD, SMALL_BYTES, SOON_S, RoomAhead, bytes_of
+from dataplane.ahead import LEAST_BYTES, MOST_BYTES, PUTS_AHEAD, SMALL_BYTES, SOON_S, Part, RoomAhead, bytes_of
 from dataplane.columns import encode_fields
 from dataplane.ledger.commands import AllocateAhead
 
@@ -31,6 +31,12 @@ def rooms(clock: Clock) -> RoomAhead:
 
 def add(rooms: RoomAhead, number: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
     rooms.add(number, AllocateAhead(unit=UNIT, nbytes=nbytes), offset)
+
+
+def take(rooms: RoomAhead, nbytes: int) -> Part | None:
+    taken: list[Part] = []
+    assert rooms.take(nbytes, taken) is bool(taken)
+    return taken[0] if taken else None
 
 
 def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(clock: Clock) -> None:
@@ -65,73 +71,94 @@ def test_a_refusal_stands_for_a_while(rooms: RoomAhead, clock: Clock) -> None:
 
 def test_parts_follow_one_another_until_the_room_is_used_up(rooms: RoomAhead) -> None:
     add(rooms)
-    assert [rooms.take(n).offset for n in (64, 128, 64)] == [1024, 1088, 1216]
-    assert rooms.take(64) is None
+    assert [take(rooms, n).offset for n in (64, 128, 64)] == [1024, 1088, 1216]
+    assert take(rooms, 64) is None
 
 
 def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: RoomAhead) -> None:
     add(rooms, number=7)
-    first, second = rooms.take(64), rooms.take(64)
+    first, second = take(rooms, 64), take(rooms, 64)
     add(rooms, number=8)
-    assert rooms.returned() == []
+    assert list(rooms.returned) == []
     rooms.finish(first, failed=False)
-    assert rooms.returned() == []
+    assert list(rooms.returned) == []
     rooms.finish(second, failed=False)
-    assert rooms.returned() == [7]
-    assert rooms.returned() == []
-    assert rooms.take(64).room.number == 8
+    assert list(rooms.returned) == [7]
+    assert take(rooms, 64).room.number == 8
 
 
 def test_after_a_failure_the_room_is_given_up_once_nobody_writes_to_it(rooms: RoomAhead) -> None:
     add(rooms)
-    failed, other = rooms.take(64), rooms.take(64)
+    failed, other = take(rooms, 64), take(rooms, 64)
     rooms.finish(failed, failed=True)
-    assert rooms.take(64) is None
-    assert rooms.returned() == []
+    assert take(rooms, 64) is None
+    assert list(rooms.returned) == []
     rooms.finish(other, failed=False)
-    assert rooms.returned() == [7]
+    assert list(rooms.returned) == [7]
 
 
 def test_two_failures_give_a_room_back_once(rooms: RoomAhead) -> None:
     add(rooms)
-    first, second = rooms.take(64), rooms.take(64)
+    first, second = take(rooms, 64), take(rooms, 64)
     rooms.finish(first, failed=True)
     rooms.finish(second, failed=True)
-    assert rooms.returned() == [7]
+    assert list(rooms.returned) == [7]
+
+
+def test_a_part_may_be_finished_twice(rooms: RoomAhead) -> None:
+    add(rooms)
+    part, other = take(rooms, 64), take(rooms, 64)
+    rooms.finish(part, failed=False)
+    rooms.finish(part, failed=True)
+    assert list(rooms.returned) == [], "the other is in use"
+    rooms.finish(other, failed=False)
+    assert list(rooms.returned) == [7]
+
+
+def test_room_that_was_never_added_goes_back_at_once_and_other_when_nobody_writes_to_it(rooms: RoomAhead) -> None:
+    rooms.forsake(6)
+    assert list(rooms.returned) == [6]
+    add(rooms, number=7)
+    part = take(rooms, 64)
+    rooms.forsake(7)
+    assert take(rooms, 64) is None
+    assert list(rooms.returned) == [6]
+    rooms.finish(part, failed=False)
+    assert list(rooms.returned) == [6, 7]
 
 
 def test_room_unused_for_a_heartbeat_goes_back(rooms: RoomAhead) -> None:
     add(rooms)
     rooms.idle()
-    rooms.finish(rooms.take(64), failed=False)
+    rooms.finish(take(rooms, 64), failed=False)
     rooms.idle()
-    assert rooms.returned() == []
+    assert list(rooms.returned) == []
     rooms.idle()
-    assert rooms.returned() == [7]
-    assert rooms.take(64) is None
+    assert list(rooms.returned) == [7]
+    assert take(rooms, 64) is None
 
 
 def test_idle_room_that_is_written_to_goes_back_afterwards(rooms: RoomAhead) -> None:
     add(rooms)
-    part = rooms.take(64)
+    part = take(rooms, 64)
     rooms.idle()
     rooms.idle()
-    assert rooms.returned() == []
+    assert list(rooms.returned) == []
     rooms.finish(part, failed=False)
-    assert rooms.returned() == [7]
+    assert list(rooms.returned) == [7]
 
 
 def test_columns_are_placed_each_at_a_granule_of_its_own(rooms: RoomAhead) -> None:
     columns = encode_fields({"a": ["x" * 100], "b": ["y"], "c": ["z"]}, rows=1, specs={})
     add(rooms, nbytes=4096)
     nbytes = bytes_of(columns)
-    placements = rooms.take(nbytes).placements(columns)
+    placements = take(rooms, nbytes).placements(columns)
     assert [(p.column, p.first, p.last, p.unit, p.offset) for p in placements] == [
         (0, 0, 1, UNIT, 1024),
         (1, 0, 1, UNIT, 1024 + 128),
         (2, 0, 1, UNIT, 1024 + 192),
     ]
-    assert rooms.take(64).offset == 1024 + nbytes == 1024 + 256
+    assert take(rooms, 64).offset == 1024 + nbytes == 1024 + 256
 
 
 def test_the_bounds_make_sense() -> None:

@@ -34,24 +34,27 @@ def counted_sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
     return opened
 
 
+def used(shared: door.Door, number: int) -> list[zmq.Socket[bytes]]:
+    """Sockets of as many calls at the same time, which have ended."""
+    calls = [threading.Lock() for _ in range(number)]
+    taken = [dealer for call in calls if (dealer := shared.take(call)) is not None]
+    for dealer, call in zip(taken, calls, strict=True):
+        shared.put_back(dealer, call, sound=True)
+    return taken
+
+
 def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    taken = [shared.take(threading.Lock()) for _ in range(4)]
-    for dealer in taken:
-        assert dealer is not None
-        shared.put_back(dealer, sound=True)
+
+    used(shared, 4)
     served: list[zmq.Socket[bytes]] = []
 
     def serve(dealer: zmq.Socket[bytes]) -> None:
         """Meanwhile others make calls."""
         served.append(dealer)
-        others = [shared.take(threading.Lock()) for _ in range(3)]
-        assert dealer not in others
-        for other in others:
-            assert other is not None
-            shared.put_back(other, sound=True)
+        assert dealer not in used(shared, 3)
 
     shared.serve_idle(serve)
     assert len(opened) == 4
@@ -65,15 +68,12 @@ def test_sockets_that_nobody_needs_any_more_are_closed(scripted: Controller, mon
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
-    for dealer in [shared.take(threading.Lock()) for _ in range(4)]:
-        assert dealer is not None
-        shared.put_back(dealer, sound=True)
+    used(shared, 4)
     shared.serve_idle(lambda dealer: None)
     assert not any(dealer.closed for dealer in opened)
     shared.serve_idle(lambda dealer: None, idle_s=0.0)
     assert [dealer.closed for dealer in opened] == [True, True, True, False]
-    assert shared.take(threading.Lock()) is opened[3]
-    shared.put_back(opened[3], sound=True)
+    assert used(shared, 1) == [opened[3]]
     shared.close()
     context.destroy(linger=0)
 
@@ -105,6 +105,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
             channel.call(c.Seal(partition="p"))
         channel.post(c.Release(located=1))
         assert channel._calls._numbering.unanswered == 1
+        assert not channel._door._using._calls
     channel.call(c.Seal(partition="p"))
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataplane.desk import Schemas
+import pytest
+
+from dataplane.config import DataPlaneConfig
+from dataplane.desk import Desk, Pins, Schemas
+from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.types import FieldSpec
 
 
@@ -16,3 +20,40 @@ def test_schemas_of_partitions_that_are_not_put_into_are_forgotten() -> None:
     schemas.forget("a")
     schemas.forget("nobody's")
     assert len(schemas) == 2
+
+
+def test_a_pin_is_dropped_once_nothing_refers_to_it() -> None:
+    pins = Pins()
+    one, other = pins.take(1, None), pins.take(2, None)
+    assert list(pins.dropped()) == []
+    del other
+    assert list(pins.dropped()) == [2]
+    assert list(pins.dropped()) == []
+    del one
+    assert list(pins.dropped()) == [1]
+
+
+def test_leftovers_that_an_interrupt_kept_from_being_posted_come_again() -> None:
+    desk = Desk(DataPlaneConfig(address="nowhere:1"), session=1, lock=None)
+    desk.pin(5)
+    desk.ahead.forsake(6)
+    posted: list[int] = []
+
+    def post(command: Command) -> None:
+        assert isinstance(command, Release | Abort)
+        posted.append(command.located if isinstance(command, Release) else command.reservation)
+        if len(posted) in (1, 3):
+            raise KeyboardInterrupt
+
+    def post_leftovers() -> None:
+        for command in desk.leftovers():
+            post(command)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            post_leftovers()
+    post_leftovers()
+    assert posted == [5, 5, 6, 6]
+    post_leftovers()
+    assert len(posted) == 4
+    desk.close()

@@ -20,7 +20,7 @@ from dataplane.ledger import commands as c
 from tests.interrupting import interrupt_everywhere
 from tests.lives import wait_until
 
-scene, remote, most = sys.argv[1], sys.argv[2] == "remote", int(sys.argv[3])
+scene, remote, most, within = sys.argv[1], sys.argv[2] == "remote", int(sys.argv[3]), tuple(sys.argv[4].split(" "))
 IDS = ["a", "b", "c"]
 ONES = {"x": torch.ones(3, 20_000)}
 with serve({"capacity_bytes": 32 << 20}) as service:
@@ -37,6 +37,7 @@ with serve({"capacity_bytes": 32 << 20}) as service:
         "put": lambda: client.put_samples(IDS, "p", ONES),
         "small put": lambda: client.put_samples(IDS, "p", {"y": torch.ones(3, 2)}),
         "get": get,
+        "views": lambda: client.get_samples(IDS, "p", ["x"], copy=False),
         "claim": lambda: client.claim_meta("p", "t", ["x"], 3, blocking=False),
     }
 
@@ -45,7 +46,7 @@ with serve({"capacity_bytes": 32 << 20}) as service:
         get()
 
     after = (lambda step: client.stats()) if scene == "post" else go_on
-    assert interrupt_everywhere(scenes[scene], most, after) > most // 2
+    assert interrupt_everywhere(scenes[scene], most, after, within=within) > min(most, 200) // 2
     roads = session.desk.roads._connections.values()
     under_way = [session._copies, session._channel._door._using, *[road._under_way for road in roads]]
     assert not any(map(len, under_way)), [len(each) for each in under_way]
@@ -56,25 +57,36 @@ with serve({"capacity_bytes": 32 << 20}) as service:
         held = unit.live_bytes, unit.retired_bytes, unit.pinned_bytes, unit.reserved_bytes
         return not any(held)
 
-    if scene in ("put", "get"):
-        wait_until(nothing_left, "pins and room are given back")
+    wait_until(nothing_left, "pins and room are given back")
     client.close()
 """
 
 
+EVERYWHERE = ("",)
+STEPS = ("connection.py", "operations.py", "reading.py", "ahead.py", "desk.py", "patience.py")
+"""What performs an operation, and knows what it was given."""
+
+
 @pytest.mark.parametrize(
-    ("scene", "road", "most"),
+    ("scene", "road", "most", "within"),
     [
-        ("post", "local", 600),
-        ("put", "local", 50),
-        ("put", "remote", 50),
-        ("small put", "local", 50),
-        ("get", "local", 50),
-        ("get", "remote", 50),
-        ("claim", "local", 50),
+        ("post", "local", 600, EVERYWHERE),
+        ("put", "local", 50, EVERYWHERE),
+        ("put", "remote", 50, EVERYWHERE),
+        ("small put", "local", 50, EVERYWHERE),
+        ("get", "local", 50, EVERYWHERE),
+        ("get", "remote", 50, EVERYWHERE),
+        ("claim", "local", 50, EVERYWHERE),
+        ("put", "local", 250, STEPS),
+        ("small put", "local", 250, STEPS),
+        ("get", "local", 250, STEPS),
+        ("views", "local", 250, STEPS),
+        ("put", "remote", 400, ("bulk/wire.py",)),
     ],
 )
-def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(scene: str, road: str, most: int) -> None:
-    command = [sys.executable, "-c", SCENES, scene, road, str(most)]
+def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(
+    scene: str, road: str, most: int, within: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-c", SCENES, scene, road, str(most), " ".join(within)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S)
     assert done.returncode == 0, done.stderr

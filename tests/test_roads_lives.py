@@ -170,7 +170,7 @@ def test_a_desk_gives_such_room_back(unit: Unit) -> None:
     desk.roads.stop(5, {UNIT})
     desk.roads.learn([changed(unit.info, epoch=EPOCH + 1)])
     assert [command.reservation for command in desk.leftovers() if isinstance(command, c.Abort)] == [5]
-    assert desk.leftovers() == []
+    assert list(desk.leftovers()) == []
     desk.close()
 
 

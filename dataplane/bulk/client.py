@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -221,6 +222,10 @@ class UnitConnection:
                     waiting.append(self._send(wire, chunk, reservation, held, self._payloads))
                 while waiting:
                     self._written(wire, waiting, reservation, held, timeout_s)
+        except BaseException as error:
+            # Frames that an interrupt kept from being sent are let go of when nothing refers to them.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             while waiting:
                 waiting.popleft().done()
@@ -387,8 +392,8 @@ class UnitConnection:
         try:
             wire = self._borrow()
             yield wire
-            self._give_back(wire)
-            wire = None
+            sound, wire = wire, None
+            self._give_back(sound)
         except WireLostError as error:
             raise self._unreachable(f"{what}: {error}") from error
         except WireSilentError as error:
@@ -397,6 +402,7 @@ class UnitConnection:
         finally:
             if wire is not None:
                 wire.close()
+            self._under_way.leave(call)
 
     def _borrow(self) -> Wire:
         while True:

@@ -72,10 +72,10 @@ class Channel(OpenChannel):
         *,
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-        begun: Callable[[int], None] = lambda number: None,
+        given: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
-        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent, `begun`
-        before, with its number.
+        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent. `given`
+        gets the number and the command before that: an interrupt may come when the answer is there.
 
         Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim, Shrink) plus
         `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
@@ -88,7 +88,8 @@ class Channel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
-            begun(outgoing.number)
+            if given is not None:
+                given.append((outgoing.number, command))
             reply = self._exchange(outgoing, meanwhile)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
@@ -124,7 +125,7 @@ class Channel(OpenChannel):
                         if time.monotonic() >= outgoing.wake_at:
                             send(dealer, self._calls.again(outgoing))
                 finally:
-                    door.put_back(dealer, sound=answered)
+                    door.put_back(dealer, using, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
     def _await(self, door: Door, dealer: Socket, outgoing: Outgoing) -> wire.Reply | None:
@@ -157,7 +158,7 @@ class Channel(OpenChannel):
                 send(dealer, outgoing.frames)
                 sent = True
             finally:
-                door.put_back(dealer, sound=sent)
+                door.put_back(dealer, using, sound=sent)
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""

@@ -60,23 +60,28 @@ class Door:
             self._using.enter(call)
             if self._idle:
                 return self._idle.pop()[0]
-        with enough_for(self.endpoint):
-            with self._guard:
-                self._waker = self._waker or Waker()
-            dealer = door_socket(self._context, self.endpoint, self._keys)
+        try:
+            with enough_for(self.endpoint):
+                with self._guard:
+                    self._waker = self._waker or Waker()
+                dealer = door_socket(self._context, self.endpoint, self._keys)
+        except BaseException:
+            self._using.leave(call)
+            raise
         with self._guard:
             self._sockets.add(dealer)
         return dealer
 
-    def put_back(self, dealer: Socket, *, sound: bool) -> None:
-        """What was taken. It is closed unless it is `sound`: one that brought no answer may have no connection, which
-        others could be short of open files for, and one that was interrupted may have sent half a message, which the
-        next would become part of."""
+    def put_back(self, dealer: Socket, call: threading.Lock, *, sound: bool) -> None:
+        """What the call took. It is closed unless it is `sound`: one that brought no answer may have no connection,
+        which others could be short of open files for, and one that was interrupted may have sent half a message, which
+        the next would become part of."""
         with self._guard:
             if sound and not self.shut:
                 self._idle.append((dealer, time.monotonic()))
             else:
                 dealer.close()
+            self._using.leave(call)
 
     def serve_idle(self, serve: Callable[[Socket], None], *, idle_s: float = IDLE_S) -> None:
         """Do this with each socket that nobody uses now, one at a time, so that callers find the others; then close
@@ -101,6 +106,7 @@ class Door:
                             bisect.insort(self._idle, (dealer, since), key=operator.itemgetter(1))
                         else:
                             dealer.close()
+                        self._using.leave(call)
 
     def close(self) -> None:
         """Shut the door: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
