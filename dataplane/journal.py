@@ -80,11 +80,16 @@ class Log:
             self._db = sqlite3.connect(
                 directory / LOG_NAME, factory=_Database, isolation_level=None, check_same_thread=False, timeout=10.0
             )
-            self._prepare()
-        found = self.fact("format")
-        if found != FORMAT:
+        try:
+            with self._named("cannot be opened"):
+                self._prepare()
+            found = self.fact("format")
+            if found != FORMAT:
+                why = f"its journal has format {found}, this version reads {FORMAT}"
+                raise self.error(why, "Use the version it is of")
+        except BaseException:
             self._db.close()
-            raise self.error(f"its journal has format {found}, this version reads {FORMAT}", "Use the version it is of")
+            raise
 
     def _prepare(self) -> None:
         """Before the journal is looked at."""

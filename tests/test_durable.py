@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,21 @@ SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeou
 
 def opened(directory: Path, settings: LedgerSettings = SETTINGS) -> DurableLedger:
     return DurableLedger.open(directory, settings)
+
+
+Kill = Callable[[DurableLedger], None]
+
+
+@pytest.fixture
+def kill() -> Iterator[Kill]:
+    """Lets go of the directory as a killed process does."""
+    with contextlib.ExitStack() as after:
+
+        def kill(durable: DurableLedger) -> None:
+            durable._journal._lock.close()
+            after.callback(durable._journal._db.close)
+
+        yield kill
 
 
 def a_day(seed: int = 1, steps: int = 200, **settings: Any) -> list[c.Input]:
@@ -246,12 +263,12 @@ def test_a_failure_of_the_ledger_is_the_same_failure_again(tmp_path: Path, caplo
 
 
 def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kill: Kill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = opened(tmp_path)
     live(first, a_day())
     first._journal.set_facts(boot="another boot")
-    first._journal._lock.close()  # as a killed process lets go
+    kill(first)
     second = opened(tmp_path)
     assert not second.recovered
     assert "may be incomplete and is set aside" in caplog.text
@@ -260,20 +277,22 @@ def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
     second.close()
 
 
-def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path) -> None:
+def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: Kill) -> None:
     first = DurableLedger.open(tmp_path, SETTINGS, forced=True)
     live(first, a_day())
     first.sync()
     units = set(first._ledger._state.units)
     assert units
     first._journal.set_facts(boot="another boot")
-    first._journal._lock.close()  # as a killed process lets go
+    kill(first)
     second = opened(tmp_path)
     assert second.recovered
     assert set(second._ledger._state.units) == units
     second._journal.set_facts(boot="yet another boot")
-    second._journal._lock.close()
-    assert not opened(tmp_path).recovered  # it was not forced in its second life
+    kill(second)
+    third = opened(tmp_path)
+    assert not third.recovered  # it was not forced in its second life
+    third.close()
 
 
 def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, KVBatchMeta, ServiceRestartedError, connect
+from dataplane import DataPlaneClient, KVBatchMeta, ServiceRestartedError, ServiceUnavailableError, connect
 from dataplane.kept import discard
 from tests.faults.acting import Order
 from tests.faults.cast import Player
@@ -55,6 +55,17 @@ VERBS: dict[str, Call] = {
 Asker = Callable[[str], None]
 
 
+def _knows(client: DataPlaneClient) -> bool:
+    """Whether it knows that the service began anew. Without a state directory its calls fail until then."""
+    try:
+        client.stats()
+    except ServiceRestartedError:
+        return True
+    except ServiceUnavailableError:
+        pass
+    return False
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["with a state directory", "without"])
 def ask(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     """Has a client of the service's last life, one for each verb, ask this one."""
@@ -74,6 +85,8 @@ def ask(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param:
         lives.forget()
     lives.start(durable=request.param)
+    if not request.param:
+        wait_until(lambda: all(_knows(client) for client, _ in clients.values()), "they notice the new life")
 
     def ask(verb: str) -> None:
         client, meta = clients[verb]
