@@ -217,8 +217,6 @@ class UnitRecord:
             cookie=arena.cookie.hex(),
             forced=arena.forced,
         )
-        if kept == self._kept:
-            return
         aside = self.path.with_name(f"{self.path.name}.aside")
         with open(aside, "wb", opener=private) as file:
             file.write(msgspec.json.encode(kept))

@@ -161,7 +161,7 @@ class StorageUnit:
 
     def _added(self, number: int) -> None:
         with self._guard:
-            if self._bulk is not None and self._arena is not None:
+            if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
                 self._bulk.unit = number
                 if self._record is not None:
                     self._record.write(self._arena, number)
