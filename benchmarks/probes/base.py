@@ -33,12 +33,12 @@ class Figure:
 
 
 @contextmanager
-def service(*, capacity_bytes: int = 1 << 30) -> Iterator[tuple[Service, DataPlaneClient]]:
-    """A service process and a client of it in this process."""
+def service(*, capacity_bytes: int = 1 << 30, fields: Sequence[str] = ()) -> Iterator[tuple[Service, DataPlaneClient]]:
+    """A service process and a client of it in this process. fields: those that the partition declares."""
     running = Service({"capacity_bytes": capacity_bytes})
     try:
         with connect(running.address) as client:
-            client.register_partition(PARTITION, [], None, ["task"])
+            client.register_partition(PARTITION, list(fields), None, ["task"])
             yield running, client
     finally:
         running.close()

@@ -34,7 +34,7 @@ def wake(*, quick: bool) -> list[Figure]:
     figures = []
     variants = (("commit", False), ("put of one row", True))
     for what, with_data in variants[:1] if quick else variants:
-        with service() as (running, _):
+        with service(fields=["x"]) as (running, _):
             produced, returned = side_by_side(_side, [(running.address, n, rounds, with_data) for n in (0, 1)])
         sent, round_trips = produced
         taken = [
