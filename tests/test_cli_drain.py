@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import signal
 
 import pytest
 
@@ -14,7 +15,9 @@ from dataplane.config import MIB
 from dataplane.control.channel import Channel
 from dataplane.ledger import commands as c
 from dataplane.unit import StorageUnit
-from tests.cli_service import filled  # noqa: F401
+from tests.children import Child
+from tests.cli_service import TQ, filled  # noqa: F401
+from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -86,6 +89,17 @@ def test_an_interrupt_undoes_it(
         assert [unit.draining for unit in filled.stats().units] == [before, False]
         rows = filled.get_samples(["a", "b", "c"], "train", ["ids"])["ids"].unbind()
         assert [len(row) for row in rows] == [5, 2, 9]
+
+
+def test_ctrl_c_ends_a_drain_that_waits_for_room(filled: DataPlaneClient) -> None:
+    with Child([*TQ, "drain", "unit-0", "--force"]) as process:
+        wait_until(lambda: filled.stats().units[0].draining)
+        process.send_signal(signal.SIGINT)
+        code, output, errors = process.finish()
+    assert (code, output) == (1, "")
+    assert "tq: given up: storage unit 1 unit-0 takes new rows again" in errors
+    assert "Traceback" not in errors
+    assert not filled.stats().units[0].draining
 
 
 def test_what_contradicts_itself(capsys: pytest.CaptureFixture[str]) -> None:

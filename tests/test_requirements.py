@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from packaging.specifiers import SpecifierSet
 
 from tests import floors
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {each.name: each.specifier for each in map(Requirement, PROJECT["dependencies"])}
 PINS = {
     "verl 0.9.1 with vLLM 0.24.0 or SGLang 0.5.12": {
@@ -42,3 +44,11 @@ def test_every_requirement_has_a_floor_that_it_admits() -> None:
     assert set(OURS) <= set(found)
     for name, specifier in OURS.items():
         assert found[name] in specifier
+
+
+def test_the_classifiers_name_the_versions_of_python_that_tests_run_on() -> None:
+    (others,) = re.findall(r"^PYTHONS \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    tested = {"3.11", *(version.rpartition(".")[0] for version in others.split())}
+    language = "Programming Language :: Python :: "
+    named = {each.removeprefix(language) for each in PROJECT["classifiers"] if each.startswith(f"{language}3.")}
+    assert named == tested

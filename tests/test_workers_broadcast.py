@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
+from dataplane.config import DataPlaneConfig
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import RankDied, Ranks
 from workers import siblings
-from workers.broadcast import NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
-from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError
+from workers.broadcast import FETCH_TIMEOUT_S, NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
+from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError, Siblings
 
 pytestmark = pytest.mark.integration
 
@@ -352,7 +354,7 @@ def test_a_rank_that_comes_late_fails_the_fetches_that_it_is_late_for(gloo: Rank
         assert not isinstance(raised, Exception), raised
         assert [type(error) for error in raised] == [CallTimeoutError] * rounds
         if rank == late:
-            assert all("this rank is late: rank" in str(error) for error in raised)
+            assert all("gave up waiting for this rank" in str(error) for error in raised)
 
 
 def give_up_for_the_others(rank: int) -> Exception | None:
@@ -375,6 +377,69 @@ def test_ranks_that_wait_longer_are_told_who_gave_up(four: Ranks) -> None:
     raised = four.run(give_up_for_the_others)
     assert [type(error) for error in raised] == [CallTimeoutError] * 4
     assert all("rank 1" in str(raised[rank]) for rank in (0, 2, 3))
+
+
+def give_up_while_connecting(rank: int) -> list[str]:
+    """All connections have ended. Rank 1 gives up waiting for new ones before rank 0 comes; the others would go on."""
+    group, raised = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S), []
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        group.siblings._give_up()
+        store.set("1 gave up", "yes")
+    store.wait(["1 gave up"])
+    for turn in range(2 if rank != 1 else 1):
+        last = rank == 1 or turn == 1
+        group.timeout_s = 0.5 if rank == 1 else NEVER_S
+        if rank == 0 and last:
+            store.wait([f"{other} raised" for other in (1, 2, 3)])
+        try:
+            group.fetch(part_of(rank), "auto", lambda batch: batch)
+        except CallTimeoutError as error:
+            raised.append(str(error))
+    store.set(f"{rank} raised", "yes")
+    group.timeout_s = NEVER_S
+    recover(rank, group)
+    return raised
+
+
+def test_ranks_that_wait_for_new_connections_learn_at_once_who_gave_up(four: Ranks) -> None:
+    raised = four.run(give_up_while_connecting)
+    assert [len(errors) for errors in raised] == [2, 1, 2, 2]
+    assert "a sibling did not take part" in raised[1][0]
+    assert all("rank 1 (global rank 1) gave up" in error for rank in (0, 2, 3) for error in raised[rank])
+
+
+def hang_up_last(rank: int) -> str | None:
+    """Ranks 1 and 2 have closed their connections when rank 3 gives up, for which rank 0 waits."""
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    siblings = Siblings(group)
+    if rank in (1, 2):
+        siblings._hang_up()
+        store.set(f"{rank} hung up", "yes")
+    elif rank == 3:
+        store.wait(["1 hung up", "2 hung up"])
+        for closed in (1, 2):
+            with pytest.raises(RuntimeError, match="onnection"):
+                group.recv([torch.empty(1)], closed, 1).wait(timedelta(seconds=60))
+        siblings._give_up()
+        store.wait(["0 learned it"])  # the end of its process group would close them, too
+    else:
+        try:
+            siblings.broadcast(torch.empty(1, dtype=torch.uint8), 3, Deadline(NEVER_S))
+        except CallTimeoutError as error:
+            store.set("0 learned it", "yes")
+            return str(error)
+    return None
+
+
+def test_a_rank_that_gives_up_closes_the_connections_that_are_still_open(four: Ranks) -> None:
+    told, *others = four.run(hang_up_last)
+    assert others == [None] * 3
+    assert "rank 3 (global rank 3) gave up" in told
+
+
+def test_a_fetch_outlives_a_restart_of_the_service() -> None:
+    assert 3 * DataPlaneConfig().reconnect_s <= FETCH_TIMEOUT_S
 
 
 # --- the document's function ----------------------------------------------------------------------------------

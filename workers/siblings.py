@@ -21,6 +21,10 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from dataplane import errors
 from dataplane.durations import seconds
 
+_COMPLETE = "all present"
+"""The verdict in the store on connections for which all ranks were there; a rank that gave up leaves its number."""
+_UNUSED_TAG = 2**31 - 1
+
 
 class ReplicaGroupError(RuntimeError):
     """The ranks of a replica group disagree, or one of them failed in a way that has no type on the others."""
@@ -80,15 +84,30 @@ class Siblings:
         if not self._ended:
             return
         self._turn += 1
-        self._raise_if_given_up(deadline)
         store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
         try:
+            self._meet(deadline)
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
         except RuntimeError as error:
             self._raise_if_given_up(deadline)
             self._give_up()
             raise self._late(deadline) from error
         self._ended = False
+
+    def _meet(self, deadline: Deadline) -> None:
+        """Wait until all ranks are here; where one gives up before, it and all that wait raise at once.
+
+        Without it a rank could connect to siblings one after another, each for as long as its deadline allows.
+        """
+        store = _store_of(self.group)
+        if store.add(f"replica group {self._turn} present", 1) == self.size:
+            store.compare_set(self._key, "", _COMPLETE)
+        with contextlib.suppress(RuntimeError):  # the deadline passes
+            store.wait([self._key], deadline.left)
+        verdict = store.compare_set(self._key, "", f"{self.rank}").decode()  # the first one holds
+        if verdict == f"{self.rank}":
+            raise self._late(deadline)
+        self._raise_if_given_up(deadline)
 
     @property
     def device(self) -> torch.device:
@@ -171,14 +190,15 @@ class Siblings:
         store, rank = _store_of(self.group), None
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check([self._key]):
-                rank = int(store.get(self._key))
+                verdict = store.get(self._key).decode()
+                rank = None if verdict == _COMPLETE else int(verdict)
         if rank is None:
             return
         who = self.name(rank)
         self._ended = True
         self._hang_up()
         raise errors.CallTimeoutError(
-            what=f"fetch through a replica group (this rank is late: {who} gave up waiting for it; fetch again)",
+            what=f"fetch through a replica group ({who} gave up waiting for this rank or another one; fetch again)",
             waited_s=deadline.timeout_s - deadline.left_s,
             peer=who,
         )
@@ -190,17 +210,17 @@ class Siblings:
     def _hang_up(self) -> None:
         """Close this rank's Gloo connections, so that siblings that wait for it, not for the rank that died, learn too.
 
-        Gloo has no call for that; but it closes them all when an operation times out, so one is made to: a receive from
-        a rank that sends nothing. NCCL siblings do not wait for one another, and have their own deadlines.
+        Gloo has no call for that; but it closes them all when an operation times out, so one is made to: a receive of
+        what no rank sends. One from each sibling: a connection that is closed already fails at once, and closes no
+        other. NCCL siblings do not wait for one another, and have their own deadlines.
         """
         if self.device.type != "cpu":
             return
-        for root in range(self.size):
-            options = BroadcastOptions()
-            options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(milliseconds=1)
-            if root != self.rank:
+        for sibling in range(self.size):
+            if sibling != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    self._channel.broadcast([torch.empty(1, dtype=torch.uint8)], options).wait(timedelta(seconds=1))
+                    receive = self._channel.recv([torch.empty(1, dtype=torch.uint8)], sibling, _UNUSED_TAG)
+                    receive.wait(timedelta(milliseconds=1))
 
 
 def _store_of(group: Any) -> Any:
