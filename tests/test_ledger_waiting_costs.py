@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import CapacityTimeoutError, ClaimTimeoutError, InternalError
-from dataplane.ledger import blocked
+from dataplane.ledger import blocked, placing
 from dataplane.ledger import commands as c
 from dataplane.ledger.budgets import Evictions
 from dataplane.ledger.partition import Partition
@@ -93,6 +93,40 @@ def test_a_put_that_waits_for_eviction_costs_its_partition_what_changes(
     assert looks.rows <= 50
     client.do(c.Ack(partition="p", task="train", **part_of(held, held.ids[15])))
     assert isinstance(client.result(waiting), c.Allocated)
+
+
+@pytest.mark.parametrize("missing", ["budget", "memory", "a larger piece"])
+def test_the_values_of_a_put_that_waits_are_not_gone_through_for_what_others_free(
+    crowd: tuple[Driver, Client], looks: Looks, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    _, client = crowd
+    client.register("q")
+    client.register(budget_bytes=MANY * 32 if missing == "budget" else None)
+    for i in range(100):
+        client.put([f"q{i}"], {"x": [64]}, partition="q")
+    client.put(["first"], {"x": [64]})
+    sizes = [64] * MANY
+    if missing != "budget":
+        client.put(["rest"], {"x": [(1 << 20) - 101 * 64]}, partition="q")
+        client.clear(*[f"q{i}" for i in range(0, 100, 2)], partition="q")
+        sizes = [128] + [0] * MANY if missing == "a larger piece" else sizes
+    waiting = client.waits(client.allocate({"x": sizes}))
+    looks.rows = 0
+    real = placing.top
+
+    def counted(values: Any) -> int:
+        looks.rows += len(values)
+        return real(values)
+
+    monkeypatch.setattr(placing, "top", counted)
+    for i in range(1, 100, 4):
+        if missing == "memory":
+            client.clear(f"q{i}", partition="q")
+        else:
+            client.put(["one"], {"x": [64]}, partition="q")
+            client.clear("one", partition="q")
+    assert looks.rows <= 100
+    assert client.result(waiting) is None
 
 
 class Untouched(dict[int, Any]):

@@ -76,7 +76,7 @@ class Compactions:
         if any(unit.asked or unit.number in state.compactions for unit in units):
             return
         for parked in islice(self._waiting(), PUTS):
-            want = Want(parked.session, parked.command)
+            want = parked.want
             if any(self._compact(unit, want) for unit in want.order(units) if not unit.checking):
                 return
 

@@ -61,22 +61,22 @@ class Rooms:
         self._check(partition, command)
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
-        parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
+        parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
         self.state.keep_targets(parked)
         try:
-            return self._serve_or_park(parked, want)
+            return self._serve_or_park(parked)
         except Exception:
             self.state.let_targets_go(parked)
             raise
 
-    def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
+    def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
         queued, behind = self._line(parked)
-        granted = None if queued else self._serve(parked, want, behind=behind is not None)
+        granted = None if queued else self._serve(parked, behind=behind is not None)
         if granted is not None:  # it may have taken what one that waits only for arenas to grow would have had
             self.state.extents.freed |= any(map(_refuses, self._waiting()))
             return granted
         self.liveness.probe_silent()
-        if self._rejects(parked, want):
+        if self._rejects(parked):
             raise self.out_of_room(parked)
         self.state.park(parked)
         parked.holds_up = self._holds_up(parked)
@@ -111,15 +111,15 @@ class Rooms:
         that are too small for it: a put that fits into one takes nothing from it but budget."""
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
-    def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
+    def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
         (`behind`): it takes none but what it made itself."""
-        partition = parked.partition
-        if parked.command.moving:
-            return None if behind else self._take(parked, want)
+        partition, want = parked.partition, parked.want
+        if want.moving:
+            return None if behind else self._take(parked)
         excess = over(self.state, partition, want.total, update=want.update)
         if excess <= 0 and not behind:
-            granted = self._take(parked, want)
+            granted = self._take(parked)
             if granted is not None or self._growing(want):
                 return granted
         while partition.evicts and any(unit.open for unit in self.state.units.values()):
@@ -132,14 +132,15 @@ class Rooms:
             if made is None:
                 return None
             parked.evicted += made
-            granted = self._take(parked, want)
+            granted = self._take(parked)
             if granted is not None or self._growing(want):
                 return granted
             excess = over(self.state, partition, want.total, update=want.update)
         return None
 
-    def _take(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
+    def _take(self, parked: ParkedAllocate) -> Allocated | None:
         """The reservation, if the units have room and the budget has, too, with what pieces are larger by."""
+        want = parked.want
         pieces = self._place(want)
         if pieces is None:
             return None
@@ -244,17 +245,17 @@ class Rooms:
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
         """What the call ends with, None if it goes on waiting."""
-        want = Want(parked.session, parked.command)
-        self._refuse_hopeless(parked.partition, want)
-        granted = self._serve(parked, want, behind=behind)
-        if granted is None and self._rejects(parked, want):
+        self._refuse_hopeless(parked.partition, parked.want)
+        granted = self._serve(parked, behind=behind)
+        if granted is None and self._rejects(parked):
             return self.out_of_room(parked)
         return granted
 
-    def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
+    def _rejects(self, parked: ParkedAllocate) -> bool:
         """Whether the call will not wait: it is to be refused, and there is no room for it in arenas to come."""
         if not _refuses(parked):
             return False
+        want = parked.want
         over_budget = not want.moving and over(self.state, parked.partition, want.total, update=want.update) > 0
         return over_budget or not self._growing(want)
 
