@@ -69,7 +69,9 @@ class RoomAhead(Room):
 
 
 class Parked:
-    """A call that waits. `since` and `deadline` are ledger time."""
+    """A call that waits. `since` and `deadline` are ledger time; `place` grows with each call that begins to wait."""
+
+    place = 0
 
     def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
         self.session = session
