@@ -18,6 +18,7 @@ def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
     found = _claims(again)
     for partition in again._state.partitions.values():
         partition.outlook = None
+        again._state.extents.loosened.add(partition.account.number)
     again._state.extents.freed = True
     again._rooms.judge()
     found.update({(o.session, o.number): o.result for o in again._state.out if isinstance(o, Answer)})

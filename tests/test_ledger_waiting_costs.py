@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dataplane.errors import CapacityTimeoutError, ClaimTimeoutError, InternalError
-from dataplane.ledger import blocked
+from dataplane.ledger import blocked, placing
 from dataplane.ledger import commands as c
 from dataplane.ledger.budgets import Evictions
 from dataplane.ledger.partition import Partition
+from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim
 from dataplane.ledger.tags import Tags
-from tests.ledger_driver import Client, Driver, part_of
+from tests.ledger_driver import Client, Driver, by_ids, part_of
 
 KIB = 1024
 MANY = 2000
@@ -95,6 +96,40 @@ def test_a_put_that_waits_for_eviction_costs_its_partition_what_changes(
     assert isinstance(client.result(waiting), c.Allocated)
 
 
+@pytest.mark.parametrize("missing", ["budget", "memory", "a larger piece"])
+def test_the_values_of_a_put_that_waits_are_not_gone_through_for_what_others_free(
+    crowd: tuple[Driver, Client], looks: Looks, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    _, client = crowd
+    client.register("q")
+    client.register(budget_bytes=MANY * 64 if missing == "budget" else None)
+    for i in range(100):
+        client.put([f"q{i}"], {"x": [64]}, partition="q")
+    client.put(["first"], {"x": [64]})
+    sizes = [64] * MANY
+    if missing != "budget":
+        client.put(["rest"], {"x": [(1 << 20) - 101 * 64]}, partition="q")
+        client.clear(*[f"q{i}" for i in range(0, 100, 2)], partition="q")
+        sizes = [128] + [0] * MANY if missing == "a larger piece" else sizes
+    waiting = client.waits(client.allocate({"x": sizes}))
+    looks.rows = 0
+    real = placing.top
+
+    def counted(values: Any) -> int:
+        looks.rows += len(values)
+        return real(values)
+
+    monkeypatch.setattr(placing, "top", counted)
+    for i in range(1, 100, 4):
+        if missing == "memory":
+            client.clear(f"q{i}", partition="q")
+        else:
+            client.put(["one"], {"x": [64]}, partition="q")
+            client.clear("one", partition="q")
+    assert looks.rows <= 100
+    assert client.result(waiting) is None
+
+
 class Untouched(dict[int, Any]):
     """What is looked up by number only."""
 
@@ -157,6 +192,108 @@ def test_a_claim_that_waits_costs_puts_into_its_partition_what_they_name(
     driver.tick(1.0)
     client.put(["new", "too"], {"x": [64] * 2}, tags={"score": [2, 2], "weight_version": [9, 9], "of": ["p7", "p7"]})
     assert isinstance(client.result(waiting), c.Claimed)
+
+
+# --- many that wait
+
+
+CROWD = 200
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Parked]:
+    """Each look at the partition of a call that waits adds that call."""
+    found: list[Parked] = []
+
+    def look(parked: Parked) -> Any:
+        found.append(parked)
+        return vars(parked)["partition"]
+
+    def note(parked: Parked, partition: Partition) -> None:
+        vars(parked)["partition"] = partition
+
+    for kind in (ParkedAllocate, ParkedClaim):
+        monkeypatch.setattr(kind, "partition", property(look, note), raising=False)
+    return found
+
+
+@pytest.mark.parametrize("missing", ["budget", "memory", "a larger piece"])
+def test_many_puts_that_wait_cost_others_little(
+    crowd: tuple[Driver, Client], looked_at: list[Parked], missing: str
+) -> None:
+    """Of those of a partition only the first is looked at, unless it lets others pass."""
+    _, client = crowd
+    client.register("q")
+    client.register(budget_bytes=KIB if missing != "memory" else None)
+    for i in range(100):
+        client.put([f"q{i}"], {"x": [64]}, partition="q")
+    client.put(["first"], {"x": [KIB - 128]})
+    if missing != "budget":
+        client.put(["rest"], {"x": [(1 << 20) - 100 * 64 - KIB + 128]}, partition="q")
+    if missing == "a larger piece":
+        client.clear(*[f"q{i}" for i in range(0, 100, 2)], partition="q")
+    size = {"budget": 256, "memory": 4 * KIB, "a larger piece": 128}[missing]
+    waiting = [client.waits(client.allocate({"x": [size]}, timeout_s=60.0)) for _ in range(CROWD)]
+    looked_at.clear()
+    for i in range(1, 40, 2):
+        if missing == "memory":
+            client.clear(f"q{i}", partition="q")
+        else:
+            client.put(["one"], {"x": [64]}, partition="q")
+            client.clear("one", partition="q")
+    assert len(looked_at) <= 20 * 40
+    assert [client.result(number) for number in waiting] == [None] * CROWD
+
+
+@pytest.mark.parametrize("policy", [c.WhenFull.WAIT, c.WhenFull.EVICT, c.WhenFull.EVICT_OLDEST])
+def test_puts_that_wait_for_budgets_of_many_partitions_cost_others_nothing(
+    crowd: tuple[Driver, Client], looked_at: list[Parked], policy: c.WhenFull
+) -> None:
+    driver, client = crowd
+    client.register("q")
+    reading = {}
+    for i in range(CROWD):
+        client.register(f"p{i}", budget_bytes=KIB, when_full=policy)
+        client.put(["first"], {"x": [KIB]}, partition=f"p{i}")
+        client.locate(by_ids("first"), partition=f"p{i}")
+        reading[i] = client.number
+    waiting = [client.waits(client.allocate({"x": [64]}, f"p{i}")) for i in range(CROWD)]
+    for _ in range(2):
+        client.put(["one"], {"x": [64]}, partition="q")
+    looked_at.clear()
+    for _ in range(20):
+        client.put(["one"], {"x": [64]}, partition="q")
+        client.put(["two"], {"x": [64]}, partition="q")
+        client.clear("two", partition="q")
+    assert not {parked.number for parked in looked_at} & set(waiting)
+    assert [client.result(number) for number in waiting] == [None] * CROWD
+    client.clear("first", partition="p7")
+    assert client.result(waiting[7]) is None, "it is read"
+    client.do(c.Release(located=reading[7]))
+    assert isinstance(client.result(waiting[7]), c.Allocated)
+    client.register("p8", budget_bytes=2 * KIB, when_full=policy)
+    assert isinstance(client.result(waiting[8]), c.Allocated)
+    client.clear("first", partition="p9")
+    driver.apply(c.UnitLost(unit=1))
+    client.do(c.Release(located=reading[9]))
+    assert client.result(waiting[9]) is None
+    driver.add_unit(name="unit0", epoch=1)
+    assert isinstance(client.result(waiting[9]), c.Allocated)
+
+
+def test_many_claims_that_wait_cost_who_serves_one_little(
+    crowd: tuple[Driver, Client], looked_at: list[Parked]
+) -> None:
+    _, client = crowd
+    client.register()
+    waiting = [client.waits(client.claim(1, timeout_s=60.0)) for _ in range(CROWD)]
+    looked_at.clear()
+    for i in range(20):
+        client.put([f"s{i}"], {"x": [64]})
+    assert [client.claimed_by(number) for number in waiting[:20]] == [(f"s{i}",) for i in range(20)]
+    assert len(looked_at) <= 20 * 10
+    client.put([f"t{i}" for i in range(CROWD)], {"x": [64] * CROWD})
+    assert [client.claimed_by(number) for number in waiting[20:]] == [(f"t{i}",) for i in range(CROWD - 20)]
 
 
 # --- pieces that are too small

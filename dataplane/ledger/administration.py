@@ -51,6 +51,7 @@ class Partitions:
             state.keep_targets(put)
         partition.outlook = None
         state.extents.freed = state.extents.moved = True
+        state.extents.loosened.add(partition.account.number)
         if partition.budget_bytes is None:
             state.budgeted.pop(partition.name, None)
             partition.account.pressed = False
@@ -234,7 +235,7 @@ class UnitReports:
     def _added(self, unit: Unit) -> None:
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
         self.rooms.grow_ahead(unit)
-        self.state.extents.freed = True
+        self.state.look_at_puts()
 
     def lost(self, item: c.UnitLost) -> None:
         unit = self.state.units.get(item.unit)
@@ -242,7 +243,7 @@ class UnitReports:
             unit.connected = False
             unit.asked = 0
             self.shrinks.gone(unit.number)
-            self.state.extents.freed = True
+            self.state.look_at_puts()
 
     def grown(self, item: c.Grown) -> None:
         unit = self.state.units.get(item.unit)
@@ -287,6 +288,7 @@ class UnitReports:
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]
+        state.look_at_puts()
         state.several_hosts = None
         del self.cookies[unit.offer.cookie]
 

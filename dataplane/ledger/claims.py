@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -99,26 +102,26 @@ class Claims:
         state = self.state
         while state.touched:
             partition = state.touched.pop(next(iter(state.touched)))
-            hopeful = self._hopeful(partition)
+            watches = list(partition.watches.values())
+            hopeful = self._hopeful(partition, watches)
             dealt, partition.dealt = partition.dealt, False
-            if not hopeful and not dealt:
-                continue
-            asked = {key for watch in hopeful for key in watch.waiters}
-            waiting = [
-                parked
-                for key, parked in partition.waiters.items()
-                if key in asked or (dealt and parked.command.step is not None)
-            ]
-            recent = state.now - state.heartbeat_s
-            for parked in [w for w in waiting if w.session.heard >= recent]:
-                self._judge(parked)
-            for parked in [w for w in waiting if w.session.heard < recent]:
-                self._judge(parked)
+            for parked in _in_turn(watches if dealt else hopeful, state.now - state.heartbeat_s):
+                watch = parked.watch
+                assert watch is not None, parked.key
+                over = parked.key not in watch.waiters
+                if over or (watch not in hopeful and parked.command.step is None):
+                    continue
+                if self._judge(parked) and watch in hopeful and not self._hopeful(partition, [watch]):
+                    del hopeful[watch]
+                if not hopeful and not dealt:
+                    break
 
-    def _hopeful(self, partition: Partition) -> list[Watch]:
-        """The kinds of claims of which one may be served now. The others are judged again when their time comes."""
-        found = []
-        for watch in list(partition.watches.values()):
+    def _hopeful(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
+        """Those kinds of claims of which one may be served now. The others are judged again when their time comes."""
+        found: dict[Watch, None] = {}
+        for watch in watches:
+            if not watch.waiters:
+                continue
             try:
                 watch.refresh(partition)
             except Exception as error:  # by what a sample is, or a claim asks for: not by whoever changed the sample
@@ -126,12 +129,13 @@ class Claims:
                     self.state.fail(parked, error)
                 continue
             if watch.hopeful(partition, self.state.now):
-                found.append(watch)
+                found[watch] = None
             else:
                 self.state.wake_at(partition, watch.next_at)
         return found
 
-    def _judge(self, parked: ParkedClaim) -> None:
+    def _judge(self, parked: ParkedClaim) -> bool:
+        """Whether its wait is over."""
         interest, partition = parked.interest, parked.partition
         assert interest is not None
         watch = parked.watch
@@ -142,16 +146,17 @@ class Claims:
             dealt = parked.command.step is not None
             if not dealt and not watch.may_serve(partition, parked.command, self.state.now):
                 self.state.wake_at(partition, watch.next_at)
-                return
+                return False
             result = self._attempt(parked, interest)
         except DataPlaneError as error:
             result = error
         except Exception as error:  # nothing that others do may fail because of who waits
             self._look_again(partition, interest.task)
             self.state.fail(parked, error)
-            return
+            return True
         if result is not None:
             self.state.unpark(parked, result)
+        return result is not None
 
     def _look_again(self, partition: Partition, task: Task) -> None:
         """Wherever a claim stopped, what is ready for the task is what its books say."""
@@ -365,6 +370,15 @@ class Claims:
     def task_gone(self, parked: ParkedClaim) -> DataPlaneError:
         command = parked.command
         return TaskNotFoundError(partition=command.partition, task=command.task, known=list(parked.partition.tasks))
+
+
+def _in_turn(watches: Iterable[Watch], recent: float) -> Iterator[ParkedClaim]:
+    """The claims that wait there when it is begun: those whose client was heard since `recent` first, and of these the
+    oldest first."""
+    waiting = [list(watch.waiters.values()) for watch in watches]
+    for late in (False, True):
+        lines = [[parked for parked in line if (parked.session.heard < recent) is late] for line in waiting]
+        yield from heapq.merge(*lines, key=operator.attrgetter("place"))
 
 
 def _check_lease(lease_s: float | None) -> None:

@@ -98,8 +98,7 @@ class Commits:
         if not isinstance(reservation, PartAhead) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
-        waiters = self.state.room_waiters[update].values()
-        waits = any(parked.partition is partition and not parked.command.moving for parked in waiters)
+        waits = partition.account.number in self.state.room_waiters[update]
         excess = over(self.state, partition, wanted, update=update)
         made: tuple[str, ...] | None = None if waits else ()
         if excess > 0 and not waits and partition.evicts:

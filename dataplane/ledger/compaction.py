@@ -12,7 +12,7 @@ Until then nothing that it reads is given to anybody, and nobody else writes whe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from dataplane.ledger.commands import CompactArena, Compacted, Int64s, Move, Notice
 from dataplane.ledger.draining import Drains, Page, page_of
 from dataplane.ledger.extents import LIVE
+from dataplane.ledger.lines import Turns
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.placing import Piece, Want, give_back, place_in
 from dataplane.ledger.relocations import Compaction, Relocation
@@ -61,9 +62,9 @@ class Compactions:
 
     def next_look(self) -> float:
         """When it is due to look for a put to help."""
-        waiting = any(self.state.room_waiters.values())
-        in_pieces = waiting and any(unit.open and unit.space.fragments > 1 for unit in self.state.units.values())
-        return self.state.compact_at if in_pieces else float("inf")
+        state = self.state
+        in_pieces = state.puts_wait and any(unit.open and unit.space.fragments > 1 for unit in state.units.values())
+        return state.compact_at if in_pieces else float("inf")
 
     def look(self) -> None:
         """Help the first put that waits for a larger piece, and can be helped. Units that are just asked to grow may
@@ -76,16 +77,15 @@ class Compactions:
         if any(unit.asked or unit.number in state.compactions for unit in units):
             return
         for parked in islice(self._waiting(), PUTS):
-            want = Want(parked.session, parked.command)
+            want = parked.want
             if any(self._compact(unit, want) for unit in want.order(units) if not unit.checking):
                 return
 
     def _waiting(self) -> Iterator[ParkedAllocate]:
         """Puts that wait for a larger piece, updates first."""
-        for update in (True, False):
-            for parked in self.state.room_waiters[update].values():
-                if waits_for_larger_piece(self.state, parked):
-                    yield parked
+        state = self.state
+        puts = chain(*[Turns(lines.values()) for lines in state.room_waiters.values()], state.moves.values())
+        return (parked for parked in puts if waits_for_larger_piece(state, parked))
 
     # --- ordering
 

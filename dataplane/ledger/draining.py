@@ -47,7 +47,7 @@ class Drains:
         if not (command.undo or command.force or unit.draining):
             self._refuse_last(unit)
         unit.draining = not command.undo
-        self.state.extents.freed = True
+        self.state.look_at_puts()
         return Done()
 
     def _refuse_last(self, unit: Unit) -> None:

@@ -16,9 +16,8 @@ def drop(state: State, partition: Partition) -> int:
     for claim in list(partition.waiters.values()):
         waiting = f"a claim of task {claim.command.task!r}"
         state.unpark(claim, PartitionDroppedError(partition=partition.name, waiting=waiting))
-    for waiters in state.room_waiters.values():
-        for put in [parked for parked in waiters.values() if parked.partition is partition]:
-            state.unpark(put, PartitionDroppedError(partition=partition.name, waiting="a put"))
+    for put in state.waiting_puts(partition):
+        state.unpark(put, PartitionDroppedError(partition=partition.name, waiting="a put"))
     return count
 
 

@@ -70,7 +70,7 @@ class Extents:
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
     `serials` tell extents of one number apart, one after another (`made` counts them).
     `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back;
-    `loosened` are the accounts of which extents died, were taken or are read no more since.
+    `loosened` are the accounts of which extents were taken, died, ended or are read no more since.
     `hoped` has the number of the `Outlook` that counts an extent, for its account.
     `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
 
@@ -308,6 +308,7 @@ class Extents:
 
     def _discharge(self, account: Account, nbytes: int) -> None:
         account.used_bytes -= nbytes
+        self.loosened.add(account.number)
         self.moved = True
         if account.closed and not account.used_bytes:
             self.accounts.pop(account.number, None)

@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 
-FORMAT = 5
+FORMAT = 6
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _HOMES = ("dataplane.ledger.", "dataplane.types")
 _INT_BITS = 63

@@ -152,8 +152,7 @@ class Inspection:
             parked for parked in claims if command.task in ("", parked.command.task)
         ]
         if not command.task:
-            puts = (parked for waiters in state.room_waiters.values() for parked in waiters.values())
-            found += [parked for parked in puts if command.partition in ("", parked.partition.name)]
+            found += [parked for parked in state.all_puts() if command.partition in ("", parked.partition.name)]
         found.sort(key=lambda parked: parked.since)
         free_bytes = sum(unit.space.free_bytes for unit in state.units.values())
         waits = [

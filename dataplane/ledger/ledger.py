@@ -356,6 +356,7 @@ class Ledger:
         """Whatever was counted for those who wait is counted again."""
         for partition in self._state.partitions.values():
             partition.outlook = None
+            self._state.extents.loosened.add(partition.account.number)
             for watch in partition.watches.values():
                 watch.reset()
             self._state.touch(partition)

@@ -145,7 +145,7 @@ class Reads:
             units=tuple(self._unit(unit) for unit in state.units.values()),
             partitions=tuple(map(self._partition, itertools.islice(asked, command.limit or None))),
             sessions=tuple(self._session(other) for other in state.sessions.values()),
-            waiting_allocations=sum(len(waiters) for waiters in state.room_waiters.values()),
+            waiting_allocations=sum(1 for _ in state.all_puts()),
             low_watermark=state.watermarks[0],
             high_watermark=state.watermarks[1],
             partition_count=len(state.partitions),
@@ -213,7 +213,7 @@ class Reads:
             when_full=partition.when_full,
             evicted=evicted.consumed,
             evicted_unconsumed=evicted.unconsumed,
-            waiting_puts=self.state.room_wanted.get(account.number, 0),
+            waiting_puts=len(self.state.waiting_puts(partition)),
             pressed=account.pressed,
             tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
         )

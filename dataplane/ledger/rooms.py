@@ -28,6 +28,7 @@ from dataplane.ledger.commands import (
 )
 from dataplane.ledger.integrity import are_wanted
 from dataplane.ledger.limits import check_limit
+from dataplane.ledger.lines import Line, Turns
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.placing import Piece, Want, give_back, growth, growth_again, growth_ahead, place
@@ -56,27 +57,28 @@ class Rooms:
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """The reservation, or None when the call was parked."""
         partition = self.state.partition(command.partition)
-        if partition.account.number not in self.state.room_wanted:
+        if not self.state.wants_room(partition.account.number):
             partition.outlook = None
         self._check(partition, command)
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
-        parked = ParkedAllocate(session, number, self.state.now, command, partition, want.total)
+        parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
         self.state.keep_targets(parked)
         try:
-            return self._serve_or_park(parked, want)
+            return self._serve_or_park(parked)
         except Exception:
             self.state.let_targets_go(parked)
             raise
 
-    def _serve_or_park(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
+    def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
         queued, behind = self._line(parked)
-        granted = None if queued else self._serve(parked, want, behind=behind is not None)
+        granted = None if queued else self._serve(parked, behind=behind is not None)
         if granted is not None:  # it may have taken what one that waits only for arenas to grow would have had
-            self.state.extents.freed |= any(map(_refuses, self._waiting()))
+            if self._more_to_come(self._open_units()):
+                self.state.extents.freed |= any(map(_refuses, self.state.all_puts()))
             return granted
         self.liveness.probe_silent()
-        if self._rejects(parked, want):
+        if self._rejects(parked):
             raise self.out_of_room(parked)
         self.state.park(parked)
         parked.holds_up = self._holds_up(parked)
@@ -85,21 +87,20 @@ class Rooms:
     def _line(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Whether a put of this partition waits already that holds it up, and the first of any that does. Moves hold up
         moves only."""
-        waiting = self.state.room_waiters[asking.command.update].values()
         if asking.command.moving:
-            return any(parked.command.moving for parked in waiting), self._before_moves()
-        queued: set[str] = set()
+            return bool(self.state.moves), self._before_moves()
         behind = None
-        for parked in waiting:
+        turns = Turns(self._lines(asking.command.update, {asking.partition.account.number}))
+        for parked in turns:
             if parked is asking:
                 break
-            if parked.command.moving or parked.partition.name in queued or not self._in_line(parked):
+            if not self._in_line(parked):
                 continue
             if behind is None and self._holds_up(parked):
                 behind = parked
             if parked.partition is asking.partition:
                 return True, behind or parked
-            queued.add(parked.partition.name)
+            turns.skip_line()
         return False, behind
 
     def _holds_up(self, parked: ParkedAllocate) -> bool:
@@ -111,15 +112,15 @@ class Rooms:
         that are too small for it: a put that fits into one takes nothing from it but budget."""
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
-    def _serve(self, parked: ParkedAllocate, want: Want, *, behind: bool) -> Allocated | None:
+    def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
         """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
         (`behind`): it takes none but what it made itself."""
-        partition = parked.partition
-        if parked.command.moving:
-            return None if behind else self._take(parked, want)
+        partition, want = parked.partition, parked.want
+        if want.moving:
+            return None if behind else self._take(parked)
         excess = over(self.state, partition, want.total, update=want.update)
         if excess <= 0 and not behind:
-            granted = self._take(parked, want)
+            granted = self._take(parked)
             if granted is not None or self._growing(want):
                 return granted
         while partition.evicts and any(unit.open for unit in self.state.units.values()):
@@ -132,14 +133,15 @@ class Rooms:
             if made is None:
                 return None
             parked.evicted += made
-            granted = self._take(parked, want)
+            granted = self._take(parked)
             if granted is not None or self._growing(want):
                 return granted
             excess = over(self.state, partition, want.total, update=want.update)
         return None
 
-    def _take(self, parked: ParkedAllocate, want: Want) -> Allocated | None:
+    def _take(self, parked: ParkedAllocate) -> Allocated | None:
         """The reservation, if the units have room and the budget has, too, with what pieces are larger by."""
+        want = parked.want
         pieces = self._place(want)
         if pieces is None:
             return None
@@ -178,11 +180,8 @@ class Rooms:
         not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
-            for parked in self._waiting()
+            for parked in self.state.all_puts()
         )
-
-    def _waiting(self) -> list[ParkedAllocate]:
-        return [parked for line in self.state.room_waiters.values() for parked in line.values()]
 
     def judge(self) -> None:
         """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
@@ -190,35 +189,51 @@ class Rooms:
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
             anybody, extents.freed = extents.freed, False
-            loosened, extents.loosened = extents.loosened & state.room_wanted.keys(), set()
-            if state.room_wanted and (anybody or loosened):
+            loosened = {account for account in extents.loosened if state.wants_room(account)}
+            extents.loosened = set()
+            if anybody or loosened:
                 for update in (True, False):
-                    self._judge_line(state.room_waiters[update], loosened, anybody=anybody)
+                    self._judge_lines(update, loosened, anybody=anybody)
                 self._judge_moves()
 
-    def _judge_line(self, line: dict[tuple[int, int], ParkedAllocate], loosened: set[int], *, anybody: bool) -> None:
-        """Those of the `loosened` accounts' partitions, or anybody, in turn. One that holds up others no more lets them
-        be judged, too."""
-        queued: set[str] = set()
-        behind = False
-        for parked in list(line.values()):
+    def _lines(self, update: bool, accounts: set[int]) -> list[Line]:
+        """The lines of these accounts, and those that do not rest."""
+        resting = self.state.resting[update] - accounts
+        return [line for account, line in self.state.room_waiters[update].items() if account not in resting]
+
+    def _judge_lines(self, update: bool, loosened: set[int], *, anybody: bool) -> None:
+        """Those of the `loosened` accounts' partitions, or anybody who may gain by it, in turn. One that holds up
+        others no more lets them be judged, too."""
+        behind, resting = False, self.state.resting[update]
+        turns = Turns(self._lines(update, loosened))
+        resting -= loosened
+        for parked in turns:
             partition = parked.partition
-            if parked.command.moving or partition.name in queued:
-                continue
-            mine = partition.account.number in loosened
-            if mine and partition.outlook is not None:
+            account = partition.account.number
+            if account in loosened and partition.outlook is not None:
                 partition.outlook.changed = True
-            if (anybody or mine) and (not behind or partition.evicts) and not self._judge(parked, behind=behind):
-                continue
+            if (anybody or account in loosened) and (not behind or partition.evicts):
+                if not self._judge(parked, behind=behind):
+                    continue
+                if self._rests(parked):
+                    resting.add(account)
             held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
             self.state.extents.freed |= held_up and not parked.holds_up
             if self._in_line(parked):
-                queued.add(partition.name)
+                turns.skip_line()
             behind = behind or parked.holds_up
+
+    def _rests(self, parked: ParkedAllocate) -> bool:
+        """Whether nothing but a change of its account can help this put, whatever room the units have."""
+        partition, want = parked.partition, parked.want
+        excess = over(self.state, partition, want.total, update=want.update)
+        return excess > 0 and (
+            not partition.evicts or self.evictions.in_vain(partition, excess=excess, short=0, update=want.update)
+        )
 
     def _judge_moves(self) -> None:
         """What is to be moved takes what no update waits for."""
-        moves = [parked for parked in self.state.room_waiters[True].values() if parked.command.moving]
+        moves = list(self.state.moves.values())
         behind = bool(moves) and self._before_moves() is not None
         for parked in moves:
             if self._judge(parked, behind=behind):
@@ -226,8 +241,7 @@ class Rooms:
 
     def _before_moves(self) -> ParkedAllocate | None:
         """An update that moves wait for: any, not only one that is the first of its partition."""
-        updates = [parked for parked in self.state.room_waiters[True].values() if not parked.command.moving]
-        return next(filter(self._holds_up, updates), None)
+        return next(filter(self._holds_up, Turns(self.state.room_waiters[True].values())), None)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
@@ -244,34 +258,38 @@ class Rooms:
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
         """What the call ends with, None if it goes on waiting."""
-        want = Want(parked.session, parked.command)
-        self._refuse_hopeless(parked.partition, want)
-        granted = self._serve(parked, want, behind=behind)
-        if granted is None and self._rejects(parked, want):
+        self._refuse_hopeless(parked.partition, parked.want)
+        granted = self._serve(parked, behind=behind)
+        if granted is None and self._rejects(parked):
             return self.out_of_room(parked)
         return granted
 
-    def _rejects(self, parked: ParkedAllocate, want: Want) -> bool:
+    def _rejects(self, parked: ParkedAllocate) -> bool:
         """Whether the call will not wait: it is to be refused, and there is no room for it in arenas to come."""
         if not _refuses(parked):
             return False
+        want = parked.want
         over_budget = not want.moving and over(self.state, parked.partition, want.total, update=want.update) > 0
         return over_budget or not self._growing(want)
 
     def _growing(self, want: Want) -> bool:
-        units = [unit for unit in self.state.units.values() if unit.open]
-        compacting = [self.state.compacting_bytes(unit) for unit in units]
-        asked = [unit.room_asked(update=want.update) for unit in units]
-        room = sum(max(more + held, 0) for more, held in zip(asked, compacting, strict=True))
-        return room >= want.total and (any(compacting) or any(unit.asked for unit in units))
+        units = self._open_units()
+        asked = [unit.room_asked(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
+        return sum(max(more, 0) for more in asked) >= want.total and self._more_to_come(units)
+
+    def _more_to_come(self, units: list[Unit]) -> bool:
+        """Whether an arena of these is just being grown, or compacted."""
+        return any(unit.asked or self.state.compacting_bytes(unit) for unit in units)
+
+    def _open_units(self) -> list[Unit]:
+        return [unit for unit in self.state.units.values() if unit.open]
 
     def _room(self, want: Want) -> int:
-        units = [unit for unit in self.state.units.values() if unit.open]
-        return sum(max(unit.room(update=want.update), 0) for unit in units)
+        return sum(max(unit.room(update=want.update), 0) for unit in self._open_units())
 
     def retry_at(self) -> float:
         """When arenas that could not grow are to be asked again for those who wait."""
-        if not (self.state.room_waiters[True] or self.state.room_waiters[False]):
+        if not self.state.puts_wait:
             return float("inf")
         units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
         return min((unit.retry_at for unit in units), default=float("inf"))
@@ -322,7 +340,7 @@ class Rooms:
     def _place(self, want: Want) -> list[Piece] | None:
         if not want.whole:
             return []
-        units = [unit for unit in self.state.units.values() if unit.open]
+        units = self._open_units()
         if not units:
             return None
         pieces, growing = place(want, units)

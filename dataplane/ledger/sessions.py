@@ -16,6 +16,7 @@ from dataplane.ledger.numbers import Numbers
 
 if TYPE_CHECKING:
     from dataplane.ledger.partition import Partition
+    from dataplane.ledger.placing import Want
     from dataplane.ledger.saves import Snapshot
     from dataplane.ledger.tasks import Interest, Task
     from dataplane.ledger.watches import Watch
@@ -68,7 +69,9 @@ class RoomAhead(Room):
 
 
 class Parked:
-    """A call that waits. `since` and `deadline` are ledger time."""
+    """A call that waits. `since` and `deadline` are ledger time; `place` grows with each call that begins to wait."""
+
+    place = 0
 
     def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
         self.session = session
@@ -91,22 +94,27 @@ class ParkedClaim(Parked):
 
 
 class ParkedAllocate(Parked):
-    """`total` is the bytes it wants, in whole granules; `evicted` the ids of unconsumed samples that went for it.
+    """`evicted` are the ids of unconsumed samples that went for it.
     `holds_up`: when it was judged last, those behind it in line had to wait for it. `samples` are those that the put
     will name, `targets` the ids that are kept from eviction for it."""
 
     holds_up = False
 
     def __init__(
-        self, session: Session, number: int, since: float, command: Allocate, partition: Partition, total: int
+        self, session: Session, number: int, since: float, command: Allocate, partition: Partition, want: Want
     ) -> None:
         super().__init__(session, number, since, command.timeout_s)
-        self.total = total
+        self.want = want
         self.samples = command.samples
         self.targets: tuple[str, ...] = ()
         self.evicted: tuple[str, ...] = ()
         self.command = command
         self.partition = partition
+
+    @property
+    def total(self) -> int:
+        """The bytes it wants, in whole granules."""
+        return self.want.total
 
 
 class ParkedShrink(Parked):

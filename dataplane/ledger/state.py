@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from itertools import chain
 
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.extents import Extents
 from dataplane.ledger.leases import Leases
 from dataplane.ledger.limits import SPLIT, Limits, check_limit
+from dataplane.ledger.lines import Line, Lines
 from dataplane.ledger.partition import Partition
 from dataplane.ledger.relocations import Compaction
 from dataplane.ledger.sessions import (
@@ -34,8 +37,9 @@ class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `births` and `serials` only grow; births
     begin where no state that began earlier can have come to, so that a sample of a lost state is never taken for one
      of this. `touched` are the partitions whose parked claims must be judged again. `room_waiters` are the puts that
-     wait, updates apart, and `room_wanted` says how many, by the account of their partition. `compactions` are those
-     under way, by unit; for puts that wait since, one is looked for at `compact_at` at the earliest.
+     wait, updates apart; those that move cells are in `moves`. `resting` are the accounts of lines whose first
+     put only a change of its account can help: its budget is used up. `compactions` are those under way, by unit; for
+     puts that wait since, one is looked for at `compact_at` at the earliest.
      `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
      `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
 
@@ -71,8 +75,9 @@ class State:
         self.budgeted: dict[str, Partition] = {}
         self.sessions: dict[int, Session] = {}
         self.parked = 0
-        self.room_waiters: dict[bool, dict[tuple[int, int], ParkedAllocate]] = {True: {}, False: {}}
-        self.room_wanted: dict[int, int] = {}
+        self.room_waiters: dict[bool, Lines] = {True: {}, False: {}}
+        self.resting: dict[bool, set[int]] = {True: set(), False: set()}
+        self.moves: Line = {}
         self.compactions: dict[int, Compaction] = {}
         self.compact_at = 0.0
         self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
@@ -110,12 +115,31 @@ class State:
             self.several_hosts = len(hosts) > 1
         return self.several_hosts
 
+    @property
+    def puts_wait(self) -> bool:
+        """Whether any put waits for room."""
+        return bool(self.moves) or any(self.room_waiters.values())
+
+    def all_puts(self) -> Iterator[ParkedAllocate]:
+        """All puts that wait for room, those that move cells too."""
+        lines = chain.from_iterable([lines.values() for lines in self.room_waiters.values()])
+        return chain.from_iterable([line.values() for line in (*lines, self.moves)])
+
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
         """The partition's puts that wait for room, longest first."""
-        if partition.account.number not in self.room_wanted:
-            return []
-        puts = [put for waiters in self.room_waiters.values() for put in waiters.values() if put.partition is partition]
-        return sorted(puts, key=lambda put: put.since)
+        number = partition.account.number
+        lines = [lines[number].values() for lines in self.room_waiters.values() if number in lines]
+        moves = [put for put in self.moves.values() if put.partition is partition]
+        return sorted(chain(*lines, moves), key=lambda put: put.place)
+
+    def look_at_puts(self) -> None:
+        """All that wait for room are judged again."""
+        self.extents.freed = True
+        self.extents.loosened.update(*self.room_waiters.values())
+
+    def wants_room(self, account: int) -> bool:
+        """Whether a put of its partition waits that is no move."""
+        return any(account in lines for lines in self.room_waiters.values())
 
     def touch(self, partition: Partition) -> None:
         if partition.waiters:
@@ -139,7 +163,7 @@ class State:
         """These samples may have come to be consumed, or lie elsewhere: puts of the partition that wait for eviction
         are judged again."""
         number = partition.account.number
-        if number in self.room_wanted:
+        if self.wants_room(number):
             self.extents.loosened.add(number)
             if partition.outlook is not None:
                 partition.outlook.note(rows)
@@ -171,7 +195,7 @@ class State:
         ended = [name for name in ids if not targets[name]]
         for name in ended:
             del targets[name]
-        if ended and partition.account.number in self.room_wanted:
+        if ended and self.wants_room(partition.account.number):
             rows = partition.rows.find(ended)
             self.loosen(partition, rows[rows >= 0])
 
@@ -181,13 +205,12 @@ class State:
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked
-        heapq.heappush(self.alarms, (parked.deadline, self.serial(), parked.session.number, parked.number))
+        parked.place = self.serial()
+        heapq.heappush(self.alarms, (parked.deadline, parked.place, parked.session.number, parked.number))
         if isinstance(parked, ParkedClaim):
             self._park_claim(parked)
         elif isinstance(parked, ParkedAllocate):
-            self.room_waiters[parked.command.update][parked.key] = parked
-            number = parked.partition.account.number
-            self.room_wanted[number] = self.room_wanted.get(number, 0) + 1
+            self._line_of(parked)[parked.key] = parked
         elif isinstance(parked, ParkedFind):
             self._watch((*self.finders, parked))
 
@@ -225,14 +248,21 @@ class State:
         if not watch.waiters:
             del partition.watches[watch.kind]
 
+    def _line_of(self, parked: ParkedAllocate) -> Line:
+        if parked.command.moving:
+            return self.moves
+        return self.room_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
+
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Whoever stood behind it may be served."""
         self.let_targets_go(parked)
-        del self.room_waiters[parked.command.update][parked.key]
-        number = parked.partition.account.number
-        self.room_wanted[number] -= 1
-        if not self.room_wanted[number]:
-            del self.room_wanted[number]
+        line, number = self._line_of(parked), parked.partition.account.number
+        del line[parked.key]
+        if not parked.command.moving:
+            self.resting[parked.command.update].discard(number)
+            if not line:
+                del self.room_waiters[parked.command.update][number]
+        if not self.wants_room(number):
             parked.partition.outlook = None
         self.extents.freed = True
 
