@@ -35,7 +35,7 @@ def channel_seeds() -> list[bytes]:
         channels.Get(3, "c", b"", 2.5, True),
         channels.Reserve(4, "c", b"k", 1 << 40, False),
     ]
-    answers = [channels.Items(3, [item]), channels.Welcome(1, 1 << 20, 0, 64), channels.Counted(7, 1, 2, 3, 4, 5)]
+    answers = [channels.Items(3, [item]), channels.Welcome(1, 1 << 20, 0, 64), channels.Counted(7, 1, 2, 3, 4, 5, True)]
     return [_cut(0, [channels.encode(each) for each in requests]), _cut(1, [channels.encode(each) for each in answers])]
 
 
