@@ -89,6 +89,7 @@ def message_seeds() -> list[bytes]:
         form=messages.TensorForm("torch.int64", (2, 3)),
         options=CollectiveGroupOptions(),
         segments=(Segment(0, 48, "torch.int64", (2, 3)),),
+        skeleton_from=48,
         nbytes=48,
         slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,
