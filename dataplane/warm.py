@@ -7,6 +7,7 @@ first), and a trainer reads batches of much the same size at every step.
 from __future__ import annotations
 
 import collections
+import contextlib
 import mmap
 import threading
 import weakref
@@ -34,7 +35,7 @@ class WarmMemory:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """`nbytes` (more than 0) bytes of any content, aligned to a page."""
+        """`nbytes` (more than 0) bytes of any content, aligned to a page. MemoryError where there are none."""
         with self._lock:
             self._collect()
             region = self._fitting(nbytes)
@@ -89,7 +90,11 @@ def _stepped(nbytes: int) -> int:
 def _fresh(nbytes: int) -> mmap.mmap:
     size = _stepped(nbytes)
     # Private: what a forked child inherited stays as it was when the parent uses the region again.
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {size:,} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
     return region

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -133,3 +134,20 @@ def test_threads_never_share() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_what_the_machine_has_not_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    memory = WarmMemory(64 * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr("dataplane.warm.mmap.mmap", none)
+        with pytest.raises(MemoryError, match="no memory for 2,097,152 bytes"):
+            memory.take(MIB)
+    assert memory.take(MIB).size == MIB
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.warm.mmap.MADV_HUGEPAGE", 10_000)
+    assert WarmMemory(64 * MIB).take(MIB).size == MIB

@@ -48,7 +48,7 @@ def _confirming(channel: Channel) -> bool:
 
 def _is_empty(channel: Channel) -> bool:
     """Whether others can get nothing, once nobody has anything that may come back."""
-    wait_until(lambda: channel._counted(channel._links[0], "default_queue", "a test").leased == 0, "nothing is held")
+    wait_until(lambda: channel._count("default_queue").leased == 0, "nothing is held")
     return channel.qsize() == 0
 
 

@@ -84,7 +84,7 @@ def test_what_comes_from_another_host_is_had_once(
     assert int(get(far)[0]) == 0
     if get is not _batch:
         assert int(near.get()[0]) == 1
-    wait_until(lambda: near._counted(near._links[0], "default_queue", "a test").leased == 0, "nothing is with anybody")
+    wait_until(lambda: near._count("default_queue").leased == 0, "nothing is with anybody")
     assert near.empty()
 
 

@@ -64,6 +64,21 @@ def test_keys_of_other_parts_go_on_when_one_is_gone(at_each: list[Channel], brok
     assert at_each[1].get(key=0) == "left on 0"
 
 
+def test_keys_in_use_go_on_for_new_handles_when_the_first_part_is_gone(
+    at_each: list[Channel], brokers: list[HostedBroker]
+) -> None:
+    assert at_each[0].get(key=1) == "left on 1"
+    late: Channel = pickle.loads(pickle.dumps(at_each[0]))
+    brokers[0].close()
+    assert late.get(key=2) == "left on 2"
+    late.put("put later", key=1)
+    assert at_each[1].get(key=1) == "put later"
+    for key in (0, "new"):
+        with pytest.raises(ChannelLostError, match=f"key {key!r}"):
+            late.get(key=key)
+    late.disconnect()
+
+
 def test_what_to_do_about_one_that_is_gone_in_part_is_said(
     at_each: list[Channel], brokers: list[HostedBroker], client: DirectoryClient
 ) -> None:

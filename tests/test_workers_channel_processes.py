@@ -150,7 +150,7 @@ def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) ->
     channel.put(1)
     get, put = channel.get(key="k", async_op=True), channel.put(2, async_op=True)
     with alongside(lambda: channel.get(key="x")) as outcome:
-        while channel._counted(channel._links[0], "x", "a test").gets < 1:
+        while channel._count("x").gets < 1:
             threading.Event().wait(0.005)
         peer.kill()
     for call in (get.wait, put.wait, channel.get, lambda: channel.put(3), channel.qsize):
@@ -469,8 +469,8 @@ def test_a_key_of_a_distributed_channel_is_where_it_was_first_used(directory: Di
     for rank, handle in enumerate(handles):
         handle.put(f"from {rank}", key=rank)
     assert [handles[0].get(key=rank) for rank in range(3)] == ["from 0", "from 1", "from 2"]
-    assert [handles[2]._routes.get(key) for key in handles[2]._routes] == [2]
-    assert sorted(handles[0]._routes.values()) == [0, 1, 2]
+    assert list(handles[2]._routes._found.values()) == [2]
+    assert sorted(handles[0]._routes._found.values()) == [0, 1, 2]
     for handle in handles:
         handle.disconnect()
 

@@ -286,6 +286,7 @@ def test_a_key_stays_where_it_was_first_used() -> None:
     assert desk.say(1, wire.Route, "c", b"x", 2)[1][0][1].replica == 2
     assert desk.say(2, wire.Route, "c", b"x", 0)[1][0][1].replica == 2
     assert desk.say(2, wire.Route, "c", b"y", 0)[1][0][1].replica == 0
+    assert [desk.say(2, wire.Count, "c", key)[1][0][1].routed for key in (b"x", b"y", b"z")] == [True, True, False]
 
 
 def test_sizes_are_whole_granules() -> None:

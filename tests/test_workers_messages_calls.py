@@ -256,7 +256,8 @@ class Ends:
             self.outgoing.skip([B], self.stream)
             return
         self.kept += 1
-        snapshot = Snapshot(ObjectForm(), values.pack(value), None, b"", 1, self._free)
+        packed = values.pack(value)
+        snapshot = Snapshot(ObjectForm(), packed, None, b"".join(packed.runs()), 1, self._free)
         self.outgoing.queue(Sending("g:1", self.stream, snapshot, None, "say", 0.0, 600.0))
         self.outgoing.flush("g:1", self.incarnation, 1, "")
 
@@ -268,8 +269,7 @@ class Ends:
         if self.lives[-1:] != [str(post.incarnation)]:
             self.lives.append(str(post.incarnation))
             self.incoming.outdate("g:0", post.incarnation)
-        skeleton, inline = (frame.bytes for frame in snapshot.frames)  # type: ignore[attr-defined]
-        self.incoming.arrive(b"", post, skeleton, inline)
+        self.incoming.arrive(b"", post, snapshot.inline.bytes)  # type: ignore[attr-defined]
 
     def call(self, fails: bool, lives: bool = True) -> None:
         posting = Posting("g:0", self.stream, None, None, ObjectForm(), None, None, True, "call", 0.0, WAIT_S)

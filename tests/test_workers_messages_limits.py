@@ -28,7 +28,7 @@ from tests.alone import alone
 from tests.lives import wait_until
 from tests.messengers import Here, address, here, one_road, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
-from workers.errors import MessageBacklogError, WorkerLostError
+from workers.errors import MessageBacklogError, MessageTimeoutError, WorkerLostError
 from workers.messages import CollectiveGroupOptions, engine, links, wire
 from workers.messages.incoming import Incoming
 from workers.messages.slabs import Mappings, OwnSlab, Slabs
@@ -253,8 +253,8 @@ def _broadcast_to_many() -> None:
         work = a.broadcast(value, [A, *names], async_op=True)
         for _ in names:
             assert peers.poll(60_000), "not all were reached"
-            route, head, skeleton, _ = peers.recv_multipart()
-            assert pickle.loads(skeleton) == value
+            route, head, inline = peers.recv_multipart()
+            assert pickle.loads(inline) == value
             post = wire.decode_request(head)
             assert isinstance(post, wire.Post)
             peers.send_multipart((route, wire.encode(wire.Done(stream=post.stream, number=post.number))))
@@ -386,6 +386,19 @@ def test_a_defect_at_one_receive_is_that_receive_s(one_road: Here, monkeypatch: 
         b.recv(A)
     a.send("two", B)
     assert b.recv(A) in ("one", "two")
+
+
+def test_a_defect_as_a_receive_gives_up_is_that_receive_s(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = one_road.workers(2)
+    real = Incoming._drop_left
+    monkeypatch.setattr(Incoming, "_drop_left", _once(real))
+    first, second = (b.recv(A, async_op=True, timeout_s=0.1) for _ in range(2))
+    with pytest.raises(InternalError, match="a defect"):
+        first.wait(60)
+    with pytest.raises(MessageTimeoutError):
+        second.wait(60)
+    a.send("fine", B, async_op=True)
+    assert b.recv(A) == "fine"
 
 
 def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(

@@ -22,6 +22,7 @@ from workers.address import WorkerAddress
 from workers.errors import WorkerLostError
 from workers.messages import Messenger, fetches, groups, outgoing, relays
 from workers.messages.engine import Engine
+from workers.messages.links import Links
 from workers.messages.relays import Relays, Tree
 from workers.messages.wire import Absent, Data, Relay, Want
 
@@ -138,6 +139,26 @@ def test_the_source_serves_few(hosts: Hosts, served: Served) -> None:
         got["a"].zero_()
     assert served.by_source == relays.FAN_OUT * CHUNKS
     assert served.passed_on == (COUNT - 1 - relays.FAN_OUT) * CHUNKS
+
+
+@pytest.mark.integration
+def test_what_is_pickled_goes_the_same_way(hosts: Hosts, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is, the source does not send it to each."""
+    workers = hosts.workers(COUNT)
+    _first_contact(hosts, workers)
+    sent: list[int] = []
+    real = Links.send
+
+    def send(links: Links, peer: str, endpoint: str, frames: Any, *idle: Any) -> None:
+        if msgspec.msgpack.decode(frames[0])["type"] == "Post":
+            sent.append(sum(map(len, frames)))
+        real(links, peer, endpoint, frames, *idle)
+
+    monkeypatch.setattr(Links, "send", send)
+    text = "word " * 100_000
+    assert _spread(hosts, workers, text) == [text] * (COUNT - 1)
+    assert max(sent) < 1_000
+    assert served.by_source == relays.FAN_OUT * -(-len(text) // CHUNK_BYTES)
 
 
 @pytest.mark.integration

@@ -30,6 +30,7 @@ POST = Post(
     form=ObjectForm(),
     options=OPTIONS,
     segments=(),
+    skeleton_from=0,
     nbytes=NBYTES,
     slab=Slab("elsewhere", 1, 3, 1, NBYTES),
     settling=False,
@@ -100,7 +101,7 @@ def engine() -> Engine:
 
 def _pulled_for_others(engine: Engine) -> None:
     want = want_of("source", nbytes=NBYTES)
-    engine.incoming.arrive(b"route", POST, b"", b"")
+    engine.incoming.arrive(b"route", POST, b"")
     engine.incoming.wanted(b"other", want)
     assert [want.receiver for want in engine.wants] == [1], "it is being pulled from the relay"
     (at_s, _), *others = engine.timers

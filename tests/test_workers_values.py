@@ -24,7 +24,7 @@ def there_and_back(value: Any, *, own: bool = False) -> Any:
     memory = np.zeros(packed.nbytes, np.uint8)
     packed.write(memory)
     assert b"".join(packed.runs()) == memory.tobytes()
-    got = values.unpack(packed.skeleton, packed.segments, memory, WARM, own=own)
+    got = values.unpack(packed.skeleton_from, packed.segments, memory, WARM, own=own)
     if not own:
         memory.fill(255)
     return got.load()
@@ -66,7 +66,7 @@ def test_what_lies_in_a_row_is_not_copied_before_it_is_written() -> None:
     for sent in (value, [value]):
         packed = values.pack(sent)
         value.fill_(1)
-        assert b"".join(packed.runs()) == value.numpy().tobytes()
+        assert b"".join(packed.runs()) == value.numpy().tobytes() + packed.skeleton
         value.fill_(0)
 
 
@@ -108,4 +108,5 @@ def test_runs_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
     ends = [segment.start + segment.nbytes for segment in packed.segments]
     assert all(segment.start % ALIGN_BYTES == 0 for segment in packed.segments)
     assert all(end <= after.start for end, after in zip(ends, packed.segments[1:], strict=False))
-    assert packed.nbytes == max(ends, default=0)
+    assert packed.skeleton_from == max(ends, default=0)
+    assert packed.nbytes == packed.skeleton_from + len(packed.skeleton)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import RayError
 
 from workers.actors import cause_of
 from workers.errors import CallWaitTimeoutError
@@ -146,11 +150,28 @@ def collect(
 
 
 def drop_errors(futures: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
-    """Have Ray not log as unhandled what `futures` raise that nobody waits for any longer. It does log what a generator
-    raises."""
+    """Have Ray not log as unhandled what `futures` raise that nobody waits for any longer."""
     for future in futures:
         if isinstance(future, ObjectRef):
-            future._on_completed(lambda _: None)
+            future._on_completed(_ignore)
+        else:
+            future.completed()._on_completed(functools.partial(_drop_items, future))
+
+
+def _ignore(_: object) -> None:
+    """What came of it."""
+
+
+def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
+    """Of a generator that has ended: the last of its items is what it raised. Reading waits for threads of Ray's, of
+    which this is one."""
+
+    def read() -> None:
+        with contextlib.suppress(RayError):
+            for item in stream:
+                item._on_completed(_ignore)
+
+    threading.Thread(target=read, name="tq-dropped-items", daemon=True).start()
 
 
 def _take(stream: ObjectRefGenerator, key: int, items: list[Any] | None, last: dict[int, ObjectRef]) -> bool:

@@ -46,15 +46,22 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(frozen=True)
 class Packed:
     """What `pack` made of an object. skeleton: empty for a tensor by itself; parts: one per segment, a tensor of any
-    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`."""
+    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`; nbytes: of
+    the parts, and the skeleton after them."""
 
     skeleton: bytes
     segments: tuple[Segment, ...]
     parts: Sequence[Tensor | memoryview]
     nbytes: int
 
+    @property
+    def skeleton_from(self) -> int:
+        """Where the skeleton is among the bytes."""
+        return self.nbytes - len(self.skeleton)
+
     def write(self, memory: Bytes) -> None:
-        """Copy the values into `memory`, [at least nbytes]. Blocks until they are there, from a GPU too."""
+        """Copy everything into `memory`, [at least nbytes]. Blocks until it is there, from a GPU too."""
+        memory[self.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
         for segment, part in zip(self.segments, self.parts, strict=True):
             if segment.nbytes == 0:
                 continue
@@ -72,7 +79,7 @@ class Packed:
             found.append(_PADDING[: segment.start - end])
             found.append(_bytes_of(part) if isinstance(part, Tensor) else part)
             end = segment.start + segment.nbytes
-        return found
+        return [*found, memoryview(self.skeleton)]
 
 
 NOTHING = Packed(b"", (), (), 0)
@@ -101,7 +108,7 @@ def pack(value: Any, what: str | None = None) -> Packed:
         raise NotSerializableError(what=named, why=f"{type(error).__name__}: {error}") from error
     parts: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
     segments, nbytes = _lay_out(parts)
-    return Packed(file.getvalue(), segments, parts, nbytes)
+    return Packed(file.getvalue(), segments, parts, nbytes + file.tell())
 
 
 def pack_tensor(tensor: Tensor) -> Packed:
@@ -142,7 +149,7 @@ class Unpacked:
 
 
 def unpack(
-    skeleton: bytes,
+    skeleton_from: int,
     segments: Sequence[Segment],
     memory: Bytes,
     warm: WarmMemory,
@@ -150,10 +157,10 @@ def unpack(
     own: bool,
     device: torch.device | None = None,
 ) -> Unpacked:
-    """The values that `memory` has, in tensors and buffers that refer to it where it is this process's `own`, or else
-    are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this thread's current one; to
-    CPU memory where there is none. Blocks until all is copied."""
-    unpacked = Unpacked(skeleton)
+    """What `Packed.write` wrote into `memory`, [nbytes]: tensors and buffers refer to it where it is this process's
+    `own`, or else are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this thread's
+    current one; to CPU memory where there is none. Blocks until all is copied."""
+    unpacked = Unpacked(memory[skeleton_from:].tobytes())
     for segment in segments:
         run = _run(memory, segment)
         if not segment.dtype:

@@ -220,10 +220,10 @@ def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
             shared[1] += 1
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stopping_unpack(skeleton: Any, segments: Any, memory: Any, *rest: Any, **more: Any) -> Any:
+    def stopping_unpack(skeleton_from: int, segments: Any, memory: Any, *rest: Any, **more: Any) -> Any:
         if alone or not more.get("own"):
             stop(places.STOP_IN_RECV, memory.size)
-        return unpack(skeleton, segments, memory, *rest, **more)
+        return unpack(skeleton_from, segments, memory, *rest, **more)
 
     def stopping_write(packed: values.Packed, memory: Any) -> None:
         stop(places.STOP_IN_SEND, packed.nbytes)

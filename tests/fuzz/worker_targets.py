@@ -35,7 +35,7 @@ def channel_seeds() -> list[bytes]:
         channels.Get(3, "c", b"", 2.5, True),
         channels.Reserve(4, "c", b"k", 1 << 40, False),
     ]
-    answers = [channels.Items(3, [item]), channels.Welcome(1, 1 << 20, 0, 64), channels.Counted(7, 1, 2, 3, 4, 5)]
+    answers = [channels.Items(3, [item]), channels.Welcome(1, 1 << 20, 0, 64), channels.Counted(7, 1, 2, 3, 4, 5, True)]
     return [_cut(0, [channels.encode(each) for each in requests]), _cut(1, [channels.encode(each) for each in answers])]
 
 
@@ -89,6 +89,7 @@ def message_seeds() -> list[bytes]:
         form=messages.TensorForm("torch.int64", (2, 3)),
         options=CollectiveGroupOptions(),
         segments=(Segment(0, 48, "torch.int64", (2, 3)),),
+        skeleton_from=48,
         nbytes=48,
         slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,

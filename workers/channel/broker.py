@@ -164,10 +164,15 @@ class ChannelBroker:
         except OSError as error:
             self._turn_deaf(error)
             return
-        tune(sock)
-        connection = _Connection(sock)
+        try:
+            tune(sock)
+            connection = _Connection(sock)
+            self._epoll.register(connection.ident, select.EPOLLIN)
+        except OSError as error:
+            log.warning("cannot serve a new client of channels: %s", error)
+            sock.close()
+            return
         self._connections[connection.ident] = connection
-        self._epoll.register(connection.ident, select.EPOLLIN)
 
     def _turn_deaf(self, error: OSError) -> None:
         """Leave new connections where they wait: to be told of them again and again would take all time."""
@@ -212,7 +217,10 @@ class ChannelBroker:
         connection.out.clear()
         connection.target = memoryview(b"")
         if connection.known:
-            self._answer(self._state.leave(connection.ident))
+            try:
+                self._answer(self._state.leave(connection.ident))
+            except Exception:
+                log.exception("failed to take back what a client of channels had")
 
     # --- in
 
@@ -293,20 +301,26 @@ class ChannelBroker:
     # --- out
 
     def _answer(self, effects: Effects) -> None:
+        """One that cannot be answered has its connection ended; the others are answered."""
         for client, answer in effects:
             connection = self._connections.get(client)
             if connection is None:
                 continue
-            payload: list[memoryview] = []
-            if not connection.local and isinstance(answer, wire.Items):
-                data = self._memory.data.data
-                payload = [data[i.room : i.room + i.nbytes] for i in answer.items if i.room != NOWHERE]
-            head = wire.encode(answer, sum(map(len, payload)))
             try:
-                self._send(connection, [head, *payload])
+                self._say(connection, answer)
             except OSError as error:
                 log.debug("a client of channels is gone: %s", error)
                 # Its end is noticed, and dealt with, when its socket is read.
+            except Exception:
+                log.exception("failed on an answer to a client of channels, and ended its connection")
+                self._drop(connection)
+
+    def _say(self, connection: _Connection, answer: wire.AnyAnswer) -> None:
+        payload: list[memoryview] = []
+        if not connection.local and isinstance(answer, wire.Items):
+            data = self._memory.data.data
+            payload = [data[i.room : i.room + i.nbytes] for i in answer.items if i.room != NOWHERE]
+        self._send(connection, [wire.encode(answer, sum(map(len, payload))), *payload])
 
     def _send(self, connection: _Connection, parts: Sequence[bytes | memoryview]) -> None:
         """Never blocks; what the socket does not take now waits for it."""

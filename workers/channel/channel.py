@@ -33,6 +33,7 @@ from workers.channel.keys import key_bytes
 from workers.channel.line import to_settle
 from workers.channel.link import Link
 from workers.channel.local import LocalLink
+from workers.channel.routes import ASK_S, Routes
 from workers.channel.settings import Settings, as_maxsize, as_node_rank, check_name, node_rank_here
 from workers.channel.stream import StreamSilentError
 from workers.directory import DirectoryClient, Kind
@@ -42,8 +43,6 @@ from workers.messages.work import AsyncWork, refuse_waiting
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
 """How long a put or get waits at most, unless told otherwise."""
-ASK_S = 30.0
-"""How long what needs no waiting may take."""
 
 T = TypeVar("T")
 
@@ -75,10 +74,11 @@ class Channel:
         self._settings = settings
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._node_rank = node_rank_here() if node_rank is None else node_rank
-        self._routes: dict[bytes, int] = {}
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
             LocalLink(settings.name)
         ]
+        wish = settings.nodes.index(self._node_rank) if self._node_rank in settings.nodes else 0
+        self._routes = Routes(settings.ident, self._links, wish=wish)
 
     # --- made and found
 
@@ -145,7 +145,7 @@ class Channel:
         with opened(directory) as known:
             settings = Settings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
-        _, lost = channel._survey(DEFAULT_KEY, f"connection to channel {name!r}")
+        lost = channel._lost(f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
             channel.disconnect()
             raise lost[0]
@@ -210,8 +210,8 @@ class Channel:
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """The same without waiting: `asyncio.QueueEmpty` where there is none."""
         what = self._what("get_nowait", key)
-        make = self._getting(key, None, nowait=True)
-        return self._items(self._link(key, what).ask(make, what, self._until(ASK_S)), key)[0]
+        make, link = self._getting(key, None, True, what)
+        return self._items(link.ask(make, what, self._until(ASK_S)), key)[0]
 
     def get_batch(
         self,
@@ -303,10 +303,11 @@ class Channel:
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        weight = as_weight(f"{what}: weight", weight)
-        link = self._link(key, what)
+        """The item ready to go, the request, and the link to the part that has the key."""
+        weight, raw = as_weight(f"{what}: weight", weight), self._key(key)
+        link = self._routes.link(raw, what)
         ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
-        return ready, wire.Put(0, self._settings.ident, self._key(key), _NOTHING, weight, nowait), link
+        return ready, wire.Put(0, self._settings.ident, raw, _NOTHING, weight, nowait), link
 
     def _get(
         self,
@@ -318,8 +319,7 @@ class Channel:
         finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
         what = self._what(verb, key)
-        make = self._getting(key, target, nowait=False)
-        link = self._link(key, what)
+        make, link = self._getting(key, target, False, what)
         if not async_op:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._until(timeout_s)))
@@ -328,19 +328,15 @@ class Channel:
         weakref.finalize(work, drop).atexit = False
         return work
 
-    def _getting(self, key: Any, target: float | None, *, nowait: bool) -> Callable[[int], wire.Get]:
+    def _getting(
+        self, key: Any, target: float | None, nowait: bool, what: str
+    ) -> tuple[Callable[[int], wire.Get], Any]:
+        """What makes the request, and the link to the part that has the key."""
         ident, raw = self._settings.ident, self._key(key)
-        return lambda number: wire.Get(number, ident, raw, target, nowait)
+        return lambda number: wire.Get(number, ident, raw, target, nowait), self._routes.link(raw, what)
 
     def _count(self, key: Any) -> wire.Counted:
-        what = self._what("qsize", key)
-        return self._counted(self._link(key, what), key, what)
-
-    def _counted(self, link: Link | LocalLink, key: Any, what: str) -> wire.Counted:
-        ident, raw = self._settings.ident, self._key(key)
-        answer = link.ask(lambda number: wire.Count(number, ident, raw), what, self._until(ASK_S))
-        assert isinstance(answer, wire.Counted), answer
-        return answer
+        return self._routes.count(self._key(key), self._what("qsize", key))
 
     def _nothing(self, answer: Any, key: Any) -> None:
         if not isinstance(answer, wire.Done):
@@ -360,42 +356,9 @@ class Channel:
     def _key(self, key: Any) -> bytes:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
 
-    def _link(self, key: Any, what: str) -> Any:
-        """To the part that has the key."""
-        if len(self._links) == 1:
-            return self._links[0]
-        raw = self._key(key)
-        found = self._routes.get(raw)
-        if found is None:
-            found = self._routes[raw] = self._route(key, raw, what)
-        return self._links[found]
-
-    def _route(self, key: Any, raw: bytes, what: str) -> int:
-        nodes = self._settings.nodes
-        wish = nodes.index(self._node_rank) if self._node_rank in nodes else 0
-        answer = self._links[0].ask(
-            lambda number: wire.Route(number, self._settings.ident, raw, wish), what, self._until(ASK_S)
-        )
-        if isinstance(answer, wire.Routed):
-            return answer.replica
-        # The first part is over. Another may still have items of the key, or have had them.
-        having, lost = self._survey(key, what)
-        if lost and not having:
-            raise lost[0]
-        return having[0] if having else 0
-
-    def _survey(self, key: Any, what: str) -> tuple[list[int], list[ChannelLostError]]:
-        """Which parts have items of the key; and of each whose broker does not answer, how that is to be said."""
-        having, lost = [], []
-        for place, link in enumerate(self._links):
-            try:
-                counted = self._counted(link, key, what)
-            except ChannelLostError as error:
-                lost.append(error)
-                continue
-            if counted.size or counted.leased:
-                having.append(place)
-        return having, lost
+    def _lost(self, what: str) -> list[ChannelLostError]:
+        """Of each part whose broker does not answer, how that is to be said."""
+        return self._routes.survey(_DEFAULT, what)[1]
 
     def _what(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
@@ -481,7 +444,7 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
         return None
     found, ours = Settings.of(entries[0], directory.address), channel._settings
     there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    _, lost = there._survey(DEFAULT_KEY, f"creation of channel {channel.name!r}")
+    lost = there._lost(f"creation of channel {channel.name!r}")
     if len(lost) == len(found.endpoints):
         directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
         return None

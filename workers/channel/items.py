@@ -51,8 +51,7 @@ class Parcel(NamedTuple):
     def of(cls, value: object, what: str) -> Parcel:
         """`NotSerializableError` naming `what`."""
         packed = values.pack(value, what)
-        head = _encode(_Head(packed.segments, packed.nbytes))
-        return cls(head, packed.nbytes + len(packed.skeleton), packed)
+        return cls(_encode(_Head(packed.segments, packed.skeleton_from)), packed.nbytes, packed)
 
     @property
     def carried(self) -> bool:
@@ -66,15 +65,14 @@ class Parcel(NamedTuple):
 
     def write(self, target: Bytes) -> None:
         """All its bytes into `target`, as many."""
-        if self.own is not None:
+        if self.own is None:
+            self.packed.write(target)
+        else:
             np.copyto(target, self.own)
-            return
-        self.packed.write(target)
-        target[self.packed.nbytes :] = np.frombuffer(self.packed.skeleton, np.uint8)
 
-    def runs(self) -> list[bytes | memoryview]:
+    def runs(self) -> list[memoryview]:
         """All its bytes as buffers that follow each other."""
-        return [*self.packed.runs(), self.packed.skeleton] if self.own is None else [self.own.data]
+        return self.packed.runs() if self.own is None else [self.own.data]
 
     def kept(self, warm: WarmMemory) -> Parcel:
         """The same with bytes of its own, that nobody changes."""
@@ -86,4 +84,4 @@ class Parcel(NamedTuple):
 def unpack(head: bytes, memory: Bytes, warm: WarmMemory, *, own: bool) -> Unpacked:
     """An item's values, of all its bytes. own: see `values.unpack`."""
     known = _heads.decode(head)
-    return values.unpack(memory[known.skeleton_from :].tobytes(), known.segments, memory, warm, own=own)
+    return values.unpack(known.skeleton_from, known.segments, memory, warm, own=own)

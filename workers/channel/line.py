@@ -42,13 +42,22 @@ Settle = Callable[[wire.Ack | wire.Nack], Future[None] | None]
 
 
 class Arrived:
-    """Items that a get brought, still in the broker's name until they are taken, once."""
+    """Items that a get brought, still in the broker's name until they are taken, once. missing: there was no memory for
+    their bytes, which were dropped."""
 
-    def __init__(self, answer: wire.Items, line: Line, payload: Bytes | None, send: Settle) -> None:
+    def __init__(
+        self,
+        answer: wire.Items,
+        line: Line,
+        payload: Bytes | None,
+        send: Settle,
+        missing: MemoryError | None = None,
+    ) -> None:
         self._answer = answer
         self._line = line
         self._payload = payload
         self._send = send
+        self._missing = missing
         self._build: Callable[[], list[Any]] | None = None
 
     @property
@@ -63,7 +72,8 @@ class Arrived:
 
     def take(self) -> list[Any]:
         """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be
-        built: it is gone; what came with it went back to where it was."""
+        built: it is gone; what came with it went back to where it was. MemoryError where there is none for them: all
+        went back."""
         if self._build is None:
             confirmed = self.acknowledge()
             if confirmed is not None:
@@ -82,6 +92,9 @@ class Arrived:
         except StreamLostError:
             # What sends knows why, and says so.
             self._send(wire.Ack(self.number))
+            raise
+        except MemoryError:
+            self._send(wire.Nack(self.number))
             raise
         if len(held) > 1:
             built = self._build_batch(held)
@@ -107,6 +120,8 @@ class Arrived:
 
     def _values(self) -> list[Unpacked]:
         """Each item's, in this process's memory."""
+        if self._missing is not None:
+            raise self._missing
         found, at, warm = [], 0, self._line.memory
         for item in self._answer.items:
             if item.room == NOWHERE:
@@ -201,7 +216,11 @@ class Line:
             return answer
         payload = None
         if message.payload_bytes:
-            payload = values.fresh(message.payload_bytes, self.memory)
+            try:
+                payload = values.fresh(message.payload_bytes, self.memory)
+            except MemoryError as error:
+                self.stream.skip(message.payload_bytes, until)
+                return Arrived(answer, self, None, send, error)
             self.stream.receive_into(payload.data, until)
         return Arrived(answer, self, payload, send)
 

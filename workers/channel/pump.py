@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import select
 import threading
 import time
@@ -93,6 +94,7 @@ class Pump:
         self._puts: set[int] = set()
         self._arrived: set[int] = set()
         self._confirming: dict[int, _Confirming] = {}
+        self._heard = -math.inf
         self._unwanted: deque[int] = deque()
         self._waker = Waker()
         # Reentrant: a finalizer may come while its thread is here already.
@@ -291,6 +293,9 @@ class Pump:
         try:
             while (message := self._line.stream.arrived()) is not None:
                 answer = self._line.answer(message, time.monotonic() + GRACE_S, self._settle)
+                if message.payload_bytes:
+                    # However long it took, other answers could not come meanwhile.
+                    self._heard = time.monotonic()
                 later = self._asked.get(answer.number)
                 if later is not None:
                     self._room_answered(later, answer, done)
@@ -368,8 +373,8 @@ class Pump:
         while self._looks and self._looks[0][0] <= now:
             _, number = heapq.heappop(self._looks)
             entry, confirming = self._open.get(number), self._confirming.get(number)
-            if confirming is not None and now >= confirming.until:
-                raise StreamLostError(UNCONFIRMED)
+            if confirming is not None:
+                self._look_again(number, confirming.until, CONFIRM_S, now, StreamLostError(UNCONFIRMED))
             if entry is None:
                 continue
             if now < entry.until:
@@ -377,11 +382,19 @@ class Pump:
                 log.warning("%s: waiting since %.0f s, another %.0f s at most", entry.what, waited_s, left_s)
                 self._look(number, min(entry.until, now + LOG_EVERY_S))
             elif entry.cancelled:
-                raise StreamSilentError
+                self._look_again(number, now, GRACE_S, now, StreamSilentError())
             elif not self._give_up_later(number, entry, done):
                 entry.cancelled = True
                 self._send(wire.encode(wire.Cancel(number)))
                 self._look(number, now + GRACE_S)
+
+    def _look_again(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
+        """The broker's word is due at the moment `until`, or `silent_s` after what came last before it, if that is
+        later."""
+        until = max(until, self._heard + silent_s)
+        if now >= until:
+            raise error
+        self._look(number, until)
 
     def _give_up_later(self, number: int, entry: _Open, done: list[Callable[[], None]]) -> bool:
         """Give up a put that was not sent; whether it was such a one."""

@@ -90,7 +90,7 @@ class Queue:
 
 @dataclass(slots=True, eq=False)
 class ChannelQueues:
-    """routes: which part of a distributed channel has a key."""
+    """routes: which part of a distributed channel has a key; the first part has them all, each other part its own."""
 
     ident: str
     maxsize: int

@@ -409,12 +409,13 @@ class Broker:
         channel = self._channels.get(request.channel)
         queue = channel.queues.get(request.key) if channel else None
         maxsize = channel.maxsize if channel else 0
+        routed = channel is not None and request.key in channel.routes
         if queue is None:
-            self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0))
+            self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0, routed))
         else:
             puts = len(queue.puts) + len(queue.waits)
             counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
-            self._answer(client, wire.Counted(request.number, *counts))
+            self._answer(client, wire.Counted(request.number, *counts, routed))
 
     def _route(self, client: Client, request: wire.Route) -> None:
         channel = self._channels.get(request.channel)

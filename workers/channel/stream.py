@@ -12,6 +12,8 @@ from workers.channel import wire
 from workers.channel.wire import Message
 
 READ_BYTES = 64 << 10
+SILENT_S = 10.0
+"""Bytes on their way have as long again whenever some of them arrive, however many they are."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 UNSENT_MS = 15_000
 
@@ -46,7 +48,8 @@ class Stream:
         self._poll.register(sock, select.POLLIN)
 
     def send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
-        """All of `parts`. `StreamSilentError` at the moment `until`: the stream is of no use then."""
+        """All of `parts`. `StreamSilentError` at the moment `until`, or once nothing was taken for `SILENT_S` if that
+        is later: the stream is of no use then."""
         pending = [memoryview(part) for part in parts if len(part)]
         while pending:
             try:
@@ -56,6 +59,7 @@ class Stream:
                 continue
             except OSError as error:
                 raise StreamLostError(str(error)) from error
+            until = max(until, time.monotonic() + SILENT_S)
             while pending and sent >= len(pending[0]):
                 sent -= len(pending.pop(0))
             if sent:
@@ -89,7 +93,8 @@ class Stream:
         return message
 
     def receive_into(self, target: memoryview, until: float) -> None:
-        """The payload of the message that came last, whole."""
+        """The payload of the message that came last, whole, or one part of it after another. `StreamSilentError` at the
+        moment `until`, or once nothing came for `SILENT_S` if that is later."""
         known = self._splitter.rest(len(target))
         target[: len(known)] = known
         at = len(known)
@@ -104,6 +109,16 @@ class Stream:
             if not count:
                 raise StreamLostError("it closed the connection")
             at += count
+            until = max(until, time.monotonic() + SILENT_S)
+
+    def skip(self, nbytes: int, until: float) -> None:
+        """Take that much of the payload of the message that came last, and drop it."""
+        scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
+        while nbytes:
+            part = scratch[:nbytes]
+            self.receive_into(part, until)
+            until = max(until, time.monotonic() + SILENT_S)
+            nbytes -= len(part)
 
     def wait(self, until: float) -> None:
         """Until there is something to read. `StreamSilentError` at `until`."""

@@ -15,7 +15,7 @@ import msgspec
 
 from workers.decoding import reader
 
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<IQ")
 MAX_BODY_BYTES = 64 << 20
 """Of a request. An answer may have as many as the header can say: a batch of many small items has."""
@@ -57,7 +57,8 @@ class Create(Request, tag=2):
 
 
 class Route(Request, tag=3):
-    """Which replica has `key`: the one that was wished when it was first asked for."""
+    """Which replica has `key`: the one that was wished when it was first asked for. Asked of the first replica, then
+    of the one that has the key, which so learns it."""
 
     channel: str
     key: bytes
@@ -175,13 +176,14 @@ class Cancelled(Answer, tag=9):
 
 class Counted(Answer, tag=10):
     """puts, gets: how many wait (puts also for memory); leased: how many items are with those who got them, not
-    acknowledged."""
+    acknowledged; routed: this part of a distributed channel has the key, with or without items."""
 
     size: int
     maxsize: int
     puts: int
     gets: int
     leased: int
+    routed: bool
 
 
 class Routed(Answer, tag=11):

@@ -25,6 +25,7 @@ from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
 from dataplane.descriptors import OF_A_CONTEXT
 from dataplane.durations import seconds
+from dataplane.errors import InternalError
 from dataplane.host import bracketed, split_address
 from workers import errors
 from workers.address import WorkerAddress
@@ -328,15 +329,23 @@ class DirectoryClient:
                 _log.warning("an answer that makes no sense came from the directory, and was dropped: %s", error)
                 continue
             self._known = True
-            match reply:
-                case wire.Found():
-                    self._settle(reply.number, reply.entries)
-                case wire.Failed():
-                    self._settle(reply.number, wire.error_of(reply))
-                case wire.Gone():
-                    self._tell(reply.entry)
-                case wire.Unknown():
-                    self._lapse(reply.why)
+            try:
+                self._take(reply)
+            except Exception as error:
+                _log.exception("the directory's answer could not be taken: %r", reply)
+                if isinstance(reply, wire.Found | wire.Failed):
+                    self._settle(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
+
+    def _take(self, reply: wire.Reply) -> None:
+        match reply:
+            case wire.Found():
+                self._settle(reply.number, reply.entries)
+            case wire.Failed():
+                self._settle(reply.number, wire.error_of(reply))
+            case wire.Gone():
+                self._tell(reply.entry)
+            case wire.Unknown():
+                self._lapse(reply.why)
 
     def _lapse(self, why: str) -> None:
         """The directory had given this process up: register anew what is its own."""

@@ -32,7 +32,6 @@ class Arrival:
 
     route: bytes
     post: Post
-    skeleton: bytes
     memory: Bytes | None
     own: bool
     queued: bool = False
@@ -148,8 +147,9 @@ class Delivery:
     def _unpack(self, posting: Posting, arrival: Arrival) -> Unpacked:
         if arrival.unpacked is not None:
             return arrival.unpacked
-        skeleton, segments = arrival.skeleton, arrival.post.segments
-        return unpack(skeleton, segments, _memory(arrival), self._warm, own=arrival.own, device=posting.device)
+        post = arrival.post
+        memory = _memory(arrival)[: post.nbytes]
+        return unpack(post.skeleton_from, post.segments, memory, self._warm, own=arrival.own, device=posting.device)
 
 
 def _memory(arrival: Arrival) -> Bytes:

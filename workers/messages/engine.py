@@ -395,7 +395,7 @@ class Engine:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: Post, snapshot: Snapshot) -> None:
-        frames = (wire.encode(post), *snapshot.frames)
+        frames = (wire.encode(post), snapshot.inline)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
     def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
@@ -443,7 +443,7 @@ class Engine:
                 if self._outdated(request):
                     return
                 self._renew(request.source, peer, request.incarnation)
-                self.incoming.arrive(route, request, frames[0].bytes, frames[1].buffer)
+                self.incoming.arrive(route, request, frames[0].buffer)
             case Data():
                 self.incoming.data(request, frames[0].buffer)
             case Forget():

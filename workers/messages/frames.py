@@ -10,7 +10,7 @@ import zmq
 
 from workers.messages.wire import Data, Post
 
-_FRAMES: dict[type, int] = {Post: 2, Data: 1}
+_FRAMES: dict[type, int] = {Post: 1, Data: 1}
 """How many follow the head of each; none, the others'."""
 
 M = TypeVar("M")

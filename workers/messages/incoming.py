@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ EAGER_BYTES = 32 << 20
 """So much the engine copies at once, which spares waking another thread first; of more, other messages would wait."""
 
 _Q = TypeVar("_Q")
+_log = logging.getLogger(__name__)
 
 
 class Incoming:
@@ -151,10 +153,16 @@ class Incoming:
         self._unsettled.clear()
 
     def expire(self, now: float) -> float:
-        """Those whose time is over fail, see `withdraw`. When the next one's time is over."""
+        """Those whose time is over fail, see `withdraw`. When the next one's time is over. A defect at one leaves the
+        others as they are."""
         for posting in [posting for posting in self._all() if posting.deadline <= now]:
-            self.withdraw(posting)
-            posting.fail(MessageTimeoutError(what=posting.what, waited_s=now - posting.begun))
+            error: Exception = MessageTimeoutError(what=posting.what, waited_s=now - posting.begun)
+            try:
+                self.withdraw(posting)
+            except Exception as defect:
+                _log.exception("%s: its message could not be given back", posting.what)
+                error = InternalError(what=f"{posting.what}: {defect!r}")
+            posting.fail(error)
         return min((posting.deadline for posting in self._all()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
@@ -215,13 +223,13 @@ class Incoming:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def arrive(self, route: bytes, post: Post, skeleton: bytes, inline: Any) -> None:
+    def arrive(self, route: bytes, post: Post, inline: Any) -> None:
         """A message came: it meets the receive that waits longest for it, or queues. ValueError for one that has not
         the bytes that it names."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"{memory.size} bytes came of a message of {post.nbytes}")
-        self._take_in(Arrival(route, post, skeleton, memory, own=post.slab is None))
+        self._take_in(Arrival(route, post, memory, own=post.slab is None))
         if post.passes_on:
             for asker, want in self._relays.arrived(post):
                 self.wanted(asker, want)

@@ -1,11 +1,11 @@
 """Messages between workers: point to point, and broadcasts among any of them.
 
 Transport. Each worker has a ZMQ port, and one socket from which it sends to the ports of all others. A message is a
-header, with its values if they are at most 64 KiB. Larger values are copied once, during the call, into anonymous
-shared memory. Receivers on the same host copy them from there: a broadcast to three of them costs four copies and no
-system call that carries values. Receivers on other hosts fetch them over ZMQ, in chunks, once they have called `recv`.
-Tensors on a GPU are copied to host memory and then sent in the same way. In a broadcast to many hosts the first
-receiver of each host forwards the values that it fetches (`workers.messages.relays`).
+header, with its values if they are at most 64 KiB. Larger values, tensors and what is pickled, are copied once, during
+the call, into anonymous shared memory. Receivers on the same host copy them from there: a broadcast to three of them
+costs four copies and no system call that carries values. Receivers on other hosts fetch them over ZMQ, in chunks, once
+they have called `recv`. Tensors on a GPU are copied to host memory and then sent in the same way. In a broadcast to
+many hosts the first receiver of each host forwards the values that it fetches (`workers.messages.relays`).
 
 Why not process groups of torch.distributed. With Gloo and NCCL a send waits for its receive, so two workers that both
 send first deadlock. A receive of another shape than the send gets wrong bytes, or aborts the group. A dead peer is
@@ -372,7 +372,7 @@ class Messenger:
 
     def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> Snapshot:
         """The values as they are now."""
-        size = packed.nbytes + len(packed.skeleton) + MESSAGE_BYTES * (1 + receivers)
+        size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
             slab, inline = None, bytearray()

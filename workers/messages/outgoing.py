@@ -33,8 +33,8 @@ _serials = itertools.count()
 class Snapshot:
     """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line.
 
-    frames: its skeleton and what is in line, made once for all receivers; tree: who pulls from whom, None where all
-    pull from here.
+    inline: the frame of what is in line, made once for all receivers; tree: who pulls from whom, None where all pull
+    from here.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Snapshot:
     ) -> None:
         self.form = form
         self.serial = next(_serials)
-        self.segments, self.nbytes = packed.segments, packed.nbytes
+        self.segments, self.skeleton_from, self.nbytes = packed.segments, packed.skeleton_from, packed.nbytes
         self.slab = slab
-        self.frames = (zmq.Frame(packed.skeleton, copy=True), zmq.Frame(inline, copy=True))
+        self.inline = zmq.Frame(inline, copy=True)
         self.tree: Tree | None = None
         self._left = receivers
         self._free = free
@@ -183,6 +183,7 @@ class Outgoing:
             form=snapshot.form,
             options=contact.options,
             segments=snapshot.segments,
+            skeleton_from=snapshot.skeleton_from,
             nbytes=snapshot.nbytes,
             slab=None if snapshot.slab is None else snapshot.slab.name,
             settling=sending.settling,

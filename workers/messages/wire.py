@@ -3,7 +3,7 @@
 A sender's messages go over its connection to the receiver's port; the answers come back over the same.
 
     sender                                          receiver
-    Post + skeleton + inline bytes  ------------->  queued, or met by a receive that waits
+    Post + inline bytes  ------------------------>  queued, or met by a receive that waits
     <-------------  Held                            queued; Settled follows where the sender waits for more
     <-------------  Pull                            a part of the values, where they are not in memory both can see
     Data + bytes    ------------->
@@ -15,7 +15,8 @@ Values of a broadcast to many may be pulled from another receiver (see `workers.
     Want  ------------------------------------->
     <-------------  Data + bytes, or Absent
 
-The skeleton is a pickle; tensors' bytes are not in it. Workers trust each other as those of one Ray job do.
+The bytes of a message are those of its tensors, then a pickle of the rest, the skeleton. Workers trust each other as
+those of one Ray job do.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message. slab None: its bytes are in the last frame.
+    """A message of `nbytes`. slab None: they are in the last frame.
 
     stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
     stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
@@ -100,6 +101,7 @@ class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     form: Form
     options: CollectiveGroupOptions
     segments: tuple[Segment, ...]
+    skeleton_from: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: int
     slab: Slab | None
     settling: bool
@@ -112,6 +114,8 @@ class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         for segment in self.segments:
             if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
                 raise ValueError(f"{segment.nbytes} bytes from {segment.start} of a message of {self.nbytes}")
+        if self.skeleton_from > self.nbytes:
+            raise ValueError(f"a skeleton from {self.skeleton_from} of a message of {self.nbytes}")
         if self.slab is not None and self.slab.nbytes < self.nbytes:
             raise ValueError(f"{self.nbytes} bytes in a slab of {self.slab.nbytes}")
 
