@@ -50,7 +50,7 @@ Bytes = npt.NDArray[np.uint8]
 PAGE_BYTES = 4096
 HEADER_BYTES = 4 * PAGE_BYTES
 GROW_STEP_BYTES = 32 * MIB
-"""`grow_steps` pauses after each of these: a few milliseconds of page clearing."""
+"""`grow_steps` looks for room for so much at a time, and pauses after it: a few milliseconds of page clearing."""
 
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_ROOM = 0.5
@@ -219,7 +219,8 @@ class Arena:
     def grow(self, to_bytes: int) -> int:
         """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity); the bytes now backed.
 
-        Raises ArenaSpaceError, having kept what it had, if the memory is not there. Blocks while the kernel clears
+        Raises ArenaSpaceError, with as many steps of `GROW_STEP_BYTES` more as there was room for, if the memory is not
+        there. Blocks while the kernel clears
         pages: about a second for each 4 GB.
         """
         for _ in self.grow_steps(to_bytes):
@@ -229,15 +230,13 @@ class Arena:
     def grow_steps(self, to_bytes: int) -> Iterator[int]:
         """`grow`, pausing after each `GROW_STEP_BYTES` with the bytes backed so far."""
         target = min(self.capacity_bytes, _down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
-        if target <= self.backed_bytes:
-            return
-        _check_room(self.path.parent, target - self.backed_bytes)
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
+            _check_room(self.path.parent, step)
             try:
                 os.posix_fallocate(self._file.fd, HEADER_BYTES + self.backed_bytes, step)
             except OSError as error:
-                raise _no_space(self.path.parent, target - self.backed_bytes, error) from error
+                raise _no_space(self.path.parent, step, error) from error
             self._set_backed(self.backed_bytes + step)
             yield self.backed_bytes
 

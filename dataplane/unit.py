@@ -51,7 +51,8 @@ FIRST_BACKING_BYTES = 64 * MIB
 class StorageUnit:
     """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
 
-    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. Raises
+    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. name: a random
+    one by default; with `state_dir`, ValueError without one: the next start finds the arena by it. Raises
     `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
     controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
     files. With `http_port` it answers Prometheus there.
@@ -61,6 +62,11 @@ class StorageUnit:
     """
 
     def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
+        if config.state_dir is not None and not name:
+            raise ValueError(
+                f"a storage unit with a state directory ({config.state_dir}) needs a name, by which its next start finds "
+                "its rows (name=, tq unit --name)"
+            )
         self._config = config
         self._controller = controller_address
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -73,7 +79,7 @@ class StorageUnit:
         self._http: HttpServer | None = None
         self._guard = threading.Lock()
         self._pid = os.getpid()
-        self._stopped = False
+        self._stopped = self._given_up = self._started = False
 
     def start(self) -> Self:
         """Returns when the controller has taken it; at once where that has been before."""
@@ -93,6 +99,8 @@ class StorageUnit:
         config = self._config
         self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
+        if self._given_up:
+            raise ClientClosedError(why="the storage unit is to end")
         self._link.open(
             self._begin(self._link),
             on_order=self._order,
@@ -102,6 +110,7 @@ class StorageUnit:
         )
         if config.http_port is not None:
             self._http = self._http_server(config, config.http_port).start()
+        self._started = True
 
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Arena and bulk door, and how the unit presents itself with them."""
@@ -253,6 +262,13 @@ class StorageUnit:
         """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
         assert self._link is not None, "not started"
         return self._link.lost
+
+    def give_up(self) -> None:
+        """A `start` that waits for the controller, or is yet to begin, raises a `DataPlaneError`. Does nothing once the
+        unit was started. Any thread."""
+        self._given_up, link = True, self._link
+        if link is not None and not self._started:
+            link.close()
 
     def stop(self, *, for_good: bool = False) -> None:
         """Leave the controller, end the door, unlink the arena unless a state directory keeps it for the unit's next

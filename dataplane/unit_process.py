@@ -215,8 +215,15 @@ def require_room(count: int) -> None:
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
-    """Start the unit, say so on standard output, as text or JSON, and serve until `stop`; whether its controller was
-    gone first."""
+    """Start the unit, say so on standard output, as text or JSON, and serve until `stop`, which may come while it
+    starts; whether its controller was gone first."""
+    stop.then(unit.give_up)
+    try:
+        unit.start()
+    except DataPlaneError:
+        if stop.asked:
+            return False
+        raise
     with unit as running:
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
         said = Said(unit=running.name, http=running.http_url or None)

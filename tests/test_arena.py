@@ -79,6 +79,20 @@ def test_failed_growth_keeps_what_there_is(arena, monkeypatch):
     arena.data[:MIB] = 7
 
 
+def test_growth_takes_the_steps_that_there_is_room_for(arena, monkeypatch):
+    monkeypatch.setattr(arena_module, "GROW_STEP_BYTES", MIB)
+    whole = 5 * MIB // 2
+
+    def left(directory):
+        return Room(free_bytes=whole - arena.backed_bytes, limit="a test's limit")
+
+    monkeypatch.setattr(arena_module, "room", left)
+    with pytest.raises(ArenaSpaceError) as caught:
+        arena.grow(4 * MIB)
+    assert (caught.value.found_bytes, caught.value.wanted_bytes) == (MIB // 2, MIB)
+    assert arena.backed_bytes == 2 * MIB
+
+
 def test_a_refusal_of_the_kernel_is_told_the_same_way(arena, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -57,6 +57,25 @@ def test_growing_that_breaks_is_reported_too(unit, monkeypatch, caplog):
     assert unit.server.alive
 
 
+@pytest.mark.parametrize("error", [ArenaSpaceError(directory="/x", found_bytes=5, wanted_bytes=9), OSError(5, "broken")])
+def test_growing_that_goes_on_failing_is_logged_once(unit, monkeypatch, caplog, error):
+    def fails(*_):
+        raise error
+        yield
+
+    def grow(patched):
+        unit.server.order(GrowArena(unit=UNIT, backed_bytes=24 * MIB))
+        assert bool(unit.expect(Grown).error) == patched
+        return sum("cannot grow" in each for each in caplog.messages)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(unit.arena, "grow_steps", fails)
+        assert [grow(True) for _ in range(3)] == [1, 1, 1]
+    assert grow(False) == 1
+    monkeypatch.setattr(unit.arena, "grow_steps", fails)
+    assert grow(True) == 2
+
+
 def test_requests_are_served_between_the_steps_of_growing(unit, peer, monkeypatch):
     served = threading.Event()
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import dataplane
-from tests.children import Child
+from tests.children import START_S, Child
 from tests.cli_service import complaints
 from tests.ports import free_ports
 
@@ -53,3 +53,14 @@ def test_a_unit_listens_where_it_is_told() -> None:
     assert (code, complaints(errors)) == (0, [])
     assert second.returncode == 1
     assert f"tq: cannot listen on 127.0.0.1:{port}: the port is in use by process {unit.pid} (" in second.stderr
+
+
+def test_a_unit_that_waits_for_its_controller_ends_when_it_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Child([sys.executable, "-m", "dataplane", "unit", address, "--capacity", "8m"]) as unit:
+            silent.settimeout(START_S)
+            peer, _ = silent.accept()
+            with peer:
+                unit.terminate()
+                assert unit.finish() == (0, "", "")

@@ -22,6 +22,7 @@ class Growth:
         self._report = report
         self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()
         self._shrinks = 0
+        self._told = False
 
     @property
     def under_way(self) -> bool:
@@ -33,7 +34,8 @@ class Growth:
         self._orders.append((order, self._arena.grow_steps(order.backed_bytes)))
 
     def step(self) -> None:
-        """A little more memory."""
+        """A little more memory. Growing that fails is tried again and again: the log is told of the first time only,
+        until it works."""
         order, steps = self._orders[0]
         error = None
         try:
@@ -41,10 +43,13 @@ class Growth:
                 return
         except ArenaSpaceError as caught:
             error = str(caught)
-            log.warning("unit %d cannot grow to %d bytes: %s", order.unit, order.backed_bytes, error)
+            if not self._told:
+                log.warning("unit %d cannot grow to %d bytes: %s", order.unit, order.backed_bytes, error)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            log.exception("unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
+            if not self._told:
+                log.exception("unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
+        self._told = error is not None
         self._orders.popleft()
         hit("unit.before_grown")
         backed = self._arena.backed_bytes

@@ -287,7 +287,7 @@ def _ask(
             return _reply(dealer, address)
         if refused in ready:
             raise _ChangedError
-    why = f"something listens, but nothing answered within {max(0.0, deadline - began):.1f} s; {SILENT}"
+    why = f"something listens, but it does not answer in time; {SILENT}"
     raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from playwright.sync_api import Locator
+from playwright.sync_api import Locator, Route
 
 from dataplane import DataPlaneClient, Server, connect, serve
 from tests.ui import scene
@@ -202,3 +204,30 @@ def test_calls_have_their_place_in_time(service: Server, client: DataPlaneClient
         seen.until("#timeline-told", "15 s, until ")
         page.get_by_role("button", name="Follow").click()
         seen.until("#timeline-told", "1 min, following")
+
+
+def test_of_many_units_only_those_in_view_are_asked_for(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
+    """128, of which the service has one; the others are made up on the way to the page."""
+    scene.produce(client)
+    seen = visit(service.http_address, viewport={"width": 1000, "height": 700})
+
+    def many(route: Route) -> None:
+        stats = route.fetch().json()
+        (unit,) = stats["units"]
+        stats["units"] = [{**unit, "unit": number, "name": f"unit-{number}"} for number in range(1, 129)]
+        route.fulfill(json=stats)
+
+    def any_unit(route: Route) -> None:
+        route.fulfill(response=route.fetch(url=re.sub(r"unit=\d+", "unit=1", route.request.url)))
+
+    seen.page.route("**/api/stats", many)
+    seen.page.route("**/api/memory?*", any_unit)
+    page = seen.open()
+    assert page.locator(".arena").count() == 128
+    page.locator(".arena").nth(100).scroll_into_view_if_needed()
+    seen.until(".arena:nth-child(101) .legend", "live")
+    asked = {url.partition("unit=")[2].partition("&")[0] for url in seen.requests if "api/memory" in url}
+    assert "101" in asked
+    assert len(asked) < 32
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+    page.unroute_all(behavior="ignoreErrors")
