@@ -129,7 +129,7 @@ def test_the_wheel_works_where_only_it_is(installed: Path, tmp_path: Path) -> No
         env=bare(installed),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"the wheel of {PROJECT['version']} works\n"

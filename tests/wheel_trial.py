@@ -23,7 +23,7 @@ CAPACITY = "64m"
 
 def tq(*arguments: str) -> str:
     """What `tq` says; its exit code has to be 0."""
-    done = subprocess.run([TQ, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([TQ, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"tq {' '.join(arguments)}: code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -57,7 +57,7 @@ def switch_on() -> None:
     """The hook is where Python reads it, whether the package TransferQueue is installed or not."""
     code = "import transfer_queue; print(transfer_queue.__name__)"
     command = [sys.executable, "-P", "-m", "dataplane.compat.transfer_queue", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "dataplane.compat.transfer_queue\n"), done
 
 

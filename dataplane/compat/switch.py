@@ -78,20 +78,26 @@ class Replacement:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError for a part that a replaced module has and this
-        project's lacks."""
+        """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError where a part is imported that a replaced module may
+        have and this project's lacks; None where `importlib.util.find_spec` looks for one."""
         if fullname == _RAY_JOB:
             return self._with_carrying(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
             if fullname == name or fullname.startswith(f"{name}."):
-                return self._same(fullname, ours + fullname.removeprefix(name))
-            if fullname.startswith(f"{ours}.") and PathFinder.find_spec(fullname, path) is None:
-                lacking = name + fullname.removeprefix(ours)
+                rest = fullname.removeprefix(name)
+                found = self._same(fullname, ours + rest)
+            elif fullname.startswith(f"{ours}."):
+                rest = fullname.removeprefix(ours)
+                found = PathFinder.find_spec(fullname, path)
+            else:
+                continue
+            if found is None and sys._getframe(2).f_code is not importlib.util.find_spec.__code__:
                 raise ModuleNotFoundError(
-                    f"No module named {lacking!r}: {VARIABLE}={self.value} makes {name!r} {ours!r}, which has no "
-                    f"{fullname.removeprefix(ours + '.')!r}; without {VARIABLE} it is the installed package's",
-                    name=lacking,
+                    f"No module named '{name}{rest}': {VARIABLE}={self.value} makes {name!r} {ours!r}, which has no "
+                    f"{rest[1:]!r}; without {VARIABLE} it is the installed package's",
+                    name=name + rest,
                 )
+            return found
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -106,11 +112,13 @@ class Replacement:
         if spec.name in self.table:
             log.warning("import %s is %s in this process: %s=%s", spec.name, ours.__name__, VARIABLE, self.value)
 
-    def _same(self, fullname: str, ours: str) -> ModuleSpec:
+    def _same(self, fullname: str, ours: str) -> ModuleSpec | None:
+        """How to import this project's module under another name."""
         if self.wrong:
             raise ValueError(self.wrong)
         found = importlib.util.find_spec(ours)
-        assert found is not None, f"{ours} is not installed"
+        if found is None:
+            return None
         spec = ModuleSpec(fullname, cast("Loader", self), origin=found.origin, loader_state=ours)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec

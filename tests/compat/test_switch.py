@@ -118,6 +118,8 @@ def test_it_is_found_without_an_import() -> None:
     assert str(found.origin).endswith("ours_tq/__init__.py")
     assert "their_tq" not in sys.modules
     assert importlib.util.find_spec("nobodys") is None
+    for lacking in ("their_tq.absent", "their_tq.deep.absent", "ours_tq.absent"):
+        assert importlib.util.find_spec(lacking) is None
 
 
 @pytest.mark.usefixtures("on")
