@@ -21,6 +21,7 @@ from dataplane.cli import main
 from dataplane.cli.checks import Finding, machine, packages
 from dataplane.cli.checks.finding import careful
 from dataplane.cli.checks.trial import trial
+from dataplane.compat import switch
 from dataplane.config import GIB, MIB
 from dataplane.folder import own_directory
 from dataplane.lockfile import new_arena_name
@@ -55,6 +56,7 @@ def test_everything_is_looked_at_and_a_service_tried(tmp_path: Path, capsys: pyt
         "loopback",
         "ports",
         "packages",
+        "imports",
         "protobuf",
         "gRPC",
         "ZMQ",
@@ -284,3 +286,21 @@ def test_what_a_check_raises_is_a_finding() -> None:
     first, second = careful("thing", check, "do something")
     assert first.ok
     assert (second.what, second.found, second.mend) == ("thing", "RuntimeError", "do something")
+
+
+def test_the_switch_that_replaces_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Finding:
+        return only(careful("imports", packages._imports, "mended so"), "imports")
+
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv("TQ_REPLACE", raising=False)
+    assert found() == Finding(what="imports", found="TQ_REPLACE is not set: no other package's modules are replaced")
+    monkeypatch.setenv("TQ_REPLACE", "transfer_queue")
+    assert "has no effect" in found().found
+    assert "--force-reinstall" in found().mend
+    switch.install()
+    assert found().ok
+    assert found().found == "transfer_queue is dataplane.compat.transfer_queue (TQ_REPLACE=transfer_queue)"
+    monkeypatch.setenv("TQ_REPLACE", "transferqueue")
+    assert "expected 'all', or names out of" in found().found
+    assert found().mend == "mended so"

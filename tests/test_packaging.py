@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from dataplane.compat.switch import HOOK
+from tests.children import Child
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -25,9 +35,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the source archive, and the wheel that is built from what is in that archive."""
-    out = tmp_path_factory.mktemp("dist")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This tree without what git ignores."""
     copied = tmp_path_factory.mktemp("source")
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -40,6 +49,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             (copied / name).write_bytes((ROOT / name).read_bytes())
+    return copied
+
+
+@pytest.fixture(scope="module")
+def built(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the source archive, and the wheel that is built from what is in that archive."""
+    out = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "-o", out, copied], capture_output=True, text=True
     )
@@ -61,7 +77,7 @@ def sources() -> set[str]:
 def test_the_wheel_has_the_packages_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(only(built, "*.whl")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        assert names == sources()
+        assert names == {*sources(), HOOK}
         assert {"dataplane/py.typed", "workers/py.typed", "dataplane/pb/control_pb2.py"} <= names
         (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         text = wheel.read(metadata).decode()
@@ -80,26 +96,123 @@ def test_the_source_archive_can_be_built_and_read(built: Path) -> None:
     assert not [name for name in names if name.startswith("tests")]
 
 
-def test_the_wheel_works_where_only_it_is(built: Path, tmp_path: Path) -> None:
-    """Its dependencies are this environment's, so that nothing is downloaded; this tree's packages are not in reach."""
-    home = tmp_path / "venv"
-    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*pip, only(built, "*.whl")], check=True, env=bare)
-    packages = only(home, "lib/python3*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel. Its dependencies are this environment's, so that nothing is
+    downloaded; of this tree only the package `tests` is in reach."""
+    home = tmp_path_factory.mktemp("wheel")
+    venv.create(home / "venv", with_pip=False)
+    python = home / "venv" / "bin" / "python"
+    pip(python, "install", "-q", "--no-deps", "--no-index", only(built, "*.whl"))
+    (home / "tree").mkdir()
+    (home / "tree" / "tests").symlink_to(ROOT / "tests")
+    packages = only(home, "venv/lib/python3*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{home / 'tree'}\n")
+    return python
+
+
+def pip(python: Path, *arguments: str | Path) -> None:
+    """This environment's, on the environment of another interpreter."""
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *arguments], check=True, env=bare(python))
+
+
+def bare(python: Path) -> dict[str, str]:
+    """No variable of this process's environment but those that give Ray's processes more time to start."""
+    patience = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    return {"PATH": "/usr/bin:/bin", "HOME": str(python.parents[2]), "RAY_AUTH_MODE": "token", **patience}
+
+
+def test_the_wheel_works_where_only_it_is(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [python, "-P", ROOT / "tests" / "wheel_trial.py"],
+        [installed, "-P", ROOT / "tests" / "wheel_trial.py"],
         cwd=tmp_path,
-        env=bare,
+        env=bare(installed),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"the wheel of {PROJECT['version']} works\n"
+
+
+@pytest.fixture
+def cluster(installed: Path) -> Iterator[str]:
+    """The address of a Ray cluster whose processes have no TQ_REPLACE in their environments."""
+    directory = tempfile.mkdtemp(prefix="tqs", dir="/tmp")
+    try:
+        with Child([installed, "-P", "-m", "tests.ray.cluster_alone", directory], env=bare(installed)) as running:
+            yield running.line()
+            assert running.finish()[0] == 0
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def driver(python: Path, cwd: Path, *command: str | Path, **environment: str) -> dict[str, Any]:
+    """What a driver saw."""
+    done = subprocess.run(
+        [python, "-P", *command],
+        cwd=cwd,
+        env={**bare(python), **environment},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    saw: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return saw
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_a_driver_switches_its_whole_job(installed: Path, cluster: str, tmp_path: Path) -> None:
+    """And no other job of the cluster."""
+    trial = ROOT / "tests" / "switch_trial.py"
+    ours = str(only(installed.parents[1], "lib/python3*/site-packages") / "dataplane/compat/transfer_queue/__init__.py")
+    saw = driver(installed, tmp_path, "-m", "dataplane.compat.transfer_queue", trial, cluster, "use")
+    assert saw == {
+        "driver": [ours, None, None],
+        "implied": [[ours, None, None]],
+        "plain": [[ours, None, None]],
+        "job config": [[ours, "job", None]],
+        "runtime env": [
+            [ours, "job", None],
+            [ours, "job", "here"],
+            [ours, "job", None],
+            [ours, "job", "here"],
+            [ours, "job", "here"],
+            [ours, "job", "here"],
+        ],
+    }
+    saw = driver(installed, tmp_path, trial, cluster, TQ_REPLACE="all")
+    assert saw == {"driver": [ours, None, None], "implied": [[ours, None, None]]}
+    saw = driver(installed, tmp_path, trial, cluster)
+    original = importlib.util.find_spec("transfer_queue")
+    theirs = original.origin if original is not None else None
+    assert saw == {"driver": [theirs, None, None], "implied": [[theirs, None, None]]}
+
+
+def test_nothing_of_the_wheel_stays_when_it_is_uninstalled(built: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    packages = only(tmp_path, "venv/lib/python3*/site-packages")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip(python, "install", "-q", "--no-deps", "--no-index", only(built, "*.whl"))
+    assert (packages / HOOK).is_file()
+    pip(python, "uninstall", "-q", "-y", PROJECT["name"])
+    assert not [path for path in (tmp_path / "venv" / "lib").rglob("*") if path.is_file()]
+
+
+def test_an_editable_installation_has_the_hook(copied: Path, tmp_path: Path) -> None:
+    build = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path / "dist"], cwd=copied, check=True, capture_output=True)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip(python, "install", "-q", "--no-deps", "--no-index", only(tmp_path, "dist/*.whl"))
+    packages = only(tmp_path, "venv/lib/python3*/site-packages")
+    assert (packages / HOOK).read_text() == (ROOT / "dataplane" / "compat" / HOOK).read_text()
+    code = "import sys; print('dataplane.compat.switch' in sys.modules)"
+    for value, loaded in (("", "False"), ("all", "True")):
+        done = subprocess.run([python, "-c", code], env={"TQ_REPLACE": value}, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{loaded}\n", "")
 
 
 def test_the_changelog_knows_this_version() -> None:

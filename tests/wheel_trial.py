@@ -23,7 +23,7 @@ CAPACITY = "64m"
 
 def tq(*arguments: str) -> str:
     """What `tq` says; its exit code has to be 0."""
-    done = subprocess.run([TQ, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([TQ, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"tq {' '.join(arguments)}: code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -33,6 +33,7 @@ def main() -> None:
         assert package.__file__ is not None
         assert Path(package.__file__).is_relative_to(sys.prefix), f"{package.__file__} is not the wheel's"
         assert importlib.resources.files(package).joinpath("py.typed").is_file(), f"{package.__name__} is not typed"
+    switch_on()
     assert "serve" in tq("--help")
     with subprocess.Popen(
         [TQ, "serve", "--capacity", CAPACITY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -50,6 +51,14 @@ def main() -> None:
                 service.kill()
     assert service.returncode == 0, errors
     print(f"the wheel of {importlib.metadata.version('rl-dataplane')} works")
+
+
+def switch_on() -> None:
+    """The hook is where Python reads it, whether the package TransferQueue is installed or not."""
+    code = "import transfer_queue; print(transfer_queue.__name__)"
+    command = [sys.executable, "-P", "-m", "dataplane.compat.transfer_queue", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "dataplane.compat.transfer_queue\n"), done
 
 
 def put_and_get(address: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from dataplane.cli.checks.finding import Finding, careful
+from dataplane.compat.switch import HOOK, MODULES, VARIABLE, names_in, replaced
 
 PACKAGE = "rl-dataplane"
 _INSTALL = f"pip install -U {PACKAGE}"
@@ -20,6 +22,7 @@ _DEVICES = Path("/dev")
 def packages() -> Iterator[Finding]:
     """All of it."""
     yield from careful("packages", _versions, _INSTALL)
+    yield from careful("imports", _imports, f"correct {VARIABLE}, or unset it")
     yield from careful("protobuf", _protobuf, "pip install -U 'protobuf>=5.29,<8'")
     yield from careful("gRPC", _grpc, "pip install -U grpcio")
     yield from careful("ZMQ", _zmq, "pip install -U --only-binary :all: pyzmq")
@@ -75,6 +78,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
+
+
+def _imports() -> Iterator[Finding]:
+    """Whether the switch is on, and does what it should. ValueError for a wrong value of its variable."""
+    value = os.environ.get(VARIABLE)
+    if not value:
+        yield Finding(what="imports", found=f"{VARIABLE} is not set: no other package's modules are replaced")
+    elif all(replaced(name) for name in names_in(value)):
+        pairs = ", ".join(f"{name} is {MODULES[name]}" for name in names_in(value))
+        yield Finding(what="imports", found=f"{pairs} ({VARIABLE}={value})")
+    else:
+        found = f"{VARIABLE}={value} has no effect: Python did not read {HOOK} at its start"
+        yield Finding(what="imports", found=found, mend=f"pip install --force-reinstall --no-deps {PACKAGE}")
 
 
 def _protobuf() -> Iterator[Finding]:

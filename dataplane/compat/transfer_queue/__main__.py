@@ -1,0 +1,6 @@
+"""`python -m dataplane.compat.transfer_queue -m MODULE ...`, or SCRIPT: runs it where this is `transfer_queue`."""
+
+from dataplane.compat.starting import start
+
+if __name__ == "__main__":
+    start("transfer_queue")
