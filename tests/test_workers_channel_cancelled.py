@@ -125,7 +125,7 @@ def test_what_is_cancelled_before_it_is_taken_goes_to_the_next(near_and_far: tup
 
     async def give_up() -> None:
         getting = asyncio.ensure_future(far.get(async_op=True).async_wait())
-        await _until(lambda: near._count("default_queue").gets == 1)
+        await _until(lambda: near._counted(near._links[0], "default_queue", "count").gets == 1)
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await getting
