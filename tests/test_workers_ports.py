@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from workers import ports
 from workers.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
@@ -29,9 +30,9 @@ def bind(port: int, *options: int) -> None:
 
 def test_no_two_are_the_same(keeper: PortKeeper) -> None:
     other = PortKeeper()
-    ports = [*keeper.hold(20), *other.hold(20), *keeper.hold(20)]
-    other.release(ports)
-    assert len(set(ports)) == 60
+    found = [*keeper.hold(20), *other.hold(20), *keeper.hold(20)]
+    other.release(found)
+    assert len(set(found)) == 60
 
 
 def test_a_held_port_is_for_its_worker_only(keeper: PortKeeper) -> None:
@@ -82,3 +83,33 @@ def test_ports_that_run_out_are_an_error_that_holds_nothing(
     with pytest.raises(OSError, match="no port is free"):
         keeper.hold(5)
     assert [sock.fileno() for sock in made] == [-1] * 3
+
+
+def test_a_port_is_not_above_the_highest_that_is_asked_for(keeper: PortKeeper) -> None:
+    low = keeper.hold(3, 20_000)
+    assert all(1024 <= port <= 20_000 for port in low)
+    assert len(set(low)) == 3
+    with pytest.raises(OSError, match="in use"):
+        bind(low[0])
+    bind(low[0], socket.SO_REUSEADDR)
+    with pytest.raises(ValueError, match="up to 80"):
+        keeper.hold(1, 80)
+
+
+def test_keepers_share_no_port_that_is_named(keeper: PortKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel's choice is too high, and one port only may be given out."""
+    (port,) = keeper.hold(1)
+    bound, other = ports._bound, PortKeeper()
+    monkeypatch.setattr(ports, "LOWEST", port)
+    monkeypatch.setattr(ports, "_bound", lambda named: bound(named) if named else _TooHigh())
+    with pytest.raises(OSError, match=f"all ports from {port} to {port}"):
+        other.hold(1, port)
+    keeper.close()
+    keeper.close()
+    assert other.hold(1, port) == [port]
+    other.close()
+
+
+class _TooHigh(socket.socket):
+    def getsockname(self) -> tuple[str, int]:
+        return "", 65535

@@ -1,8 +1,8 @@
 """The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
 
-Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, and the services that processes of a Ray
-job start for each other to `dataplane.compat`; it changes nothing else. Names are loaded when first used, so that the
-controller's actor never imports torch.
+Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, the services that processes of a Ray job
+start for each other to `dataplane.compat`, and the Ray job itself to channels; it changes nothing else. Names are
+loaded when first used, so that the controller's actor never imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.compat.rendezvous import register_rendezvous
 from dataplane.control.resolve import register_resolver
+from workers.channel.jobs import register_job
 from workers.resolver import SCHEME, resolve_actor
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 register_resolver(SCHEME, resolve_actor)
+register_job(lambda: str(importlib.import_module("workers.resources").job_directory()))
 register_rendezvous("ray", lambda: importlib.import_module("workers.rendezvous").RayRendezvous())
 
 

@@ -16,6 +16,7 @@
     │   └── WorkerExitError             a worker's method tried to end its process
     ├── WaitTimeoutError (TimeoutError)
     │   ├── CallWaitTimeoutError        a call on a group was waited for, and not for as long as it takes
+    │   ├── DeviceLockTimeoutError      another worker held the same accelerators for too long
     │   └── MessageTimeoutError         nothing came, or was taken, in time
     └── ServiceError (ConnectionError)
         ├── WorkerLostError             a worker's process died, or its group ended, while somebody needed it
@@ -130,6 +131,20 @@ class WorkerExitError(WorkerCallError):
 class CallWaitTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float) -> None:
         super().__init__(f"{what}: not done within {waited_s:.1f} s; it goes on", what=what, waited_s=waited_s)
+
+
+class DeviceLockTimeoutError(WaitTimeoutError):
+    """holder: the worker that holds it, as far as that is known."""
+
+    def __init__(self, *, worker: str, device: str, holder: str, waited_s: float) -> None:
+        super().__init__(
+            f"worker {worker} waited {waited_s:.1f} s for accelerator {device}, which {holder} holds; "
+            "let that one release its device_lock, or wait longer",
+            worker=worker,
+            device=device,
+            holder=holder,
+            waited_s=waited_s,
+        )
 
 
 class MessageTimeoutError(WaitTimeoutError):

@@ -22,6 +22,8 @@ from ray.actor import ActorClass
 
 from workers.raised import methods_of, portable
 
+SERVING_FILE = __file__
+"""Whose functions are around the methods of a worker."""
 DURATIONS_KEPT = 1024
 """Of so many calls a worker remembers how long they took."""
 _CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import random
 import socket
 from collections.abc import Iterable
 
 from workers.errors import OpenFilesError
+
+LOWEST = 1024
+HIGHEST = 65535
 
 
 class PortKeeper:
@@ -18,14 +23,17 @@ class PortKeeper:
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
-    def hold(self, count: int) -> list[int]:
-        """`count` free ports, held from now on. No keeper on this node gives out any of them meanwhile.
-        `OpenFilesError` where this process may have no more of them."""
+    def hold(self, count: int, highest: int = HIGHEST) -> list[int]:
+        """`count` free ports up to `highest`, held from now on. No keeper on this node gives out any of them meanwhile.
+        ValueError for a `highest` below `LOWEST`, OSError where all ports up to it are in use, `OpenFilesError` where
+        this process may have no more of them."""
+        if highest < LOWEST:
+            raise ValueError(f"ports up to {highest} were asked for; those below {LOWEST} are not given out")
         new: list[socket.socket] = []
         try:
             with OpenFilesError.of(f"holding {count} ports"):
                 for _ in range(count):
-                    new.append(_bound())
+                    new.append(_free(highest))
         except BaseException:
             for sock in new:
                 sock.close()
@@ -41,16 +49,36 @@ class PortKeeper:
             if sock is not None:
                 sock.close()
 
+    def close(self) -> None:
+        """Hold none any longer. Idempotent."""
+        self.release(list(self._held))
 
-def _bound() -> socket.socket:
+
+def _free(highest: int) -> socket.socket:
+    """The kernel's choice, or, where that is too high, the first free one of all up to `highest`, in random order."""
+    chosen = _bound(0)
+    if chosen.getsockname()[1] <= highest:
+        return chosen
+    chosen.close()
+    for port in random.sample(range(LOWEST, highest + 1), highest + 1 - LOWEST):
+        try:
+            return _bound(port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports from {LOWEST} to {highest} are in use on this node")
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket that is bound to the port, alone: with SO_REUSEPORT set before, another keeper could have it, too."""
     dual = socket.has_dualstack_ipv6()
     sock = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     try:
         if dual:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("", port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(("", 0))
     except BaseException:
         sock.close()
         raise

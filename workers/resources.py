@@ -265,6 +265,14 @@ class _Link:
                 self._brokers[rank].set_result(broker)
 
 
+def job_directory() -> str:
+    """The address of the directory of the Ray job that this process is in, as `Cluster()` finds or starts both; waits
+    for the brokers of channels."""
+    cluster = Cluster()
+    cluster.await_brokers()
+    return cluster.directory.address
+
+
 def _answer(reference: ObjectRef) -> Any:
     return ray.get(reference, timeout=ANSWER_S)
 

@@ -14,18 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import ray
 import torch
 
 from workers.address import WorkerAddress
 from workers.channel import Channel
+from workers.device_lock import DeviceLock
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
-from workers.hosted import add_duration
+from workers.hosted import SERVING_FILE, add_duration
 from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
 from workers.messages.groups import Ranks
+from workers.ports import HIGHEST, PortKeeper
+from workers.routed import AsyncRouteWork, Route, Router, recv_batch, send_batch
+from workers.routing import SizeOf
 from workers.worker_group import WorkerGroup
 
 LOG_LEVEL_VARIABLE = "RLINF_LOG_LEVEL"
 _HOST_VARIABLE = "TQ_HOST"
+_WRAPPERS = (SERVING_FILE, f"{Path(ray.__file__).parent}{os.sep}")
 _LOG_FORMAT = "[%(levelname)s %(asctime)s {name}] %(message)s"
 
 Self = TypeVar("Self", bound="Worker")
@@ -45,15 +51,17 @@ class Worker:
     """A worker of a group: `MyWorker.create_group(...).launch(...)` constructs one in each of the group's processes.
 
     A subclass calls `super().__init__()` first and may use `_rank`, `_world_size`, `_group_name`, `_cluster_node_rank`,
-    `_node_local_rank` and `_local_accelerator_rank` (-1 without one), `logger`, and what torch.distributed reads in the
-    environment: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. LOCAL_RANK is the index of
-    the worker's accelerator among those it sees, or without one its place among its group's workers on the node.
+    `_node_local_rank` and `_local_accelerator_rank` (-1 without one), `logger` (also `_logger`), and what
+    torch.distributed reads in the environment: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE. LOCAL_RANK is the index of the worker's accelerator among those it sees, or without one its place
+    among its group's workers on the node.
 
     A process that a worker starts (by multiprocessing, not by a fork of the worker itself) constructs
     `MyWorker(parent_address, world_size, rank)`: its address is the parent's and `rank`. It needs no Ray.
 
-    `Worker.current_worker` is the one of this process; `torch_platform` (torch.cuda) and `torch_device_type` ("cuda")
-    are None without an accelerator. Errors of messages are those of `workers.messages.Messenger`.
+    `Worker.current_worker` is the one of this process, and `Worker.logger` its log; `torch_platform` (torch.cuda) and
+    `torch_device_type` ("cuda") are None without an accelerator. Errors of messages are those of
+    `workers.messages.Messenger`.
     """
 
     current_worker: ClassVar[Worker | None] = None
@@ -82,8 +90,14 @@ class Worker:
         self._node_local_rank = int(os.environ["NODE_LOCAL_RANK"])
         self._node_local_world_size = int(os.environ["NODE_LOCAL_WORLD_SIZE"])
         self._local_accelerator_rank = int(os.environ["LOCAL_ACCELERATOR_RANK"])
-        self.logger = _logger(self._worker_address)
+        self.logger = self._logger = Worker.logger = _log_of(self._worker_address)
         self._timers: dict[str, float] = {}
+        self._ports = PortKeeper()
+        self._device_lock = DeviceLock(
+            self._worker_address.get_name(),
+            [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name],
+            os.environ[DIRECTORY_VARIABLE],
+        )
         self._directory = DirectoryClient.from_environment()
         try:
             self._messenger = Messenger(
@@ -200,6 +214,105 @@ class Worker:
             timeout_s=timeout_s,
         )
 
+    # --- batches between groups -----------------------------------------------------------------------------------
+
+    def send_to(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        data: Any,
+        *,
+        route_key: Any = None,
+        mode: str | None = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        split_fn: Callable[[Any, list[int]], list[Any]] | None = None,
+        enable_p2p: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        decoupled_mode: bool = False,
+        send_queue_size: int = 0,
+    ) -> AsyncRouteWork | None:
+        """Send this rank's rows of a batch, which lies evenly over the ranks of this group, to the ranks of
+        `group_name` over which it shall lie evenly; these call `recv_from`. All ranks of both groups take part.
+
+        data: a tensor or array `[rows, ...]`, a list, or a dict of these; or anything that `split_fn(data, rows)` cuts
+        into parts of so many rows. batch_size: rows of the whole batch; by default this rank's times the ranks.
+        tag, route_key: batches under other ones do not meet; `mode` comes before the tag, joined with "_". Parts go by
+        `channel`, or with `enable_p2p` by `send` with these options. With `async_op` returns work at once.
+
+        decoupled_mode: parts go to any ranks of the other group, and their answers back to the ranks that they are of.
+        The worker has a dict `batch_router`: where it has a list under `tag`, this sends answers to what `recv_from`
+        got (and empties the list), else parts to be answered. send_queue_size: how many parts, instead of one for each
+        peer. Not with `enable_p2p`.
+
+        ValueError for batches that do not lie evenly, or cannot be cut; `NameNotFoundError` for a group that is not
+        launched within a minute; errors of `Channel.put` or `send`.
+        """
+        route = Route(
+            group_name=group_name,
+            channel=channel,
+            route_key=route_key,
+            tag=tag,
+            enable_p2p=enable_p2p,
+            options=options,
+            router=self._router(decoupled_mode),
+            queue_size=send_queue_size,
+        )
+        return send_batch(self, route, data, mode=mode, batch_size=batch_size, split_fn=split_fn, async_op=async_op)
+
+    def recv_from(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        *,
+        route_key: Any = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        merge_fn: Callable[[list[Any]], Any] | None = None,
+        infer_batch_size_fn: SizeOf | None = None,
+        enable_p2p: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        decoupled_mode: bool = False,
+        recv_queue_size: int = 0,
+    ) -> Any:
+        """This rank's rows of a batch that the ranks of `group_name` send with `send_to` and the same `batch_size`, the
+        rows of the whole batch. With `async_op` the work's result.
+
+        `merge_fn(parts)` joins the parts, by default tensors and arrays along their first dimension, lists, and dicts
+        value by value. `infer_batch_size_fn(part)`: the rows of a part, which are checked. decoupled_mode: see
+        `send_to`; where `batch_router` has a list under the tag of the parts, their routes are added to it, else they
+        are answers to what this rank sent, in that order. ValueError for a part of other rows than planned; other
+        errors as `send_to`, and those of `Channel.get` or `recv`.
+        """
+        route = Route(
+            group_name=group_name,
+            channel=channel,
+            route_key=route_key,
+            tag=tag,
+            enable_p2p=enable_p2p,
+            options=options,
+            router=self._router(decoupled_mode),
+            queue_size=recv_queue_size,
+        )
+        return recv_batch(
+            self,
+            route,
+            batch_size=batch_size,
+            merge_fn=merge_fn,
+            infer_batch_size_fn=infer_batch_size_fn,
+            async_op=async_op,
+        )
+
+    def _router(self, decoupled: bool) -> Router | None:
+        if not decoupled:
+            return None
+        router: Router | None = getattr(self, "batch_router", None)
+        if router is None:
+            raise ValueError("decoupled_mode=True: the worker has no dict `batch_router`; set it, if only to {}")
+        return router
+
     def _siblings(self) -> Iterator[tuple[int, ...]]:
         above = self._worker_address.rank_path[:-1]
         return ((*above, rank) for rank in range(self._world_size))
@@ -223,6 +336,49 @@ class Worker:
     def connect_channel(self, channel_name: str, *, wait_s: float = 60.0) -> Channel:
         """The channel of that name, once there is one: waits for it for up to `wait_s`. See `Channel.connect`."""
         return Channel.connect(channel_name, directory=self._directory, here=self._cluster_node_rank, wait_s=wait_s)
+
+    # --- the node --------------------------------------------------------------------------------------------------
+
+    @property
+    def device_lock(self) -> DeviceLock:
+        """The lock of the accelerators that this worker sees: `with self.device_lock:` keeps every other worker of the
+        job that sees one of them out of theirs. See `DeviceLock`."""
+        return self._device_lock
+
+    def acquire_free_port(self, max_port_num: int | None = None) -> int:
+        """A TCP port that is free on this node, up to `max_port_num`, and that no other worker gets until this one
+        ends. Whatever binds it sets SO_REUSEADDR (or SO_REUSEPORT), as torch, gRPC, ZMQ, asyncio and http.server do.
+        ValueError for a `max_port_num` below 1024; OSError where all ports are in use."""
+        return self._ports.hold(1, HIGHEST if max_port_num is None else max_port_num)[0]
+
+    # --- the log ---------------------------------------------------------------------------------------------------
+
+    def log_debug(self, msg: object) -> None:
+        """Log it under the worker's name, from the line of the caller. The level is `RLINF_LOG_LEVEL`, by default
+        INFO."""
+        self._logger.debug(msg, stacklevel=_above())
+
+    def log_info(self, msg: object) -> None:
+        """As `log_debug`."""
+        self._logger.info(msg, stacklevel=_above())
+
+    def log_warning(self, msg: object) -> None:
+        """As `log_debug`."""
+        self._logger.warning(msg, stacklevel=_above())
+
+    def log_error(self, msg: object) -> None:
+        """As `log_debug`."""
+        self._logger.error(msg, stacklevel=_above())
+
+    def log_on_first_rank(self, msg: object) -> None:
+        """`log_info` in the worker of rank 0, nothing in others."""
+        if self._rank == 0:
+            self._logger.info(msg, stacklevel=_above())
+
+    def log_on_last_rank(self, msg: object) -> None:
+        """`log_info` in the worker of the last rank, nothing in others."""
+        if self._rank == self._world_size - 1:
+            self._logger.info(msg, stacklevel=_above())
 
     # --- durations ------------------------------------------------------------------------------------------------
 
@@ -272,6 +428,7 @@ class Worker:
         of a group end with it."""
         self._messenger.close()
         self._directory.close()
+        self._ports.close()
         if Worker.current_worker is self:
             Worker.current_worker = None
 
@@ -280,7 +437,15 @@ class Worker:
             raise RuntimeError(f"{type(self).__name__}.__init__ has to call super().__init__()")
 
 
-def _logger(address: WorkerAddress) -> logging.Logger:
+def _above() -> int:
+    """For a method that logs: how far above the call of the log its caller is, as methods of actors are wrapped."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _log_of(address: WorkerAddress) -> logging.Logger:
     """The log of one worker: its lines go to the driver, or with TQ_LOG=file to a file beside Ray's own logs only."""
     logger = logging.getLogger(f"workers.{address.get_name().replace('.', '_')}")
     logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper())

@@ -8,12 +8,17 @@ NeMo-RL is not on PyPI (its name there is a placeholder of version 0.0.0), so th
 from __future__ import annotations
 
 import inspect
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
+from dataplane.compat.nemo_rl.adapter import TQDataPlaneClient
 
 METHODS = {
     "register_partition": (
@@ -77,6 +82,128 @@ def test_configurations_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         build_data_plane_client({**cfg, "controller_name": "a b"})
     with pytest.raises(RuntimeError, match="no service was found"):
         build_data_plane_client(cfg, bootstrap=False)
+
+
+CFG = {"enabled": True, "impl": "transfer_queue", "dataplane": {"capacity_bytes": 32 << 20}}
+
+INTERFACES = """
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class KVBatchMeta:
+    partition_id: str
+    task_name: str | None
+    sample_ids: list
+    fields: list | None = None
+    sequence_lengths: list | None = None
+    extra_info: Any = None
+    tags: list | None = None
+
+
+class DataPlaneClient(ABC):
+    @abstractmethod
+    def close(self): ...
+"""
+"""Of a stand-in for NeMo-RL: the names that the adapter looks for."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataPlaneClient]:
+    """A client that started its service."""
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    client = build_data_plane_client(CFG, bootstrap=True)
+    yield client
+    client.close()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, interfaces: str) -> None:
+    """A package `nemo_rl` that can be imported until the test ends."""
+    place = folder / "nemo_rl" / "data_plane"
+    place.mkdir(parents=True)
+    (folder / "nemo_rl" / "__init__.py").touch()
+    (place / "__init__.py").touch()
+    (place / "interfaces.py").write_text(interfaces)
+    monkeypatch.syspath_prepend(folder)
+    for name in ("nemo_rl", "nemo_rl.data_plane", "nemo_rl.data_plane.interfaces"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is removed at the end
+        del sys.modules[name]
+
+
+@pytest.mark.integration
+def test_a_claim_of_a_task_that_was_not_registered_is_a_key_error_at_once(driver: DataPlaneClient) -> None:
+    worker = build_data_plane_client(CFG, bootstrap=False)
+    driver.register_partition("train", [], 2, ["policy", "value"])
+    driver.put_samples(["a", "b"], "train", tags=[{"n": 1}, {"n": 2}])
+    for client in (driver, worker):
+        with pytest.raises(KeyError, match=r"'polcy' in partition 'train'; .* are 'policy', 'value'"):
+            client.claim_meta("train", "polcy", [], 1)
+    assert worker.claim_meta("train", "policy", [], 2).sample_ids == ["a", "b"]
+    driver.register_partition("train", [], 2, ["polcy"])
+    assert worker.claim_meta("train", "polcy", [], 2).sample_ids == ["a", "b"]
+    worker.close()
+
+
+@pytest.mark.integration
+def test_without_registered_tasks_the_first_claim_makes_the_task(driver: DataPlaneClient) -> None:
+    driver.register_partition("train", ["x"], 1, [])
+    driver.register_partition("other", [], 1, ["policy"])
+    driver.put_samples(["a"], "train", tags=[{"n": 1}])
+    driver.put_samples(["a"], "free", tags=[{"n": 1}])
+    for partition in ("train", "free"):
+        for task in ("one", "two"):
+            assert driver.claim_meta(partition, task, [], 1).sample_ids == ["a"]
+
+
+@pytest.mark.integration
+def test_registered_tasks_survive_a_clear_and_a_checkpoint(driver: DataPlaneClient, tmp_path: Path) -> None:
+    driver.register_partition("train", [], 1, ["policy"])
+    driver.put_samples(["a"], "train", tags=[{"n": 1}])
+    driver.save_checkpoint(tmp_path / "saved")
+    driver.clear_samples(None, "train")
+    driver.put_samples(["b"], "train", tags=[{"n": 2}])
+    with pytest.raises(KeyError, match="'polcy'"):
+        driver.claim_meta("train", "polcy", [], 1)
+    driver.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(KeyError, match="'polcy'"):
+        driver.claim_meta("train", "polcy", [], 1)
+    assert driver.claim_meta("train", "policy", [], 1).sample_ids == ["a"]
+
+
+@pytest.mark.integration
+def test_metas_are_of_the_class_of_nemo_rl_where_it_is_installed(
+    driver: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert driver.meta_type is KVBatchMeta
+    install(tmp_path, monkeypatch, INTERFACES)
+    worker = TQDataPlaneClient(CFG, bootstrap=False)
+    theirs = sys.modules["nemo_rl.data_plane.interfaces"]
+    put = worker.put_samples(["a"], "train", tags=[{"n": 1}])
+    claimed = worker.claim_meta("train", "policy", [], 1)
+    assert type(put) is type(claimed) is theirs.KVBatchMeta
+    assert isinstance(worker, theirs.DataPlaneClient)
+    assert claimed.sample_ids == ["a"]
+    worker.close()
+
+
+@pytest.mark.integration
+def test_a_nemo_rl_that_cannot_be_imported_is_logged(
+    driver: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, "raise RuntimeError('no megatron here')")
+    with caplog.at_level(logging.WARNING):
+        worker = build_data_plane_client(CFG, bootstrap=False)
+    assert worker.meta_type is KVBatchMeta
+    assert "no megatron here" in caplog.text
+    worker.close()
+
+
+def test_a_name_that_the_adapter_does_not_have_says_so() -> None:
+    with pytest.raises(ImportError, match="_promote_1d_leaves"):
+        from dataplane.compat.nemo_rl.adapter import _promote_1d_leaves  # noqa: F401, PLC0415
 
 
 @pytest.mark.integration

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 import weakref
@@ -21,12 +22,7 @@ from typing import Any, TypeVar
 from dataplane.durations import seconds
 from workers.channel import wire
 from workers.channel.answers import error_of
-from workers.channel.errors import (
-    ChannelClosedError,
-    ChannelLostError,
-    ChannelSettingsError,
-    LocalChannelError,
-)
+from workers.channel.errors import ChannelClosedError, ChannelLostError, ChannelSettingsError, LocalChannelError
 from workers.channel.finding import NOTICE_S, await_others, find_brokers, opened
 from workers.channel.items import Parcel, as_weight
 from workers.channel.keys import key_bytes
@@ -35,6 +31,7 @@ from workers.channel.link import Link
 from workers.channel.local import LocalLink
 from workers.channel.routes import ASK_S, Routes
 from workers.channel.settings import Settings, as_maxsize, as_node_rank, check_name, node_rank_here
+from workers.channel.showing import CANNOT_SHOW, SHOW_S, SHOWN_ITEMS, shown
 from workers.channel.stream import StreamSilentError
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
@@ -103,9 +100,10 @@ class Channel:
         used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
         waited for, up to a minute, if no other will do. One that does not answer is a `ChannelLostError`, unless the
         directory gives it up within `NOTICE_S`. local: it is in this process only, any number of the same name.
-        directory: by default the one that the environment names; LookupError where it names none. here, nodes: the rank
-        of this process's node, and how many there are, by default what the environment says (where it does not, a node
-        that is none is a `NameNotFoundError` after that minute). TypeError or ValueError for arguments that cannot be.
+        directory: by default that of the environment, else of this process's Ray job, as `Cluster()` finds or starts
+        it. here, nodes: the rank of this process's node, and how many there are, by default what the environment says
+        (else a node that is none is a `NameNotFoundError` after that minute). TypeError or ValueError for arguments
+        that cannot be.
         """
         check_name(name)
         maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
@@ -125,7 +123,7 @@ class Channel:
             channel = make(wanted)
             channel._create()
             return channel
-        with opened(directory) as known:
+        with opened(directory, join=True) as known:
             wanted = dataclasses.replace(wanted, directory=known.address)
             return _enter(_held(known, None if distributed else node_rank, wanted, make), known)
 
@@ -371,10 +369,19 @@ class Channel:
         where = "local" if self.is_local else str(self._settings)
         return f"Channel({self.name!r}, {where})"
 
+    def __str__(self) -> str:
+        """The first items of the default queue, in short, and how many more there are; or why that is not known."""
+        what = f"look at channel {self.name!r}"
+        try:
+            make = functools.partial(wire.Peek, channel=self._settings.ident, key=_DEFAULT, most=SHOWN_ITEMS)
+            return shown(self._routes.link(_DEFAULT, what).ask(make, what, self._until(SHOW_S)), self.is_local)
+        except CANNOT_SHOW as error:
+            return f"{self!r}: {error}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_local:
             raise LocalChannelError(channel=self.name)
-        return _reopen, (self._settings, self._timeout_s)
+        return functools.partial(Channel, timeout_s=self._timeout_s), (self._settings,)
 
     def __enter__(self) -> Channel:
         return self
@@ -385,10 +392,6 @@ class Channel:
 
 _NOTHING = wire.Item(None)
 _DEFAULT = key_bytes(DEFAULT_KEY)
-
-
-def _reopen(settings: Settings, timeout_s: float) -> Channel:
-    return Channel(settings, timeout_s=timeout_s)
 
 
 def _held(

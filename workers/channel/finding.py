@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
 
+from workers.channel.jobs import job_directory
 from workers.channel.settings import BROKER_NAME, broker_name
-from workers.directory import DirectoryClient, Kind
+from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, Kind
 from workers.errors import NameNotFoundError, WorkerLostError
 
 FIND_S = 60.0
@@ -18,12 +20,14 @@ NOTICE_S = 15.0
 
 
 @contextlib.contextmanager
-def opened(directory: DirectoryClient | None) -> Iterator[DirectoryClient]:
-    """`directory`, or for as long as it takes the one that the environment names."""
+def opened(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
+    """`directory`, or for as long as it takes the one that the environment names, or else, with `join`, that of this
+    process's job. LookupError where there is none."""
     if directory is not None:
         yield directory
         return
-    with DirectoryClient.from_environment() as own:
+    address = os.environ.get(DIRECTORY_VARIABLE)
+    with DirectoryClient(job_directory()) if join and not address else DirectoryClient.from_environment() as own:
         yield own
 
 

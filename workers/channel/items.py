@@ -18,6 +18,9 @@ from workers.values import Bytes, Packed, Segment, Unpacked
 CARRIED_BYTES = 16 << 10
 """Items up to this size travel within their message: cheaper than a room."""
 
+OUTLINED = 4
+"""So many tensors of an item are named."""
+
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
     """segments: where tensors and buffers lie in an item's bytes; skeleton_from: what is pickled lies from there on."""
@@ -79,6 +82,14 @@ class Parcel(NamedTuple):
         own = values.fresh(self.nbytes, warm)
         self.write(own)
         return self._replace(packed=values.NOTHING, own=own)
+
+
+def outline(head: bytes, nbytes: int) -> str:
+    """What is known of an item without its bytes: its tensors and its size."""
+    tensors = [
+        f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in _heads.decode(head).segments if each.dtype
+    ]
+    return f"<{', '.join([*tensors[:OUTLINED], f'{nbytes:,} bytes'])}>"
 
 
 def unpack(head: bytes, memory: Bytes, warm: WarmMemory, *, own: bool) -> Unpacked:

@@ -9,6 +9,7 @@ there is holds up nobody in another queue, and may be passed from there.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -98,6 +99,8 @@ class Broker:
                 self._cancel(client, request.number)
             case wire.Count():
                 self._count(client, request)
+            case wire.Peek():
+                self._peek(client, request)
             case wire.Create():
                 if request.channel not in self._channels:
                     self._channels[request.channel] = ChannelQueues(request.channel, request.maxsize)
@@ -416,6 +419,13 @@ class Broker:
             puts = len(queue.puts) + len(queue.waits)
             counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
             self._answer(client, wire.Counted(request.number, *counts, routed))
+
+    def _peek(self, client: Client, request: wire.Peek) -> None:
+        channel = self._channels.get(request.channel)
+        queue = channel.queues.get(request.key) if channel else None
+        items = queue.items if queue else ()
+        first = [stored.item for stored in itertools.islice(items, max(request.most, 0))]
+        self._answer(client, wire.Peeked(request.number, len(items), first))
 
     def _route(self, client: Client, request: wire.Route) -> None:
         channel = self._channels.get(request.channel)

@@ -128,6 +128,14 @@ class Close(Request, tag=12):
     channel: str
 
 
+class Peek(Request, tag=13):
+    """The first `most` items of a queue, which stay there."""
+
+    channel: str
+    key: bytes
+    most: int
+
+
 class Answer(msgspec.Struct, array_like=True):
     number: int
 
@@ -200,9 +208,30 @@ class Refused(Answer, tag=13):
     why: str
 
 
-AnyRequest = Hello | Create | Route | Reserve | Release | Put | Get | Ack | Nack | Cancel | Count | Close
+class Peeked(Answer, tag=14):
+    """size: how many the queue has. Of an item whose bytes are in the arena they are not to be read there: another may
+    take it at any time."""
+
+    size: int
+    items: list[Item]
+
+
+AnyRequest = Hello | Create | Route | Reserve | Release | Put | Get | Ack | Nack | Cancel | Count | Close | Peek
 AnyAnswer = (
-    Welcome | Done | Room | Items | Full | Empty | Ended | Closed | Cancelled | Counted | Routed | TooLarge | Refused
+    Welcome
+    | Done
+    | Room
+    | Items
+    | Full
+    | Empty
+    | Ended
+    | Closed
+    | Cancelled
+    | Counted
+    | Routed
+    | TooLarge
+    | Refused
+    | Peeked
 )
 
 _encoder = msgspec.msgpack.Encoder()

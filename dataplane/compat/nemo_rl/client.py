@@ -12,35 +12,38 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from dataplane.compat.nemo_rl.meta import KVBatchMeta
+from dataplane.compat.nemo_rl.meta import KVBatchMeta, framework_type
 from dataplane.compat.transfer_queue import fetching
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
 from dataplane.desk import Desk
 from dataplane.durations import seconds
+from dataplane.errors import PartitionNotFoundError, SampleNotFoundError, TaskNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.samples import tags_of
 from dataplane.schema import INPUT_LENGTHS
-from dataplane.steps import Operation
+from dataplane.steps import Operation, Send
 
 
 class DataPlaneClient:
     """The methods of NeMo-RL's class of that name, as its TransferQueue adapter does them. Made by
     `build_data_plane_client`. Thread-safe.
 
-    Samples are named by ids. Partitions and tasks need not be registered: the first put makes a partition, the first
-    claim a task. What is not there is a `StorageKeyNotFoundError` (a KeyError and a ValueError); other errors are those
-    of `dataplane.errors`.
-    """
+    Samples are named by ids. The first put makes a partition. If tasks were registered for a partition, only these can
+    claim from it; otherwise the first claim makes the task. What is not there is a `StorageKeyNotFoundError` (a
+    KeyError and a ValueError); other errors are those of `dataplane.errors`.
 
-    meta_type: type[Any] = KVBatchMeta
-    """What metas are made of, with the arguments of `KVBatchMeta`; any object with its attributes is taken."""
+    `meta_type`: the class of metas, made with the arguments of `KVBatchMeta`. It is NeMo-RL's own `KVBatchMeta` where
+    NeMo-RL is installed, and this package's elsewhere. Any object with its attributes is accepted as an argument.
+    """
 
     def __init__(self, session: Session) -> None:
         """Use `build_data_plane_client`."""
         self._session = session
         self._performer = session.client._performer
+        self._known_tasks: set[tuple[str, str]] = set()
+        self.meta_type: type[Any] = framework_type("KVBatchMeta") or KVBatchMeta
 
     # --- by task
 
@@ -53,8 +56,9 @@ class DataPlaneClient:
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Make the partition, or add fields and tasks to it; nothing that it has is lost. num_samples, grpo_group_size
-        and enums are taken and not used: batches are always whole, whatever was expected."""
+        """Make the partition, or add fields and tasks to it; nothing that it has is lost. From then on only registered
+        tasks can claim from it, unless `consumer_tasks` was always empty. num_samples, grpo_group_size and enums are
+        taken and not used: batches are always whole, whatever was expected."""
         del num_samples, grpo_group_size, enums
         self._performer.do(_register, partition_id, list(fields), list(consumer_tasks))
 
@@ -73,7 +77,11 @@ class DataPlaneClient:
 
         Waits on the service until there are so many; TimeoutError after `timeout_s`, having claimed nothing.
         `blocking=False` answers at once, with an empty meta if there are fewer. dp_rank is taken and not used.
+        `StorageKeyNotFoundError` at once, if tasks were registered for the partition and this is not one of them.
         """
+        if (partition_id, task_name) not in self._known_tasks:
+            self._performer.do(_check_task, partition_id, task_name)
+            self._known_tasks.add((partition_id, task_name))
         asked = fetching.Asked(
             partition=partition_id,
             task=task_name,
@@ -166,6 +174,25 @@ class DataPlaneClient:
 
 def _register(desk: Desk, partition: str, fields: Sequence[str], tasks: Sequence[str]) -> Operation[None]:
     yield mine.extend(desk, partition, tasks=tasks)
+    if tasks:
+        # After the tasks themselves: a claim between the two steps makes its task, as before the registration.
+        yield from mine.put(desk, [_registration(partition)], mine.ADAPTER, None, None)
+
+
+def _registration(partition: str) -> str:
+    """The id of the sample whose existence says that tasks were registered for a partition, by any client."""
+    return f"tasks of {partition}"
+
+
+def _check_task(desk: Desk, partition: str, task: str) -> Operation[None]:
+    """`TaskNotFoundError` if tasks were registered for the partition, and it does not have this one."""
+    try:
+        tasks = (yield Send(c.Describe(partition=partition))).result.tasks
+        if task not in tasks:
+            yield from mine.listed(desk, mine.ADAPTER, c.Samples(ids=(_registration(partition),)))
+            raise TaskNotFoundError(partition=partition, task=task, known=tasks)
+    except (PartitionNotFoundError, SampleNotFoundError):
+        return
 
 
 def _claim(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataplane.compat.nemo_rl.client import DataPlaneClient
-from dataplane.compat.transfer_queue.session import open_session
+from dataplane.compat.transfer_queue.session import Session, open_session
 from dataplane.compat.transfer_queue.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,16 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
     """
     if cfg is None or not cfg.get("enabled"):
         raise ValueError("build_data_plane_client: the data plane is off in this configuration (enabled)")
+    if (cfg.get("observability") or {}).get("enabled"):
+        log.warning("observability.enabled is not used: NeMo-RL's own MetricsDataPlaneClient can wrap this client")
+    return DataPlaneClient(session_of(cfg, bootstrap=bootstrap))
+
+
+def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
+    """The session of the service that `cfg` describes, as `build_data_plane_client` says."""
     _check(cfg, "impl", IMPLEMENTATIONS)
     if cfg.get("backend") is not None:
         _check(cfg, "backend", BACKENDS)
-    if (cfg.get("observability") or {}).get("enabled"):
-        log.warning("observability.enabled is not used: NeMo-RL's own MetricsDataPlaneClient can wrap this client")
     told = {**(cfg.get("dataplane") or {})}
     if cfg.get("controller_address"):
         told["address"] = cfg["controller_address"]
@@ -43,7 +48,7 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
         told["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
     controller = {"polling_mode": True, "name": cfg.get("controller_name")}
     settings = Settings.of({"controller": controller, "dataplane": told})
-    return DataPlaneClient(open_session(settings, given=bootstrap, start=bootstrap))
+    return open_session(settings, given=bootstrap, start=bootstrap)
 
 
 def _milliseconds(value: Any) -> float:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+log = logging.getLogger(__name__)
+
+FRAMEWORK = "nemo_rl"
+INTERFACES = "nemo_rl.data_plane.interfaces"
+"""NeMo-RL's own module of `KVBatchMeta` and `DataPlaneClient`."""
 
 
 @dataclass
@@ -86,3 +96,24 @@ class KVBatchMeta:
     def _with(self, sample_ids: list[str], lengths: list[int] | None, tags: list[dict[str, Any]] | None) -> KVBatchMeta:
         info = dict(self.extra_info or {})
         return replace(self, sample_ids=sample_ids, sequence_lengths=lengths, tags=tags, extra_info=info)
+
+
+def framework_type(name: str) -> type[Any] | None:
+    """NeMo-RL's own class of that name; None where NeMo-RL is not installed, or cannot be imported (which is logged).
+
+    A module that is imported already is used as it is; else NeMo-RL is imported here.
+    """
+    module = sys.modules.get(INTERFACES)
+    if module is None and _is_installed():
+        try:
+            module = importlib.import_module(INTERFACES)
+        except Exception as error:
+            log.warning("%s cannot be imported, this package's %s is used: %s", INTERFACES, name, error)
+    found = getattr(module, name, None)
+    return found if isinstance(found, type) else None
+
+
+def _is_installed() -> bool:
+    if FRAMEWORK in sys.modules:
+        return True
+    return importlib.util.find_spec(FRAMEWORK) is not None

@@ -1,0 +1,7 @@
+"""`rlinf.scheduler.collective`: work under way, and options of messages."""
+
+from __future__ import annotations
+
+from workers.messages import AsyncWork as AsyncWork
+from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
+from workers.routed import AsyncRouteWork as AsyncRouteWork

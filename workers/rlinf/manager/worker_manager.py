@@ -1,0 +1,27 @@
+"""`rlinf.scheduler.manager.worker_manager`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.address import WorkerAddress as WorkerAddress
+from workers.rlinf.hardware import AcceleratorType
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """A worker's place. accelerator_rank: -1 without one; node_port: MASTER_PORT of its group; available_accelerators:
+    those that it sees; hardware_infos: always empty, as there are no descriptions of robots."""
+
+    address: WorkerAddress
+    rank: int
+    group_world_size: int
+    cluster_node_rank: int
+    accelerator_type: AcceleratorType
+    accelerator_model: str
+    accelerator_rank: int
+    node_ip: str
+    node_port: int
+    available_accelerators: list[int]
+    hardware_infos: list[Any] = field(default_factory=list)

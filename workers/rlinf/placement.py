@@ -1,0 +1,149 @@
+"""`rlinf.scheduler.placement`: strategies, and those that a configuration gives to components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.resources import Cluster
+from workers.rlinf.cluster import parse_rank_config
+from workers.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
+from workers.strategies import NodePlacementStrategy as NodePlacementStrategy
+from workers.strategies import PackedPlacementStrategy as PlainPackedPlacementStrategy
+from workers.strategies import Placement as Placement
+from workers.strategies import PlacementStrategy as PlacementStrategy
+
+WHOLE = ("cluster", "node")
+"""Node groups that RLinf has without a configuration: all nodes with, or without, their accelerators."""
+
+RankMap = dict[tuple[int, ...], list[int]]
+"""Ranks of accelerators (or nodes), and the processes that are on them."""
+
+
+class PackedPlacementStrategy(PlainPackedPlacementStrategy):
+    """`workers.PackedPlacementStrategy`, which remembers its arguments."""
+
+    def __init__(
+        self, start_hardware_rank: int, end_hardware_rank: int, num_hardware_per_process: int = 1, stride: int = 1
+    ) -> None:
+        super().__init__(start_hardware_rank, end_hardware_rank, num_hardware_per_process, stride)
+        self._start_hw_rank = start_hardware_rank
+        self._end_hw_rank = end_hardware_rank
+        self._num_hardware_per_process = num_hardware_per_process
+        self._stride = stride
+
+
+class ComponentPlacement:
+    """Where `config.cluster.component_placement` puts each component.
+
+    config: each key names components ("actor,rollout"), each value says "RESOURCES" or "RESOURCES:PROCESSES", or
+    several of them with commas: ranks of accelerators (of nodes, in a cluster without any) as FIRST-LAST or "all", and
+    the ranks of the processes that share them evenly, by default one for each. A value may be a block with `placement`
+    and `node_group`, which is "cluster" or "node" (ranks of nodes).
+
+    ValueError for components, resources or processes that come twice, processes that are not numbered from 0 on, a
+    number of processes that does not fit the resources, and other node groups.
+    """
+
+    def __init__(self, config: Any, cluster: Cluster) -> None:
+        self._config = config
+        self._placement_config = config.cluster.component_placement
+        self._placement_mode: Any = None
+        self._placements: dict[str, PlacementStrategy] = {}
+        self._components: list[str] = []
+        self._component_world_size: dict[str, int] = {}
+        self._component_rank_map: dict[str, RankMap] = {}
+        for names, value in self._placement_config.items():
+            by_nodes, text = _block(value)
+            rank_map, strategy = _placed(text, cluster, by_nodes or not cluster.num_accelerators)
+            for name in (each.strip() for each in str(names).split(",")):
+                if name in self._placements:
+                    raise ValueError(f"component_placement has component {name!r} twice")
+                self._components.append(name)
+                self._placements[name] = strategy
+                self._component_rank_map[name] = rank_map
+                self._component_world_size[name] = sum(map(len, rank_map.values()))
+
+    @property
+    def placement_mode(self) -> Any:
+        """What a subclass says."""
+        return self._placement_mode
+
+    @property
+    def components(self) -> list[str]:
+        """Their names, as configured."""
+        return self._components
+
+    def get_hardware_ranks(self, component_name: str) -> list[int]:
+        """The accelerators (or nodes) of a component. ValueError for an unknown one."""
+        return [rank for ranks in self._component_rank_map[self._known(component_name)] for rank in ranks]
+
+    def get_world_size(self, component_name: str) -> int:
+        """Its number of processes. ValueError for an unknown one."""
+        return self._component_world_size[self._known(component_name)]
+
+    def get_strategy(self, component_name: str) -> PlacementStrategy:
+        """What to launch its group with. ValueError for an unknown one."""
+        if component_name not in self._placements:
+            self._known(component_name)
+        return self._placements[component_name]
+
+    def _known(self, name: str) -> str:
+        if name not in self._component_rank_map:
+            raise ValueError(f"component_placement has no component {name!r}; it has {', '.join(self._components)}")
+        return name
+
+
+def _block(value: Any) -> tuple[bool, str]:
+    """Whether ranks are of nodes, and the text."""
+    if not isinstance(value, Mapping):
+        return False, str(value)
+    group = str(value.get("node_group") or WHOLE[0])
+    if group not in WHOLE:
+        raise ValueError(f"node_group: {group} is not supported, only {' and '.join(WHOLE)}; see `Cluster`")
+    return group == "node", str(value["placement"])
+
+
+def _placed(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
+    count = cluster.num_nodes if by_nodes else cluster.num_accelerators
+    rank_map = _parsed(text, list(range(count)), "node" if by_nodes else "accelerator")
+    of_process: dict[int, list[int]] = {}
+    for resources, processes in rank_map.items():
+        each = max(len(resources) // len(processes), 1)
+        sharing = max(len(processes) // len(resources), 1)
+        for place, process in enumerate(processes):
+            first = place // sharing * each
+            of_process[process] = list(resources[first : first + each])
+    ranks = [of_process[process] for process in sorted(of_process)]
+    if not by_nodes:
+        return rank_map, FlexiblePlacementStrategy(ranks)
+    if any(len(nodes) > 1 for nodes in ranks):
+        raise ValueError(f"component_placement {text!r}: a process cannot be on several nodes")
+    return rank_map, NodePlacementStrategy([nodes[0] for nodes in ranks])
+
+
+def _parsed(text: str, available: list[int], kind: str) -> RankMap:
+    """The parts of a placement, each "RESOURCES" or "RESOURCES:PROCESSES"."""
+    found: RankMap = {}
+    used: list[int] = []
+    processes = 0
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        resource_text, _, process_text = part.partition(":")
+        resources = parse_rank_config(resource_text, available, kind)
+        if used and resources[0] <= used[-1]:
+            raise ValueError(f"component_placement {text!r}: {kind}s are named once each, in ascending order")
+        ranks = list(range(processes, processes + len(resources)))
+        if process_text:
+            ranks = parse_rank_config(process_text, rank_type="process")
+        if ranks != list(range(processes, processes + len(ranks))):
+            raise ValueError(f"component_placement {text!r}: processes are numbered from 0 on, without a gap")
+        if len(ranks) % len(resources) and len(resources) % len(ranks):
+            raise ValueError(
+                f"component_placement {part!r}: {len(ranks)} processes cannot share {len(resources)} {kind}s"
+            )
+        processes += len(ranks)
+        used += resources
+        found[tuple(resources)] = ranks
+    if not found:
+        raise ValueError(f"component_placement {text!r} names no {kind}")
+    return found
