@@ -153,7 +153,7 @@ def _checked(value: Any, depth: int) -> Any:
     return Ext(_IMAGE, _encoder.encode(image))
 
 
-_CONTAINERS = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+_CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
 def _image(value: Any) -> tuple[Any, ...] | None:

@@ -237,6 +237,12 @@ def _schema_from(found: c.FieldLocations) -> FieldSchema:
     return {**known, "is_nested": True, "per_sample_shapes": [(n, *inner) if n >= 0 else None for n in lengths]}
 
 
+def known_fields(located: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
+    """Those of the fields that the partition knows."""
+    known = {field_of(found.name) for found in located if found.spec.kind is not None}
+    return [name for name in fields if name in known]
+
+
 def produced(located: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
     """Which samples have which fields: `[N, F]` of 0 and 1."""
     there = {found.name: found.lengths >= 0 for found in located}

@@ -92,7 +92,7 @@ def defaults() -> dict[str, Any]:
 def warn_of_unused(conf: Mapping[str, Any]) -> None:
     """Say once of each setting of `backend` that differs from its default that it is not used, and what is instead."""
     for path, value in _differing(conf.get("backend"), _BACKEND, "backend"):
-        if path != "backend.SimpleStorage.zmq_info":
+        if not path.startswith("backend.SimpleStorage.zmq_info"):
             warn_once(f"{path}={value!r} is not used: {_instead(path)}")
 
 

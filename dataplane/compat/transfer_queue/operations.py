@@ -69,7 +69,8 @@ def batch_of(
     """The meta of samples that the service named; status: what is known already of all of them."""
     located = yield from _located(desk, partition, found, fields)
     count = len(found.ids)
-    ready = columns.produced(located, count, fields).all(axis=1) if fields else np.zeros(count)
+    known = columns.known_fields(located, fields)
+    ready = columns.produced(located, count, known).all(axis=1) if known else np.zeros(count)
     meta = BatchMeta(
         found.births.tolist(),
         [partition] * count,

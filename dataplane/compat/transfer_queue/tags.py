@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from dataplane import samples
 from dataplane.ledger import commands as c
@@ -45,5 +45,5 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
     return tags
 
 
-def _is_encoded(value: Any) -> bool:
+def _is_encoded(value: Any) -> TypeGuard[str]:
     return type(value) is str and value.startswith(ENCODED)
