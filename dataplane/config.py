@@ -23,6 +23,7 @@ PATHS = ("arena_dir", "state_dir", "token_file", "tls_cert_file", "tls_key_file"
 DURABILITIES = ("process", "machine")
 BULK_TRANSPORTS = ("zmq", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+OBJECTS = ("refuse", "pickle")
 
 PUT_TIMEOUT_S = 60.0
 """How long puts wait for room where neither client nor service says."""
@@ -63,6 +64,7 @@ class DataPlaneConfig:
         that it starts take any free one, a unit by itself (`tq unit`) `port`.
     http_port: where the controller answers browsers and Prometheus, on `host` too (0: any free one; None: nowhere).
         Units that it starts answer Prometheus: the first one port above, and so on, or each at any free one.
+        open_metrics: the controller's /metrics is read without the token, by whoever reaches the port; nothing else is.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.
@@ -88,6 +90,9 @@ class DataPlaneConfig:
         where a client and a unit both say so and have it. It encrypts nothing and admits anybody: docs/transports.md.
         mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (by commas; "": any).
         mooncake_host: what others call this process's engine, where it is not the address that leads to them.
+    objects: what a client does with objects that no column carries (`dataplane.objects`): "refuse", or "pickle": it
+        pickles those that it puts, and unpickles those that it reads, so that a client that puts can have this process
+        run anything. Only with a token or TLS, which keep others out. The service itself unpickles nothing.
     force_remote: never use shared memory, even on the same host (tests, measurements).
     """
 
@@ -102,6 +107,7 @@ class DataPlaneConfig:
     host: str = "127.0.0.1"
     port: int = 0
     http_port: int | None = None
+    open_metrics: bool = False
     capacity_bytes: int | None = None
     arena_dir: str = "/dev/shm"
     units: int = 1
@@ -123,6 +129,7 @@ class DataPlaneConfig:
     mooncake_protocol: str = "tcp"
     mooncake_device: str = ""
     mooncake_host: str | None = None
+    objects: str = "refuse"
     force_remote: bool = False
     client_name: str = ""
 
@@ -139,6 +146,8 @@ class DataPlaneConfig:
             raise ValueError(f"http_port={self.http_port}: expected 0 to 65535, or None")
         if self.checksums not in list(Checksums):
             raise ValueError(f"checksums={self.checksums!r}: expected one of {', '.join(Checksums)}")
+        if self.objects not in OBJECTS:
+            raise ValueError(f"objects={self.objects!r}: expected one of {', '.join(OBJECTS)}")
         if self.result_memory_bytes < 0:
             raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
         if self.copy_threads is not None and self.copy_threads < 1:
@@ -235,6 +244,11 @@ class DataPlaneConfig:
     def guarded(self) -> bool:
         """Whether a service may listen where others reach it: token, TLS, or an explicit `insecure`."""
         return self.insecure or self.tls is not None or self.secret() is not None
+
+    @property
+    def pickles(self) -> bool:
+        """Whether a client with these settings pickles what no column carries."""
+        return self.objects == "pickle"
 
     def secret(self) -> str | None:
         """The token, read from token_file where that is what is set. ValueError for one that is empty, which would let

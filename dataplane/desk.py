@@ -16,6 +16,7 @@ from dataplane.bulk.lock import SessionLock
 from dataplane.columns import warm
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.copying import Copier, default_threads
+from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.roads import Roads
 from dataplane.types import FieldSpec
@@ -181,6 +182,11 @@ class Desk:
         durable: bool = False,
         put_timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
+        if config.pickles and config.tls is None and config.secret() is None:
+            raise InvalidRequestError(
+                "objects='pickle': only clients of a service with a token or TLS pickle, because what one of them puts "
+                "can have the others run anything; give the service a token"
+            )
         self.config = config
         self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
         self.session = session

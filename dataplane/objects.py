@@ -1,20 +1,29 @@
 """The codec of object rows: Python values as msgpack, without pickle, each coming back with exactly its own type.
 
-Carried: None, bool, int (of any size), float, str, bytes, list, tuple, dict with str or int keys, numpy arrays of any
-dtype without objects, numpy number scalars, torch tensors of every dtype of `types.DTYPE_BYTES` (they come back on the
-CPU, without grad), nested in one another up to `MAX_DEPTH`. Anything else, subclasses of these types included (named
-tuples, enums, ordered dicts, masked arrays), is refused before a byte is written: it would come back as something
-else. (A list of a `KVBatchMeta` comes back as a plain one.)
+Carried: None, bool, int (of any size), float, str, bytes, list, tuple, set, frozenset, dict and OrderedDict with str
+or int keys, numpy arrays of any dtype without objects, numpy scalars (numbers, str, bytes), torch tensors of every
+dtype of `types.DTYPE_BYTES` (they come back on the CPU, without grad), PIL images (they come back as `PIL.Image.Image`,
+whatever file they are of), nested in one another up to `MAX_DEPTH`. Anything else, subclasses of these types included
+(named tuples, enums, masked arrays), is refused before a byte is written: it would come back as something else. (A list
+of a `KVBatchMeta` comes back as a plain one.)
+
+With `pickles`, which a client of an authenticated service may set (`DataPlaneConfig.objects`), a row that is refused is
+pickled instead. Only such clients read pickled rows; for others they are an error, and the service reads none.
 
 A row is one msgpack value. Extension types: 1 tuple (msgpack array), 2 integer beyond 64 bits (two's complement,
-little-endian), 3 numpy array, 4 numpy scalar, 5 torch tensor. The last three hold a msgpack array `[dtype, shape, raw
-bytes]`; a dtype is torch's name, or numpy's description of it as a list of fields or a string.
+little-endian), 3 numpy array, 4 numpy scalar, 5 torch tensor, 6 set, 7 frozenset (msgpack arrays), 8 OrderedDict
+(msgpack map), 9 PIL image (msgpack array `[mode, size, palette mode, palette, transparency, raw bytes]`), 10 pickle.
+3 to 5 hold a msgpack array `[dtype, shape, raw bytes]`; a dtype is torch's name, or numpy's description of it as a list
+of fields or a string.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import re
+import sys
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,13 +42,14 @@ from dataplane.meta import FixedList
 MAX_DEPTH = 64
 MAX_ROW_BYTES = 1 << 30
 
-_TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
+_TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR, _SET, _FROZENSET, _ORDERED, _IMAGE, _PICKLE = range(1, 11)
 _ATOMS = frozenset({type(None), bool, float})
-_SCALAR_KINDS = "biufcMm"
+_SCALAR_KINDS = "biufcMmSU"
 _PLAIN_DTYPE = re.compile(r"[<>|=][?biufcmMSUV][0-9]*(\[[0-9a-zA-Z/]+\])?")
 _HINT = (
-    "Object columns carry None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, numpy arrays and "
-    "torch tensors, exactly these types; convert the value first."
+    "Object columns carry None, bool, int, float, str, bytes, list, tuple, set, dict with str or int keys, numpy "
+    "arrays, torch tensors and PIL images, exactly these types; convert the value first, or set objects='pickle' in "
+    "clients of a service with a token or TLS."
 )
 _encoder = msgspec.msgpack.Encoder()
 
@@ -53,8 +63,9 @@ class _RefusedValue(Exception):
         self.hint = hint
 
 
-def encode_rows(values: Iterable[object], *, field: str) -> tuple[bytearray, list[int]]:
-    """The rows' bytes one after another, and the bytes of each. UnsupportedValueError names field, row and type."""
+def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) -> tuple[bytearray, list[int]]:
+    """The rows' bytes one after another, and the bytes of each. UnsupportedValueError names field, row and type.
+    pickles: rows that would be refused are pickled."""
     buffer = bytearray()
     sizes: list[int] = []
     for row, value in enumerate(values):
@@ -62,7 +73,9 @@ def encode_rows(values: Iterable[object], *, field: str) -> tuple[bytearray, lis
         try:
             _encoder.encode_into(_checked(value, MAX_DEPTH), buffer, start)
         except _RefusedValue as refused:
-            raise UnsupportedValueError(field=field, row=row, got=refused.got, hint=refused.hint) from None
+            if not pickles:
+                raise UnsupportedValueError(field=field, row=row, got=refused.got, hint=refused.hint) from None
+            _encoder.encode_into(Ext(_PICKLE, _pickled(value, field, row)), buffer, start)
         except (UnicodeEncodeError, OverflowError, ValueError) as error:
             raise UnsupportedValueError(field=field, row=row, got=f"this value ({error})", hint=_HINT) from error
         sizes.append(len(buffer) - start)
@@ -81,13 +94,28 @@ def encode_object(value: object, *, field: str = "value") -> bytes:
     return bytes(encode_rows([value], field=field)[0])
 
 
-def decode_object(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `encode_object` was given. InternalError if the bytes are no such row, whatever they are."""
+def _pickled(value: object, field: str, row: int) -> bytes:
     try:
-        return _decoder.decode(data)
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        got, hint = f"a value that cannot be pickled ({error})", "Put what can be of it."
+        raise UnsupportedValueError(field=field, row=row, got=got, hint=hint) from error
+
+
+def decode_object(data: bytes | bytearray | memoryview, *, pickles: bool = False) -> Any:
+    """The value that `encode_object` was given. InternalError if the bytes are no such row, whatever they are. pickles:
+    what was pickled is unpickled; else it is an `UnsupportedValueError`."""
+    try:
+        found = _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         # RuntimeError: too deep for Python, or a shape that torch cannot have.
         raise InternalError(what=f"the bytes of an object row are damaged ({error})") from error
+    if type(found) is not Ext:
+        return found
+    if not pickles:
+        hint = "Set objects='pickle' in this client to read it, if those who put such objects may run code here."
+        raise UnsupportedValueError(field="value", row=None, got="a pickled object", hint=hint)
+    return pickle.loads(found.data)  # noqa: S301  # all clients of the service have shown its token, and this one asked
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------
@@ -108,15 +136,50 @@ def _checked(value: Any, depth: int) -> Any:
         return [_checked(item, depth - 1) for item in value]
     if kind is dict:
         return {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}
-    if kind is tuple:
-        return Ext(_TUPLE, _encoder.encode([_checked(item, depth - 1) for item in value]))
+    if kind in _CONTAINERS:
+        return Ext(_CONTAINERS[kind], _encoder.encode([_checked(item, depth - 1) for item in value]))
+    if kind is OrderedDict:
+        pairs = {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}
+        return Ext(_ORDERED, _encoder.encode(pairs))
     if kind is np.ndarray:
         return _array(value)
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS and np.dtype(value.dtype.str).type is kind:
         return Ext(_SCALAR, _encoder.encode((value.dtype.str, (), value.tobytes())))
-    raise _RefusedValue(f"a value of type {type_name(value)}")
+    image = _image(value)
+    if image is None:
+        raise _RefusedValue(f"a value of type {type_name(value)}")
+    return Ext(_IMAGE, _encoder.encode(image))
+
+
+_CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+
+
+def _image(value: Any) -> tuple[Any, ...] | None:
+    """Mode, size, palette, transparency and pixels of a PIL image; None for anything else. There is none where nobody
+    has imported PIL."""
+    pil = sys.modules.get("PIL.Image")
+    if pil is None or not isinstance(value, pil.Image):
+        return None
+    palette = value.getpalette("RGBA" if value.palette and value.palette.mode == "RGBA" else "RGB")
+    mode = None if palette is None or value.palette is None else value.palette.mode
+    clear = value.info.get("transparency")
+    clear = clear if clear is None or type(clear) in (int, bytes) else None
+    return value.mode, list(value.size), mode, None if palette is None else bytes(palette), clear, value.tobytes()
+
+
+def _decoded_image(parts: list[Any]) -> Any:
+    from PIL import Image  # noqa: PLC0415  # only where there are images
+
+    mode, size, palette_mode, palette, clear, pixels = parts
+    width, height = size
+    image = Image.frombytes(mode, (width, height), pixels)
+    if palette is not None:
+        image.putpalette(palette, "RGBA" if palette_mode == "RGBA" else "RGB")
+    if clear is not None:
+        image.info["transparency"] = clear
+    return image
 
 
 def type_name(value: object) -> str:
@@ -186,15 +249,22 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _extension(code: int, data: memoryview) -> Any:
-    if code == _TUPLE:
-        return tuple(_parts(data))
-    if code == _BIG_INT:
-        return int.from_bytes(data, "little", signed=True)
+    if code in _MADE:
+        return _MADE[code](_parts(data))
+    if code == _ORDERED:
+        pairs = _decoder.decode(data)
+        if type(pairs) is not dict:
+            raise ValueError("an OrderedDict without its items")
+        return OrderedDict(pairs)
+    if code == _PICKLE:
+        return Ext(code, bytes(data))
     if code not in (_ARRAY, _SCALAR, _TENSOR):
         raise ValueError(f"unknown extension {code}")
     description, shape, raw = _parts(data)
     if code == _TENSOR:
         return _decoded_tensor(description, _shape(shape), raw)
+    if code == _SCALAR and not raw:
+        return _described_dtype(description).type()  # an empty str or bytes
     array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=_described_dtype(description), buffer=raw)
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
@@ -244,4 +314,5 @@ def _with_tuples(description: Any) -> Any:
     ]
 
 
+_MADE: dict[int, Any] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset, _IMAGE: _decoded_image}
 _decoder = msgspec.msgpack.Decoder(ext_hook=_extension)

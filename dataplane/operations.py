@@ -167,7 +167,14 @@ def _encode(
     for again once. warn: of names that nobody declared."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
-        columns = encode_fields(fields, rows=rows, specs=specs, partition=partition, token_lengths=token_lengths)
+        columns = encode_fields(
+            fields,
+            rows=rows,
+            specs=specs,
+            partition=partition,
+            token_lengths=token_lengths,
+            pickles=desk.config.pickles,
+        )
         return columns, specs
 
     known = yield from schema_for_put(desk, partition, fields.keys() if warn else ())

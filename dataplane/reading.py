@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from tensordict import TensorDict
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
 
 from dataplane import failpoints
 from dataplane.batch import BatchedDataDict
-from dataplane.columns import RowSource, assemble, checked, decode_batch
+from dataplane.columns import Column, RowSource, assemble, checked, decode_batch, decode_columns
 from dataplane.desk import Desk
 from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
 from dataplane.jagged import not_per_token
@@ -24,9 +26,9 @@ from dataplane.ledger import commands as c
 from dataplane.meta import CellPlaces, KVBatchMeta
 from dataplane.operations import naming
 from dataplane.patience import know, patient
-from dataplane.roads import units_of
+from dataplane.roads import chosen, units_of
 from dataplane.samples import Names, ids_of, samples_of
-from dataplane.schema import Layout
+from dataplane.schema import VARIANTS, Layout, field_of, variants_of
 from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import FieldKind
 
@@ -39,10 +41,99 @@ def get(desk: Desk, names: Names, partition: str, select_fields: Sequence[str], 
     if copy:
 
         def build(sources: Mapping[str, RowSource]) -> TensorDict:
-            return assemble(sources, empty=desk.empty, copier=desk.copier.copy)
+            return assemble(sources, empty=desk.empty, copier=desk.copier.copy, pickles=desk.config.pickles)
 
         return (yield from _read(desk, names, partition, select_fields, build))
     return (yield from _read_views(desk, names, partition, select_fields))
+
+
+@patient
+def get_present(
+    desk: Desk, names: Names, partition: str, select_fields: Sequence[str]
+) -> Operation[tuple[list[int], TensorDict]]:
+    """The places of those of the samples that live, and of the fields those that all of these have, copied. A field
+    some of whose rows are in its hidden column comes back as a stack of the rows."""
+    ids = ids_of(names)
+
+    def attempt(failed: StorageUnitError | None) -> Operation[tuple[list[int], TensorDict]]:
+        located = yield from _locate(desk, names, ids, partition, select_fields, missing_ok=True)
+        try:
+            there = np.flatnonzero(located.result.rows >= 0)
+            parts = parts_of(located.result.fields, there)
+            units = _without(units_of([part.located for each in parts.values() for part in each]), failed)
+            yield from know(desk, units)
+            living = [ids[place] for place in there.tolist()]
+
+            def work() -> TensorDict:
+                failpoints.hit("get.mid_copy")
+                return _joined(desk, parts, units, partition, living)
+
+            built: TensorDict = yield Work(work)
+            yield from _pinned_until_now(desk)
+            return there.tolist(), built
+        finally:
+            failpoints.hit("get.before_release")
+            yield Post(c.Release(located=located.number))
+
+    return (yield from _elsewhere(attempt))  # type: ignore[no-any-return]
+
+
+class Part(NamedTuple):
+    """Rows of a field that are in one of its columns: `places` says which rows of the result they are."""
+
+    located: c.FieldLocations
+    places: np.ndarray[Any, Any]
+
+
+def parts_of(located: Sequence[c.FieldLocations], there: np.ndarray[Any, Any]) -> dict[str, list[Part]]:
+    """By field, where the rows of those samples are, for the fields that all of them have."""
+    columns = {found.name: found for found in located}
+    parts: dict[str, list[Part]] = {}
+    for name in dict.fromkeys(map(field_of, columns)):
+        mine = []
+        for column in (name, variants_of(name)):
+            found = columns.get(column)
+            places = np.flatnonzero(found.lengths[there] >= 0) if found is not None else ()
+            if found is not None and len(places):
+                whole = len(places) == len(found.lengths)
+                mine.append(Part(found if whole else chosen(found, there[places]), np.asarray(places)))
+        if mine and sum(len(part.places) for part in mine) == len(there):
+            parts[name] = mine
+    return parts
+
+
+def _joined(
+    desk: Desk, parts: Mapping[str, Sequence[Part]], units: set[int], partition: str, ids: Sequence[str]
+) -> TensorDict:
+    """The fields, copied."""
+    located = [part.located for each in parts.values() for part in each]
+    sources = desk.roads.gather(located, units)
+    for part in (part for each in parts.values() for part in each):
+        mine = [ids[place] for place in part.places.tolist()] if len(part.places) < len(ids) else ids
+        name = part.located.name
+        sources |= checked({name: sources[name]}, [part.located], partition, mine)
+    plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}
+    several = {name: source for name, source in sources.items() if name not in plain}
+    empty, copier, pickles = desk.empty, desk.copier.copy, desk.config.pickles
+    data = assemble(plain, empty=empty, copier=copier, pickles=pickles)
+    columns = decode_columns(several, empty=empty, copier=copier, pickles=pickles)
+    fields = {
+        name: data.get(name) if name in plain else _stacked(each, columns, len(ids)) for name, each in parts.items()
+    }
+    made: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([len(ids)]))
+    return made
+
+
+def _stacked(parts: Sequence[Part], columns: Mapping[str, Column], count: int) -> NonTensorStack:
+    """The rows of a field that are in several columns. Each row of a hidden column is the one item of a tuple."""
+    rows: list[Any] = [None] * count
+    for part in parts:
+        name = part.located.name
+        column = columns[name]
+        values = list(column.unbind()) if isinstance(column, Tensor) else list(column)
+        for place, value in zip(part.places.tolist(), values, strict=True):
+            rows[place] = value[0] if name.endswith(VARIANTS) else value
+    return NonTensorStack(*rows)
 
 
 @patient
@@ -68,6 +159,7 @@ def get_batch(
             others=others,
             empty=desk.empty,
             copier=desk.copier.copy,
+            pickles=desk.config.pickles,
         )
         batch: BatchedDataDict[Any] = BatchedDataDict(columns)
         batch.not_per_token = others
@@ -251,7 +343,9 @@ def _read_views(desk: Desk, names: Names, partition: str, select_fields: Sequenc
             def work() -> TensorDict:
                 failpoints.hit("get.mid_copy")
                 sources = checked(desk.roads.gather(fields, units, guard=pins[0]), fields, partition, ids)
-                return assemble(sources, copy=False, empty=desk.empty, copier=desk.copier.copy)
+                return assemble(
+                    sources, copy=False, empty=desk.empty, copier=desk.copier.copy, pickles=desk.config.pickles
+                )
 
             views: TensorDict = yield Work(work)
             yield from _pinned_until_now(desk)

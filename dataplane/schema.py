@@ -70,6 +70,21 @@ TOKEN_ALIGNED_FIELDS = frozenset(
 dimensions put under such a name is jagged, and cut to the samples' lengths where they are known."""
 
 
+VARIANTS = "\x1fvariants"
+"""Ends the name of the hidden column of a field: rows that do not fit the field's spec, as objects. A row of the field
+is in one of the two columns, and both count as the one field."""
+
+
+def variants_of(field: str) -> str:
+    """The hidden column of the field."""
+    return field + VARIANTS
+
+
+def field_of(column: str) -> str:
+    """The field that a column, hidden or not, is of."""
+    return column.removesuffix(VARIANTS)
+
+
 def round_up(length: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `length`."""
     if multiple < 1:

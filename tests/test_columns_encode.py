@@ -116,11 +116,11 @@ class Number(enum.IntEnum):
 @pytest.mark.parametrize(
     ("value", "row", "told"),
     [
-        (["a", {1, 2}], 1, "set"),
+        (["a", range(2)], 1, "range"),
         ([Color.RED, "a"], 0, "Color"),
         (["a", Number.ONE], 1, "Number"),
         (["a", object()], 1, "object"),
-        (NonTensorStack("a", {"k": {3}}), 1, "set"),
+        (NonTensorStack("a", {"k": range(3)}), 1, "range"),
         (torch.zeros(2).to_sparse(), None, "sparse"),
         ([torch.zeros(1), torch.zeros(1).to_sparse()], 1, "sparse"),
         (torch.zeros(2, device="meta"), None, "meta"),

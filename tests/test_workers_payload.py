@@ -155,8 +155,8 @@ def test_nothing_at_all() -> None:
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    with pytest.raises(TypeError, match=r"'x'.*builtins?.*set|'x'.*type set"):
-        pack({"x": {1}})
+    with pytest.raises(TypeError, match=r"'x'.*type range"):
+        pack({"x": range(1)})
     with pytest.raises(TypeError, match=r"'x'.*several dtypes"):
         pack({"x": [torch.ones(1), torch.ones(1).int()]})
     with pytest.raises(UnsupportedValueError, match="'x', row 1"):

@@ -229,11 +229,16 @@ def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | N
 
 
 def assemble(
-    sources: Mapping[str, RowSource], *, copy: bool = True, empty: Empty = fresh, copier: CopyRuns = copy_runs
+    sources: Mapping[str, RowSource],
+    *,
+    copy: bool = True,
+    empty: Empty = fresh,
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
 ) -> TensorDict:
     """The columns as a TensorDict of batch size `[N]`; objects and ragged rows as a NonTensorStack. Jagged columns of
     equal lengths share one offsets tensor. `copy=False` takes views where `decode_views` can."""
-    columns = decode_columns(sources, copy=copy, empty=empty, copier=copier)
+    columns = decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles)
     rows = {len(source) for source in sources.values()}
     assert len(rows) <= 1, f"columns of different row counts: {rows}"
     stacked = {
@@ -246,7 +251,12 @@ def assemble(
 
 
 def decode_columns(
-    sources: Mapping[str, RowSource], *, copy: bool = True, empty: Empty = fresh, copier: CopyRuns = copy_runs
+    sources: Mapping[str, RowSource],
+    *,
+    copy: bool = True,
+    empty: Empty = fresh,
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
 ) -> dict[str, Column]:
     """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
     columns of equal lengths share one offsets tensor."""
@@ -255,7 +265,7 @@ def decode_columns(
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         views = None if copy else decode_views(source, offsets=offsets)
-        columns[name] = _copied(source, offsets, empty, copies) if views is None else views
+        columns[name] = _copied(source, offsets, empty, copies, pickles) if views is None else views
     copies.make(copier)
     return columns
 
@@ -269,11 +279,12 @@ def decode_batch(
     others: Collection[str] = (),
     empty: Empty = fresh,
     copier: CopyRuns = copy_runs,
+    pickles: bool = False,
 ) -> dict[str, Column]:
     """What `materialize` makes of the same columns, gathered straight into the padded tensors. others: those that are
     padded to their own longest row, whatever `pad_to_seqlen` is."""
     if layout == "jagged":
-        return decode_columns(sources, empty=empty, copier=copier)
+        return decode_columns(sources, empty=empty, copier=copier, pickles=pickles)
     if layout != "padded":
         raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
     pads = pad_value_dict or {}
@@ -282,7 +293,7 @@ def decode_batch(
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         if source.spec.kind is not FieldKind.JAGGED:
-            columns[name] = _copied(source, offsets, empty, copies)
+            columns[name] = _copied(source, offsets, empty, copies, pickles)
             continue
         try:
             width = 0 if name in others else pad_to_seqlen
@@ -296,7 +307,7 @@ def decode_batch(
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies) -> Column:
+def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies, pickles: bool) -> Column:
     """What `decode` says; the column is whole when `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
@@ -309,7 +320,7 @@ def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Co
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
             return [_ragged_copy(source.spec, row) for row in source.own_rows()]
-    return _object_array([decode_object(row.data) for row in source.own_rows()])
+    return _object_array([decode_object(row.data, pickles=pickles) for row in source.own_rows()])
 
 
 def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:

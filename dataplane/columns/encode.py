@@ -136,6 +136,7 @@ def encode_fields(
     specs: Mapping[str, FieldSpec],
     partition: str = "",
     token_lengths: Any = None,
+    pickles: bool = False,
 ) -> list[EncodedColumn]:
     """The columns of a put of `rows` samples, in the order of `fields`.
 
@@ -146,7 +147,8 @@ def encode_fields(
     list whose kind nobody declared says nothing and is left out.
 
     A dense `[N, L, *inner]` put into a jagged field is N rows of L; with `token_lengths` `[N]` (given where the
-    samples' lengths are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements.
+    samples' lengths are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements. pickles:
+    objects that the codec does not carry are pickled.
 
     Raises, before anything is copied: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed
     dtypes, lengths), UnsupportedValueError (a value no kind carries), each naming the field.
@@ -160,6 +162,7 @@ def encode_fields(
             partition=partition,
             token_lengths=counts,
             per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
+            pickles=pickles,
         )
         column = encoder.column(value, rows)
         if column is not None:
@@ -199,6 +202,7 @@ class _FieldEncoder:
     partition: str
     token_lengths: Tensor | None
     per_token: bool = False
+    pickles: bool = False
 
     def column(self, value: Any, rows: int) -> EncodedColumn | None:
         if isinstance(value, Shared):
@@ -341,7 +345,7 @@ class _FieldEncoder:
         if self.spec.kind not in (None, FieldKind.OBJECT):
             kinds = sorted({type_name(row) for row in rows})
             raise self._differs(f"objects (rows of type {first_few(kinds)})")
-        buffer, row_sizes = encode_rows(rows, field=self.name)
+        buffer, row_sizes = encode_rows(rows, field=self.name, pickles=self.pickles)
         sizes = np.array(row_sizes, dtype=np.int64)
         values = FlatValues(np.frombuffer(buffer, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
         return FieldSpec(FieldKind.OBJECT), sizes, values

@@ -51,14 +51,15 @@ class HttpDoor:
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
         files = page()
+        scraped = {"/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal))}
         site = Guarded(
             guard,
+            {**files, **api(self._inside.ask, recorder), **scraped},
             {
-                **files,
-                **api(self._inside.ask, recorder),
-                "/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal)),
+                **{path: files[path] for path in LOGIN_FILES},
+                "/healthz": health(why_not),
+                **(scraped if config.open_metrics and token is not None else {}),
             },
-            {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(why_not)},
         )
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)

@@ -27,7 +27,7 @@ def blocked(state: State, partition: Partition, interest: Interest, command: Cla
     ready = rows[has_all]
     where = conditions(partition, command)
     whole, partial, shown = _groups(partition, command, rows, has_all)
-    puts = state.waiting_puts(partition)
+    puts, known = state.waiting_puts(partition), partition.names()
     facts = Blocked(
         unclaimed=len(rows),
         ready=len(ready),
@@ -36,8 +36,8 @@ def blocked(state: State, partition: Partition, interest: Interest, command: Cla
         leased=task.leased,
         held=task.held,
         lacking={name: _lacking(partition, name, rows) for name in fields},
-        undeclared=tuple(name for name in fields if name not in partition.fields),
-        unproduced=tuple(name for name in fields if name in partition.fields and not partition.fields[name].live),
+        undeclared=tuple(name for name in fields if name not in known),
+        unproduced=tuple(name for name in fields if name in known and not partition.columns_of(name)),
         filtered={_text(p): int(np.count_nonzero(~partition.tags.matches((p,), ready))) for p in where},
         groups=whole,
         partial_groups=partial,
@@ -57,8 +57,7 @@ def blocked(state: State, partition: Partition, interest: Interest, command: Cla
 
 
 def _lacking(partition: Partition, name: str, rows: Int64s) -> int:
-    field = partition.fields.get(name)
-    return len(rows) if field is None else int(np.count_nonzero(field.extents[rows] == 0))
+    return len(rows) - int(np.count_nonzero(partition.has(name, rows)))
 
 
 def _text(predicate: Predicate) -> str:
@@ -92,9 +91,9 @@ def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple
     last = dict(list(partition.writers.items())[-NAMED:])
     wrote: dict[int, list[str]] = {}
     for name in fields:
-        field = partition.fields.get(name)
-        if field is not None and field.writer is not None:
-            number, who, when = field.writer
+        writers = [field.writer for field in partition.columns_of(name) if field.writer is not None]
+        if writers:
+            number, who, when = max(writers, key=lambda writer: writer[2])
             wrote.setdefault(number, []).append(name)
             last.setdefault(number, (who, when))
     found = [

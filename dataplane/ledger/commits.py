@@ -28,7 +28,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Reservation, Room, RoomAhead, Session
 from dataplane.ledger.shortage import out_of_room
 from dataplane.ledger.state import State
-from dataplane.schema import INPUT_LENGTHS
+from dataplane.schema import INPUT_LENGTHS, field_of
 from dataplane.types import FieldKind, Scalar
 
 MAX_BYTES = 1 << 62
@@ -281,8 +281,11 @@ class Commits:
             unused += self.enliven(partition, field, column, pieces, own)
             old = field.write(rows, *cells)
             field.settle(column.spec)
+            superseded = partition.supersede(column.name, rows)
+            if superseded is not None:
+                dead.append(superseded)
             if not every(old[0]):
-                written.add(column.name)
+                written.add(field_of(column.name))
             if some(old[0]):
                 dead.append(old)
                 overwritten_bytes += _replaced(column, old[0] == 0) * column.spec.unit_bytes

@@ -13,6 +13,7 @@ from dataplane.ledger.selection import least_of
 from dataplane.ledger.sessions import ParkedAllocate, ParkedClaim, Session
 from dataplane.ledger.state import State
 from dataplane.ledger.tasks import Interest, Task
+from dataplane.schema import field_of
 
 PARTS = 4096
 """A picture has so many parts at most."""
@@ -47,7 +48,7 @@ class Inspection:
             last_birth=births[1],
             samples=np.diff(edges),
             examined=np.diff(np.append(firsts, len(chosen))),
-            produced={name: count(field.extents[chosen] > 0) for name, field in partition.fields.items()},
+            produced={name: count(partition.has(name, chosen)) for name in partition.names()},
             tasks=tuple(
                 c.TaskMatrix(
                     task=task.name, claimed=count(task.stamps[chosen] != 0), leased=count(task.owners_of(chosen) > 0)
@@ -72,7 +73,7 @@ class Inspection:
             since=float(partition.rows.since[row]),
             now=self.state.now,
             cells=tuple(self._cell(name, field, row) for name, field in partition.fields.items() if field.extents[row]),
-            missing=tuple(name for name, field in partition.fields.items() if not field.extents[row]),
+            missing=tuple(name for name in partition.names() if not partition.has(name, one).all()),
             tags={column.name: column.values[0] for column in partition.tags.of(one)},
             tasks=tuple(self._stand(partition, task, row) for task in partition.tasks.values()),
         )
@@ -90,7 +91,7 @@ class Inspection:
         extents, number = self.state.extents, int(field.extents[row])
         same = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
         return c.ShownCell(
-            field=name,
+            field=field_of(name),
             spec=field.spec,
             unit=int(extents.units[number]),
             offset=int(field.offsets[row]),
@@ -102,7 +103,7 @@ class Inspection:
 
     def _stand(self, partition: Partition, task: Task, row: int) -> c.ShownTask:
         wanted = wanted_by(partition, task)
-        lacking = [name for name in wanted if name not in partition.fields or not partition.fields[name].extents[row]]
+        lacking = [name for name in wanted if not partition.has(name, np.array([row])).all()]
         owner = int(task.owners_of(np.array([row]))[0])
         state = c.TaskState.CLAIMED if task.stamps[row] else c.TaskState.UNCLAIMED
         if owner:

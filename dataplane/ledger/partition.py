@@ -17,6 +17,7 @@ from dataplane.ledger.lost import Lost
 from dataplane.ledger.rows import Rows
 from dataplane.ledger.tags import Tags
 from dataplane.ledger.tasks import Interest, Task
+from dataplane.schema import field_of, variants_of
 
 if TYPE_CHECKING:
     from dataplane.ledger.leases import Leases
@@ -137,6 +138,34 @@ class Partition:
         differs."""
         field = self.fields.get(name)
         return field is not None and field.spec.kind is not None
+
+    # --- fields of two columns
+
+    def names(self) -> list[str]:
+        """The fields, each once."""
+        return list(dict.fromkeys(map(field_of, self.fields)))
+
+    def columns_of(self, name: str) -> list[Field]:
+        """The columns of the field that have cells."""
+        both = self.fields.get(name), self.fields.get(variants_of(name))
+        return [field for field in both if field is not None and field.live]
+
+    def has(self, name: str, rows: Int64s) -> Bools:
+        """Which of the rows have the field, in either column."""
+        there = np.zeros(len(rows), np.bool_)
+        for field in self.columns_of(name):
+            there |= field.extents[rows] > 0
+        return there
+
+    def supersede(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
+        """`column` was written for the rows: their cells in the field's other column are gone; (extent, bytes) of
+        those, None where there are none."""
+        name = field_of(column)
+        field = self.fields.get(variants_of(name) if name == column else name)
+        if field is None or not field.live:
+            return None
+        dead = field.erase(rows)
+        return dead if dead[0].any() else None
 
     # --- names
 
@@ -292,10 +321,7 @@ class Partition:
         """Which of the rows the task may claim."""
         ready: Bools = task.stamps[rows] == 0
         for name in fields:
-            field = self.fields.get(name)
-            if field is None or not field.live:
-                return np.zeros(len(rows), np.bool_)
-            ready &= field.extents[rows] > 0
+            ready &= self.has(name, rows)
         return ready
 
     def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
@@ -321,7 +347,7 @@ class Partition:
         """Fields produced for all of the rows (none for no rows)."""
         if not len(rows):
             return ()
-        return tuple(name for name, field in self.fields.items() if field.live and field.extents[rows].all())
+        return tuple(name for name in self.names() if self.has(name, rows).all())
 
 
 def unrepeated(rows: Int64s) -> Int64s:

@@ -11,7 +11,7 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.arrays import every, first_true
 from dataplane.ledger.budgets import limit_of
 from dataplane.ledger.extents import LIVE, RESERVED, RETIRED
-from dataplane.ledger.fields import cells_of
+from dataplane.ledger.fields import Field, cells_of
 from dataplane.ledger.inspection import task_stats
 from dataplane.ledger.integrity import checksums_of, to_compare
 from dataplane.ledger.limits import SPLIT, check_limit
@@ -19,6 +19,7 @@ from dataplane.ledger.partition import Partition
 from dataplane.ledger.sessions import Session
 from dataplane.ledger.state import State
 from dataplane.ledger.units import Unit
+from dataplane.schema import variants_of
 from dataplane.types import FieldSpec
 
 
@@ -50,13 +51,16 @@ class Reads:
         )
 
     def _locate_some(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
-        """Where those cells are that there are."""
+        """Where those cells are that there are, after those of the fields the variants that some of the rows have."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         found, cells = [], np.zeros(0, np.int32)
-        for name in command.fields:
+        hidden = [other for other in map(variants_of, command.fields) if other in partition.fields]
+        for name in (*command.fields, *hidden):
             field = partition.fields.get(name)
             extents, offsets, lengths = cells_of(field, rows)
+            if name in hidden and not extents.any():
+                continue
             spec = FieldSpec() if field is None else field.spec
             units = self.state.extents.units[extents]
             # Whoever builds on these rows gives the new ones checksums of their own: what was wrong must not pass.
@@ -117,10 +121,13 @@ class Reads:
 
     def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
         partition = self.state.partition(command.partition)
+        known = {name: partition.fields.get(name) or Field(None, 0) for name in partition.names()}
         return c.Described(
             partition=partition.name,
             fields={
-                name: field.spec for name, field in partition.fields.items() if field.declared is not None or field.live
+                name: field.spec
+                for name, field in known.items()
+                if field.declared is not None or partition.columns_of(name)
             },
             strict=partition.strict,
             tasks=tuple(partition.tasks),
@@ -128,7 +135,7 @@ class Reads:
             group_size=partition.group_size,
             sealed=partition.sealed,
             live=partition.rows.live,
-            undeclared=tuple(name for name, field in partition.fields.items() if field.declared is None),
+            undeclared=tuple(name for name, field in known.items() if field.declared is None),
         )
 
     def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
@@ -201,7 +208,7 @@ class Reads:
             num_samples=partition.num_samples,
             sealed=partition.sealed,
             live_bytes=account.live_bytes,
-            produced={name: field.live for name, field in partition.fields.items()},
+            produced={name: sum(each.live for each in partition.columns_of(name)) for name in partition.names()},
             claimed={name: task.claimed for name, task in partition.tasks.items()},
             waiting_claims=len(partition.waiters),
             version=partition.version,

@@ -16,6 +16,7 @@ from dataplane.ledger.arrays import total
 from dataplane.metrics.counts import BOUNDS_S, Histogram, Op, Waited
 from dataplane.metrics.flow import Flow, FlowReport
 from dataplane.metrics.timeline import Timeline, TimelineReport, bounded
+from dataplane.schema import field_of
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Recorder:
         for column in command.columns:
             lengths = column.lengths
             nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
-            names.append(column.name)
+            names.append(field_of(column.name))
         moved = self.by_partition.get(command.partition) or self._begin(command.partition)
         moved.put_samples += samples
         moved.put_bytes += nbytes

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from tests.compat import nemo_script
@@ -29,15 +30,21 @@ def plain(value: Any) -> Any:
         layout = "dense" if not value.is_nested else str(value.layout)
         rows = [row.tolist() for row in value.float().unbind()] if value.is_nested else value.float().tolist()
         return {"tensor": str(value.dtype), "layout": layout, "rows": rows}
+    if isinstance(value, NonTensorStack | NonTensorData):
+        return {"objects": plain(value.tolist() if isinstance(value, NonTensorStack) else value.data)}
     if isinstance(value, TensorDictBase):
         fields = {name: plain(value.get(name)) for name in sorted(value.keys())}
         return {"batch_size": list(value.batch_size), "fields": fields}
-    if hasattr(value, "tolist") and not isinstance(value, Tensor):
-        return {"objects": plain(list(value.tolist()))}
+    if isinstance(value, np.ndarray):
+        return {"array": str(value.dtype), "rows": plain(value.tolist())}
+    if isinstance(value, np.generic):
+        return {"scalar": str(value.dtype), "value": plain(value.item())}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
     assert value is None or isinstance(value, str | int | float | bool), type(value)
     return value
 

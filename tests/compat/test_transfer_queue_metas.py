@@ -59,17 +59,18 @@ def test_tags_of_keys_are_copies() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: KVBatchMeta(["a"], []), "1 keys, but 0 tags"),
-        (lambda: KVBatchMeta(["a", "a"], [{}, {}]), "a key comes twice"),
-        (lambda: keyed(["a"]).select_keys(["a", "a"]), "comes twice"),
-        (lambda: keyed(["a"]).reorder([0, 0]), "expected every place of 1 samples once"),
-        (lambda: KVBatchMeta.concat([keyed(["a"]), keyed(["b"], "q")]), "partitions 'p' and 'q'"),
+        (lambda: KVBatchMeta(["a"], []), "same length.*1 keys and 0 tags"),
+        (lambda: KVBatchMeta(["a", "a"], [{}, {}]), "duplicated keys"),
+        (lambda: keyed(["a"]).select_keys(["a", "a"]), "duplicate keys"),
+        (lambda: keyed(["a"]).reorder([0, 0]), "2 indexes, which does not match the 1 samples"),
+        (lambda: keyed(["a", "b"]).reorder([0, 0]), "duplicate indexes"),
+        (lambda: KVBatchMeta.concat([keyed(["a"]), keyed(["b"], "q")]), "Partition do not match: 'p' and 'q'"),
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=2)]), "extra_info"),
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=True)]), "extra_info"),
         (lambda: batch([0, 1]).select_samples([2]), r"places must be in \[0, 2\)"),
         (lambda: batch([0, 1]).reorder([0, 0]), "expected every place of 2 samples once"),
         (lambda: batch([0]).update_custom_meta([]), "0 mappings for 1 samples"),
-        (lambda: batch([0]).union(batch([1])), "not of the same samples"),
+        (lambda: batch([0]).union(batch([1])), "global_indexes do not match"),
         (lambda: BatchMeta.concat([batch([0]), batch([1]).select_fields(["score"])]), "fields"),
     ],
 )
@@ -79,7 +80,7 @@ def test_what_does_not_fit_is_refused(wrong: Any, said: str) -> None:
 
 
 def test_a_key_that_is_not_there() -> None:
-    with pytest.raises(RuntimeError, match=r"\['b'\] are not in this batch"):
+    with pytest.raises(RuntimeError, match=r"\['b'\] not found in current batch"):
         keyed(["a"]).select_keys(["b"])
 
 

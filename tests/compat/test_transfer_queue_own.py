@@ -24,7 +24,7 @@ from dataplane import serve
 from dataplane.compat.transfer_queue import session
 from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
-from dataplane.errors import CheckpointError, PartitionDroppedError, SchemaError, UnsupportedValueError
+from dataplane.errors import CheckpointError, PartitionDroppedError
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -187,7 +187,8 @@ def test_settings_of_omegaconf_are_taken(start: Start) -> None:
 # --- all or error
 
 
-def test_a_read_names_all_or_is_an_error(client: tq.TransferQueueClient) -> None:
+def test_a_strict_read_names_all_or_is_an_error(start: Start) -> None:
+    tq.init({"strict_reads": True, "dataplane": SMALL})
     tq.kv_batch_put(["a", "b"], "p", values(2))
     tq.kv_put("a", "p", {"w": torch.tensor(1.0)})
     with pytest.raises(KeyError, match="'c'"):
@@ -199,6 +200,21 @@ def test_a_read_names_all_or_is_an_error(client: tq.TransferQueueClient) -> None
     tq.kv_batch_put(["late"], "p", tags=[{}])
     with pytest.raises(ValueError, match="no field that all of them have"):
         tq.kv_batch_get(["a", "late"], "p")
+
+
+def test_a_read_says_once_what_it_leaves_out(client: tq.TransferQueueClient, caplog: pytest.LogCaptureFixture) -> None:
+    tq.kv_batch_put(["a", "b"], "p", values(2))
+    for _ in range(2):
+        data = tq.kv_batch_get(["a", "z", "b"], "p", ["v", "values"])
+        assert data["v"].tolist() == [0, 1]
+    said = [record.getMessage() for record in caplog.records if "strict_reads" in record.getMessage()]
+    assert len(said) == 2
+    assert "'z'" in said[0]
+    assert "'values'" in said[1]
+    with pytest.raises(ValueError, match="not found"):
+        tq.kv_batch_get(["z"], "p")
+    with pytest.raises(ValueError, match=r"select_fields.*not found"):
+        tq.kv_batch_get_by_meta(tq.KVBatchMeta(["a"], [{}], "p", ["v"]), "x")
 
 
 def test_a_meta_of_cleared_samples_never_means_others(client: tq.TransferQueueClient) -> None:
@@ -217,17 +233,13 @@ def test_a_meta_of_cleared_samples_never_means_others(client: tq.TransferQueueCl
     assert client.get_data(new)["v"].tolist() == [10, 11]
 
 
-def test_a_field_keeps_its_dtype_and_tags_are_small_scalars(client: tq.TransferQueueClient) -> None:
-    tq.kv_put("a", "p", {"v": torch.tensor([1.0])})
-    with pytest.raises(SchemaError, match="int64"):
-        tq.kv_put("b", "p", {"v": torch.tensor([1])})
-    with pytest.raises(UnsupportedValueError, match="tag"):
-        tq.kv_put("a", "p", tag={"list": [1]})
+def test_a_parser_returns_the_fields_that_it_was_given(client: tq.TransferQueueClient) -> None:
+    fields = TensorDict({"v": torch.ones(1, 1)}, batch_size=1)
     with pytest.raises(TypeError, match="must return the dict"):
-        tq.kv_batch_put(["c"], "p", TensorDict({"v": torch.ones(1, 1)}, batch_size=1), data_parser=lambda fields: None)
+        tq.kv_batch_put(["c"], "p", fields, data_parser=lambda fields: None)
     with pytest.raises(ValueError, match="neither add nor remove"):
-        tq.kv_batch_put(["c"], "p", TensorDict({"v": torch.ones(1, 1)}, batch_size=1), data_parser=lambda fields: {})
-    assert set(tq.kv_list("p")["p"]) == {"a"}
+        tq.kv_batch_put(["c"], "p", fields, data_parser=lambda fields: {})
+    assert tq.kv_list("p") == {}
 
 
 # --- batches

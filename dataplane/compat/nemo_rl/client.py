@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from dataplane.compat.nemo_rl.meta import KVBatchMeta, framework_type
-from dataplane.compat.transfer_queue import fetching
+from dataplane.compat.transfer_queue import fetching, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
@@ -205,7 +205,7 @@ def _claim(
 
 
 def _get(desk: Desk, ids: Sequence[str], partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
-    data: TensorDict = yield from mine.get_keys(desk, ids, partition, fields)
+    data: TensorDict = yield from reads.get_keys(desk, ids, partition, fields, True)
     values = {name: dense_if_even(value) for name, value in data.items()}
     made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
     return made

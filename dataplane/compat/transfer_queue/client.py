@@ -13,9 +13,11 @@ from torch import Tensor
 
 from dataplane import operations as ops
 from dataplane import reading
-from dataplane.compat.transfer_queue import columns, fetching
+from dataplane.compat.transfer_queue import columns, fetching, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.columns import Parser
+from dataplane.compat.transfer_queue.defaults import warn_once
+from dataplane.compat.transfer_queue.errors import RefusedCallError
 from dataplane.compat.transfer_queue.halves import AwaitedHalves, Halves
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.performing import Performer
@@ -49,6 +51,9 @@ class AsyncTransferQueueClient(AwaitedHalves):
         zmq_io_threads: int | None = None,
         zmq_max_sockets: int | None = None,
     ) -> None:
+        for name, value in (("zmq_io_threads", zmq_io_threads), ("zmq_max_sockets", zmq_max_sockets)):
+            if value is not None:
+                warn_once(f"{name}={value!r} is not used: a client has one thread of its own, and few sockets")
         self.client_id = client_id
         self.config = attach_config(controller_info)
         self._performer = Performer(self.config)
@@ -163,11 +168,11 @@ class AsyncTransferQueueClient(AwaitedHalves):
         if mode == "force_fetch":
             return (yield from mine.whole_partition(desk, partition, list(data_fields)))
         if mode != "fetch":
-            raise ValueError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
+            raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
-            raise ValueError("get_meta: name the task that claims the samples (task_name)")
+            raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
         if batch_size is None or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: ask for at least one sample")
+            raise RefusedCallError(f"batch_size={batch_size}: ask for at least one sample")
         kept = yield from self.settled(desk, None)
         asked = fetching.Asked(
             partition=partition,
@@ -180,6 +185,11 @@ class AsyncTransferQueueClient(AwaitedHalves):
 
     def _sampling(self, kept: Mapping[str, Any] | None) -> fetching.Sampling:
         return sampling_of(kept, self._own_sampler)
+
+    @property
+    def strict_reads(self) -> bool:
+        """Whether a read by key of what is not there is an error; the service keeps it, with its other settings."""
+        return bool((self._kept or {}).get("strict_reads"))
 
     def settled(self, desk: Desk, wished: Mapping[str, Any] | None) -> Operation[dict[str, Any] | None]:
         """The settings that the service keeps; `wished` are kept if it has none yet."""
@@ -209,7 +219,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
                 raise ValueError("put: name the partition_id of new samples, or pass the metadata of old ones")
             metadata = yield from mine.insert(desk, int(data.batch_size[0]), partition, _parsed(data, parse))
         elif not metadata:
-            raise ValueError("put: the metadata names no samples")
+            raise ValueError("put: the metadata is empty, it names no samples")
         else:
             yield from mine.put_batch(desk, metadata, _parsed(data, parse))
         return metadata.add_fields(data)
@@ -218,7 +228,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
         if not metadata or not metadata.field_names:
             log.warning("get_data: the meta has no samples or no fields; there is nothing to read")
             return TensorDict({}, batch_size=0)
-        return (yield from mine.get_batch(desk, metadata))
+        return (yield from reads.get_batch(desk, metadata))
 
     def _clear_partition(self, desk: Desk, partition: str) -> Operation[None]:
         yield from ops.clear(desk, None, partition)

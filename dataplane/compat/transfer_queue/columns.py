@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from dataplane.errors import SchemaError
 from dataplane.jagged import TORCH_DTYPES, jagged_from_values
 from dataplane.ledger import commands as c
+from dataplane.schema import field_of, variants_of
 from dataplane.types import FieldKind, FieldSpec
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 
 
 def _column(value: Any) -> Any:
+    if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray | list | tuple):
+        return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
     if value.dim() == JAGGED_DIMENSIONS and len(value):
@@ -85,6 +89,22 @@ def _as_jagged(dense: Tensor) -> Tensor:
     return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))
 
 
+def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
+    """Have the field that does not fit its column go to the hidden one, or into its own as objects if those are what
+    it holds; whether that can help."""
+    name = refused.facts["field"]
+    if name not in columns:
+        return False
+    rows = rows_of(columns[name])
+    if refused.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):
+        columns[name] = rows
+    else:
+        del columns[name]
+        # A tuple is never taken for a tensor or a number: these rows are objects whatever they are.
+        columns[variants_of(name)] = [(row,) for row in rows]
+    return True
+
+
 def declared_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
     """The kinds of fields that their first values alone would not tell, to be declared before these are put."""
     kinds = {name: _kind_of(value) for name, value in columns.items()}
@@ -97,10 +117,14 @@ def _kind_of(value: Any) -> FieldKind | None:
     if not isinstance(value, NonTensorStack | list):
         return None
     rows = rows_of(value)
-    if any(isinstance(row, np.ndarray) for row in rows):
+    if any(isinstance(row, np.ndarray) for row in rows) or len({row.dtype for row in rows if _is_tensor(row)}) > 1:
         return FieldKind.OBJECT
     wide = rows and all(isinstance(row, Tensor) and row.dim() >= JAGGED_DIMENSIONS for row in rows)
     return FieldKind.RAGGED if wide else None
+
+
+def _is_tensor(row: Any) -> bool:
+    return isinstance(row, Tensor)
 
 
 def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
@@ -160,15 +184,38 @@ def packed_rows(rows: Sequence[Any]) -> Any:
 
 
 def rows_of(value: Any) -> list[Any]:
-    """The rows of a field that was read."""
+    """The rows of a field."""
+    if isinstance(value, np.ndarray):
+        return list(torch.as_tensor(value).unbind() if value.dtype.kind in "biufc" else value)
     if isinstance(value, Tensor):
         return list(value.unbind())
     return list(value.tolist()) if hasattr(value, "tolist") else list(value)
 
 
+def rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Some rows of each field."""
+    picked = {str(name): rows_of(value) for name, value in data.items()}
+    return {name: packed_rows([rows[place] for place in places]) for name, rows in picked.items()}
+
+
 def located_schema(located: Sequence[c.FieldLocations]) -> dict[str, FieldSchema]:
     """What `BatchMeta.field_schema` says of the fields that at least one of the samples has."""
-    return {found.name: _schema_from(found) for found in located if (found.lengths >= 0).any()}
+    found = {each.name: each for each in located if (each.lengths >= 0).any()}
+    names = dict.fromkeys(map(field_of, found))
+    return {name: _joined_schema(found.get(name), found.get(variants_of(name))) for name in names}
+
+
+def _joined_schema(own: c.FieldLocations | None, other: c.FieldLocations | None) -> FieldSchema:
+    """Of a field that may have rows in its hidden column, of which no shape is known here."""
+    if own is None:
+        return {**unknown_schema(), "is_non_tensor": True}
+    known = _schema_from(own)
+    if other is None:
+        return known
+    shapes = known.get("per_sample_shapes") or [
+        known["shape"] if length >= 0 else None for length in own.lengths.tolist()
+    ]
+    return {**known, "is_nested": True, "shape": None, "per_sample_shapes": shapes}
 
 
 def _schema_from(found: c.FieldLocations) -> FieldSchema:
@@ -190,9 +237,15 @@ def _schema_from(found: c.FieldLocations) -> FieldSchema:
     return {**known, "is_nested": True, "per_sample_shapes": [(n, *inner) if n >= 0 else None for n in lengths]}
 
 
+def known_fields(located: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
+    """Those of the fields that the partition knows."""
+    known = {field_of(found.name) for found in located if found.spec.kind is not None}
+    return [name for name in fields if name in known]
+
+
 def produced(located: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
     """Which samples have which fields: `[N, F]` of 0 and 1."""
-    lengths = {found.name: found.lengths for found in located}
-    missing = np.full(count, -1)
-    columns = [(lengths.get(name, missing) >= 0).astype(np.int8) for name in fields]
-    return np.stack(columns, axis=1) if columns else np.ones((count, 0), np.int8)
+    there = {found.name: found.lengths >= 0 for found in located}
+    none = np.zeros(count, np.bool_)
+    columns = [there.get(name, none) | there.get(variants_of(name), none) for name in fields]
+    return np.stack(columns, axis=1).astype(np.int8) if columns else np.ones((count, 0), np.int8)

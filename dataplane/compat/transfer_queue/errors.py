@@ -16,8 +16,13 @@ class FetchTimeoutError(TransferQueueError, TimeoutError):
     """`get_meta` found too few samples in time, and claimed none."""
 
 
-class StorageKeyNotFoundError(KeyError, ValueError):
-    """A read names something that is not there (any more): a key, a partition, a sample, or a field of one."""
+class RefusedCallError(TransferQueueError, ValueError):
+    """A call that the controller of the original refuses, for its arguments or for what a sampler says of them."""
+
+
+class StorageKeyNotFoundError(TransferQueueError, KeyError, ValueError):
+    """A call names something that is not there (any more): a key, a partition, a sample, or a field of one. The
+    original reports these as KeyError, ValueError or RuntimeError, depending on who noticed."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

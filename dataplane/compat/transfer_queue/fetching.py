@@ -3,9 +3,10 @@ claimed, or not if somebody was faster; then it is made anew."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dataplane import reading
-from dataplane.compat.transfer_queue.errors import FetchTimeoutError
+from dataplane.compat.transfer_queue.errors import FetchTimeoutError, RefusedCallError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.operations import ADAPTER, EVERY, batch_of, extend, listed, named, put
 from dataplane.compat.transfer_queue.samplers import (
@@ -25,6 +26,7 @@ from dataplane.compat.transfer_queue.samplers import (
     Lengths,
     SequentialSampler,
 )
+from dataplane.compat.transfer_queue.tags import tags_of
 from dataplane.desk import Desk
 from dataplane.errors import (
     ClaimTimeoutError,
@@ -34,7 +36,7 @@ from dataplane.errors import (
     TaskNotFoundError,
 )
 from dataplane.ledger import commands as c
-from dataplane.samples import samples_of, tags_of
+from dataplane.samples import samples_of
 from dataplane.steps import Operation, Send
 
 DRAW = "draw"
@@ -109,13 +111,15 @@ def claim_in_order(desk: Desk, asked: Asked, *, polling: bool, wait_s: float) ->
 
 def _drawn(desk: Desk, asked: Asked, sampling: Sampling, sampler: DrawingSampler) -> Operation[BatchMeta]:
     """A share of a draw: of the one that was made, or of one made now."""
-    key, share = sampler.draw_key(asked.config), sampler.share_of(asked.config)
+    with _choosing(sampler):
+        key, share = sampler.draw_key(asked.config), sampler.share_of(asked.config)
     wanted, end = sampler.wanted(asked.batch_size), time.monotonic() + sampling.wait_s
     while True:
         made = None if key is None else (yield from _made_before(desk, asked, key))
         if made is None:
             ready = yield from _ready(desk, asked, sampling, wanted, end, most=wanted if sampler.first_only else EVERY)
-            draw = sampler.draw(ready.births.tolist(), asked.batch_size, _lengths(ready))
+            with _choosing(sampler):
+                draw = sampler.draw(ready.births.tolist(), asked.batch_size, _lengths(ready))
             if len(ready.ids) < wanted or draw is None:
                 if sampling.polling:
                     return BatchMeta.empty()
@@ -139,7 +143,8 @@ def _sampled(desk: Desk, asked: Asked, sampling: Sampling) -> Operation[BatchMet
             return BatchMeta.empty()
         indexes = ready.births.tolist()
         view = PartitionView(asked.partition, ready)
-        given, consumed = sampler(list(indexes), asked.batch_size, partition=view, **asked.config)
+        with _choosing(sampler):
+            given, consumed = sampler(list(indexes), asked.batch_size, partition=view, **asked.config)
         if len(given):
             new = set(indexes).intersection(consumed)
             if (yield from _claim_exactly(desk, asked, ready, [index for index in consumed if index in new])) is None:
@@ -150,6 +155,15 @@ def _sampled(desk: Desk, asked: Asked, sampling: Sampling) -> Operation[BatchMet
         if sampling.polling:
             return BatchMeta.empty()
         wanted = len(indexes) + 1
+
+
+@contextlib.contextmanager
+def _choosing(sampler: BaseSampler) -> Iterator[None]:
+    """What a sampler raises is what `get_meta` refuses, as where it runs in the original's controller."""
+    try:
+        yield
+    except Exception as error:
+        raise RefusedCallError(f"{type(sampler).__name__}: {error}") from error
 
 
 # --- what the service is asked

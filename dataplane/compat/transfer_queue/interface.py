@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from dataplane.compat.transfer_queue import columns
+from dataplane.compat.transfer_queue import columns, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.client import _key_list
 from dataplane.compat.transfer_queue.columns import Parser
@@ -79,17 +79,25 @@ async def async_kv_batch_put(
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
-    """The fields (None: those that all have) of exactly these keys, in this order: rows of tensors nested, scalars
-    `[N]`, objects in a NonTensorStack. `StorageKeyNotFoundError` (a KeyError and a ValueError) where one is missing."""
-    return current_client()._performer.do(mine.get_keys, _key_list(keys), partition_id, _field_list(select_fields))
+    """The fields (None: those that all have) of these keys, in this order: rows of tensors nested, scalars `[N]`,
+    objects in a NonTensorStack.
+
+    Keys that are not there are left out, and fields that not all of the others have: with a warning, once for each
+    name. `StorageKeyNotFoundError` (a KeyError and a ValueError) where no key is there, or they have no field in
+    common; with `strict_reads` where any key or field is missing.
+    """
+    client = current_client()
+    asked = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
+    return client._performer.do(reads.get_keys, *asked)
 
 
 async def async_kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
 ) -> TensorDict:
     """See `kv_batch_get`."""
-    asked = _key_list(keys), partition_id, _field_list(select_fields)
-    return await current_client()._performer.later(mine.get_keys, *asked)
+    client = current_client()
+    asked = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
+    return await client._performer.later(reads.get_keys, *asked)
 
 
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -180,5 +188,7 @@ def _of_meta(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[
         return meta.partition_id, meta.fields
     unknown = [name for name in chosen if name not in (meta.fields or ())]
     if unknown:
-        raise ValueError(f"kv_batch_get_by_meta: the meta has no fields {unknown}, only {meta.fields}")
+        raise ValueError(
+            f"kv_batch_get_by_meta: select_fields {unknown} were not found in the meta, which has {meta.fields}"
+        )
     return meta.partition_id, chosen

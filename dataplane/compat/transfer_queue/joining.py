@@ -14,7 +14,7 @@ def joined_info(infos: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]
     for info in infos:
         for key, value in info.items():
             if key in joined and not _same(joined[key], value):
-                raise ValueError(f"{what}: extra_info[{key!r}] is not the same in all parts")
+                raise ValueError(f"{what}: extra_info[{key!r}] has conflicting values")
             joined.setdefault(key, value)
     return joined
 

@@ -22,10 +22,13 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"KVBatchMeta: {len(self.keys)} keys, but {len(self.tags)} tags; give one mapping per key")
+            raise ValueError(
+                f"KVBatchMeta: keys and tags must have same length, one mapping per key: got {len(self.keys)} keys and "
+                f"{len(self.tags)} tags"
+            )
         for what, names in (("key", self.keys), ("field", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"KVBatchMeta: a {what} comes twice")
+                raise ValueError(f"KVBatchMeta: Got duplicated {what}s, each may come once")
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -47,17 +50,19 @@ class KVBatchMeta:
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
         """These keys, in this order. ValueError for one named twice, RuntimeError for one that is not here."""
         if len(set(keys_to_select)) != len(keys_to_select):
-            raise ValueError("select_keys: a key comes twice")
+            raise ValueError("select_keys: Contain duplicate keys, each may come once")
         places = {key: place for place, key in enumerate(self.keys)}
         unknown = [key for key in keys_to_select if key not in places]
         if unknown:
-            raise RuntimeError(f"select_keys: {unknown[:5]} are not in this batch")
+            raise RuntimeError(f"select_keys: {unknown[:5]} not found in current batch")
         return self._picked([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
         """Put the samples into this order, in place. ValueError unless each place is named once."""
-        if len(indexes) != self.size or len(set(indexes)) != len(indexes):
-            raise ValueError(f"reorder: expected every place of {self.size} samples once, got {len(indexes)} places")
+        if len(indexes) != self.size:
+            raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
+        if len(set(indexes)) != len(indexes):
+            raise ValueError("reorder: Contain duplicate indexes, each place may come once")
         picked = self._picked(indexes)
         self.keys, self.tags = picked.keys, picked.tags
 
@@ -75,9 +80,11 @@ class KVBatchMeta:
         first = parts[0]
         for part in parts:
             if part.partition_id != first.partition_id:
-                raise ValueError(f"KVBatchMeta.concat: partitions {first.partition_id!r} and {part.partition_id!r}")
+                raise ValueError(
+                    f"KVBatchMeta.concat: Partition do not match: {first.partition_id!r} and {part.partition_id!r}"
+                )
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
-                raise ValueError(f"KVBatchMeta.concat: fields {first.fields} and {part.fields}")
+                raise ValueError(f"KVBatchMeta.concat: Field names do not match: {first.fields} and {part.fields}")
         return cls(
             [key for part in parts for key in part.keys],
             [tag for part in parts for tag in part.tags],

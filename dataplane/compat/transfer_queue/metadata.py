@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from dataplane.compat.transfer_queue.columns import FieldSchema, extract_field_schema
 from dataplane.compat.transfer_queue.joining import joined_info, parts_of
+from dataplane.compat.transfer_queue.keyed import KVBatchMeta as KVBatchMeta
 
 Int8s = npt.NDArray[np.int8]
 
@@ -252,8 +253,9 @@ class BatchMeta:
         ValueError for other samples. A side without samples changes nothing."""
         if not other or not self:
             return (other if other else self).copy()
-        if self.global_indexes != other.global_indexes or self.partition_ids != other.partition_ids:
-            raise ValueError("BatchMeta.union: the two are not of the same samples in the same order")
+        for name in ("global_indexes", "partition_ids"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(f"BatchMeta.union: {name} do not match, expected the same samples in the same order")
         made = self.copy()
         made.field_schema |= copy.deepcopy(other.field_schema)
         made.production_status &= other.production_status

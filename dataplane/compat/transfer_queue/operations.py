@@ -10,20 +10,26 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from dataplane import operations as ops
-from dataplane import reading
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
+from dataplane.compat.transfer_queue.tags import stored_tags, tags_of
 from dataplane.desk import Desk, Schema
-from dataplane.errors import PartitionNotFoundError, StaleSampleError, TaskNotFoundError, first_few
+from dataplane.errors import (
+    PartitionNotFoundError,
+    SampleNotFoundError,
+    SchemaError,
+    StaleSampleError,
+    TaskNotFoundError,
+    first_few,
+)
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.meta import KVBatchMeta as Meta
-from dataplane.samples import tags_of
 from dataplane.steps import Operation, Post, Send
 
 log = logging.getLogger(__name__)
@@ -63,7 +69,8 @@ def batch_of(
     """The meta of samples that the service named; status: what is known already of all of them."""
     located = yield from _located(desk, partition, found, fields)
     count = len(found.ids)
-    ready = columns.produced(located, count, fields).all(axis=1) if fields else np.zeros(count)
+    known = columns.known_fields(located, fields)
+    ready = columns.produced(located, count, known).all(axis=1) if known else np.zeros(count)
     meta = BatchMeta(
         found.births.tolist(),
         [partition] * count,
@@ -123,42 +130,32 @@ def _by_index(desk: Desk, partition: str, indexes: Sequence[int]) -> Operation[t
 def of_keys(desk: Desk, keys: Sequence[str], partition: str, create: bool) -> Operation[BatchMeta]:
     """The samples of these keys that are there, with the fields that all of them have; `create` makes the missing
     ones, without fields."""
+    try:
+        if create:
+            yield from put(desk, keys, partition, None, None)
+        found = yield from living(desk, keys, partition)
+        if len(found.ids) < len(keys):
+            missing = sorted(set(keys).difference(found.ids))
+            log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
+        return (yield from batch_of(desk, partition, found, found.fields))
+    except PartitionNotFoundError:
+        log.warning("there is no partition %r", partition)
+        return BatchMeta.empty()
+
+
+def living(desk: Desk, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
+    """The samples of those of these keys that are there, one that comes twice twice."""
+    samples = c.Samples(ids=tuple(keys))
     for _ in range(TRIES):
         try:
-            if create:
-                made = yield from put(desk, keys, partition, None, None)
-                rows, births = made.handles or (np.zeros(0, np.int64), np.zeros(0, np.int64))
-            else:
-                wanted = c.Locate(partition=partition, samples=c.Samples(ids=tuple(keys)), fields=(), missing_ok=True)
-                sent = yield Send(wanted)
-                yield Post(c.Release(located=sent.number))
-                there = sent.result.rows >= 0
-                rows, births = sent.result.rows[there], sent.result.births[there]
-                if not there.all():
-                    missing = [key for key, found in zip(keys, there.tolist(), strict=True) if not found]
-                    log.warning("partition %r has no keys %s", partition, first_few(missing))
-            found = yield from listed(desk, partition, c.Samples(rows=rows, births=births))
-            return (yield from batch_of(desk, partition, found, found.fields))
-        except PartitionNotFoundError:
-            log.warning("there is no partition %r", partition)
-            return BatchMeta.empty()
-        except StaleSampleError:
-            continue
+            return (yield from listed(desk, partition, samples))
+        except (SampleNotFoundError, StaleSampleError):
+            every = c.Samples(ids=tuple(keys))
+            sent = yield Send(c.Locate(partition=partition, samples=every, fields=(), missing_ok=True))
+            yield Post(c.Release(located=sent.number))
+            there = sent.result.rows >= 0
+            samples = c.Samples(rows=sent.result.rows[there], births=sent.result.births[there])
     raise TransferQueueError(f"partition {partition!r}: its samples change faster than they can be looked up")
-
-
-def get_keys(desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None) -> Operation[TensorDict]:
-    """The fields of exactly these keys, one that comes twice twice; None: all fields that all of them have."""
-    distinct = list(dict.fromkeys(keys))
-    if fields is None:
-        found = yield from listed(desk, partition, c.Samples(ids=tuple(distinct)))
-        fields = found.fields
-        if not fields:
-            raise StorageKeyNotFoundError(
-                f"partition {partition!r}: the keys {first_few(keys)} have no field that all of them have"
-            )
-    data: TensorDict = yield from reading.get(desk, distinct, partition, list(fields), True)
-    return columns.from_columns(data) if len(distinct) == len(keys) else _repeated(data, distinct, keys)
 
 
 def put_keys(
@@ -201,7 +198,7 @@ def keys_of(desk: Desk, indexes: Sequence[int], partition: str) -> Operation[lis
     try:
         found = yield from listed(desk, partition)
     except PartitionNotFoundError:
-        return []
+        raise TransferQueueError(f"kv_retrieve_keys: partition {partition!r} was not found") from None
     keys = dict(zip(found.births.tolist(), found.ids, strict=True))
     return [key if (key := keys.get(index)) is not None and is_key(key) else None for index in indexes]
 
@@ -217,9 +214,11 @@ def put(
     tags: Sequence[Mapping[str, Any]] | None,
     mode: str = "upsert",
 ) -> Operation[Meta]:
-    """Put into a partition that is made if it is not there."""
+    """Put into a partition that is made if it is not there. Values of a field that do not fit its live rows go to its
+    hidden column, as objects; those of these rows that are in the other column go with the same commit."""
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
+    stored = stored_tags(tags)
     known = desk.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
@@ -228,11 +227,14 @@ def put(
     def declare() -> Send:
         return extend(desk, partition, fields=declared)
 
-    try:
-        return (yield from ops.put(desk, names, partition, encoded, tags, mode, declare))
-    except PartitionNotFoundError:
-        yield declare()
-        return (yield from ops.put(desk, names, partition, encoded, tags, mode, declare))
+    while True:
+        try:
+            return (yield from ops.put(desk, names, partition, encoded, stored, mode, declare))
+        except PartitionNotFoundError:
+            yield declare()
+        except SchemaError as error:
+            if encoded is None or not columns.to_other_column(encoded, error):
+                raise
 
 
 def insert(
@@ -254,55 +256,35 @@ def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation
     parts = yield from named(desk, meta)
     for places, names in parts:
         tags = [meta.custom_meta[place] for place in places]
-        mine = data if len(parts) == 1 else _rows_at(data, places)
+        mine = data if len(parts) == 1 else columns.rows_at(data, places)
         yield from put(desk, names, names.partition_id, mine, tags if any(tags) else None)
-
-
-def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
-    """The fields of the samples of a meta, of one that is in it twice twice."""
-    samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
-    distinct = list(dict.fromkeys(samples))
-    if len(distinct) < meta.size:
-        first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
-        data = yield from get_batch(desk, meta.select_samples([first[sample] for sample in distinct]))
-        return _repeated(data, distinct, samples)
-    parts = yield from named(desk, meta)
-    fields = meta.field_names
-    if len(parts) == 1:
-        names = parts[0][1]
-        found: TensorDict = yield from reading.get(desk, names, names.partition_id, fields, True)
-        return columns.from_columns(found)
-    rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
-    for places, names in parts:
-        found = yield from reading.get(desk, names, names.partition_id, fields, True)
-        for name in fields:
-            for place, row in zip(places, columns.rows_of(found.get(name)), strict=True):
-                rows[name][place] = row
-    return TensorDict({name: columns.packed_rows(mine) for name, mine in rows.items()}, batch_size=[meta.size])
-
-
-def _repeated(data: TensorDict, there: Sequence[Any], wanted: Sequence[Any]) -> TensorDict:
-    """The rows of `there`, one after another as they are `wanted`."""
-    places = {sample: place for place, sample in enumerate(there)}
-    return TensorDict(_rows_at(data, [places[sample] for sample in wanted]), batch_size=[len(wanted)])
-
-
-def _rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Some rows of each field."""
-    picked = {str(name): columns.rows_of(value) for name, value in data.items()}
-    return {name: columns.packed_rows([rows[place] for place in places]) for name, rows in picked.items()}
 
 
 def clear_batch(desk: Desk, meta: BatchMeta) -> Operation[None]:
     """Drop those samples of a meta that still are there."""
-    for _, names in (yield from named(desk, meta)):
-        yield from ops.clear(desk, names, names.partition_id)
+    for part in meta.chunk_by_partition():
+        partition = part.partition_ids[0]
+        try:
+            rows, births = part._rows, part.global_indexes
+            if rows is None:
+                every = yield from listed(desk, partition)
+                there = np.isin(every.births, births)
+                rows, births = every.rows[there].tolist(), every.births[there].tolist()
+            samples = c.Samples(rows=np.array(rows, np.int64), births=np.array(births, np.int64))
+            yield Send(c.Clear(partition=partition, samples=samples))
+        except PartitionNotFoundError:
+            log.info("there is no partition %r to clear samples of", partition)
 
 
 def set_tags(desk: Desk, meta: BatchMeta) -> Operation[None]:
-    """Merge the meta's tags into those of its samples."""
-    for places, names in (yield from named(desk, meta)):
-        yield from ops.set_tags(desk, names, names.partition_id, [meta.custom_meta[place] for place in places])
+    """Merge the meta's tags into those of its samples. A partition that is not there is ignored."""
+    for part in meta.chunk_by_partition():
+        try:
+            for places, names in (yield from named(desk, part)):
+                tags = stored_tags([part.custom_meta[place] for place in places])
+                yield from ops.set_tags(desk, names, names.partition_id, tags or ())
+        except PartitionNotFoundError:
+            log.warning("there is no partition %r: its custom_meta is ignored", part.partition_ids[0])
 
 
 def whole_partition(desk: Desk, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:

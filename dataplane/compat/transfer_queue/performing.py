@@ -73,4 +73,4 @@ def translated() -> Iterator[None]:
     try:
         yield
     except NotThereError as error:
-        raise StorageKeyNotFoundError(str(error)) from error
+        raise StorageKeyNotFoundError(f"not found: {error}") from error

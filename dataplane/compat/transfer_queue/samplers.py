@@ -144,7 +144,7 @@ class GRPOGroupNSampler(DrawingSampler):
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
         if n_samples_per_prompt <= 0:
-            raise ValueError(f"n_samples_per_prompt={n_samples_per_prompt}: must be at least 1")
+            raise ValueError(f"n_samples_per_prompt={n_samples_per_prompt}: must be positive")
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
@@ -169,7 +169,7 @@ class RankAwareSampler(DrawingSampler):
         if missing:
             raise ValueError(f"RankAwareSampler: sampling_config lacks {' and '.join(missing)}")
         if config["dp_rank"] < 0:
-            raise ValueError(f"dp_rank={config['dp_rank']}: cannot be negative")
+            raise ValueError(f"dp_rank={config['dp_rank']}: must be greater than or equal to 0")
         return f"{config['dp_rank']}/{config['batch_index']}"
 
     def sample(  # type: ignore[override]  # the original's order
@@ -195,7 +195,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
         if dp_size <= 0:
-            raise ValueError(f"dp_size={dp_size}: must be at least 1")
+            raise ValueError(f"dp_size must be positive, got {dp_size}")
         self.dp_size = dp_size
 
     def wanted(self, batch_size: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataplane.compat.rendezvous import Meeting, known
@@ -15,7 +16,7 @@ from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
 from dataplane.compat.transfer_queue.samplers import BaseSampler
 from dataplane.compat.transfer_queue.settings import Settings, kept_of, sampler_of
-from dataplane.config import ENV_ADDRESS, DataPlaneConfig
+from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 from dataplane.server import serve
 
 log = logging.getLogger(__name__)
@@ -23,18 +24,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """The service in use. meeting: how this process came by it, unless it was named an address; published: the address
-    that its children find."""
+    """The service in use. meeting: how this process came by it, unless it was named an address; published: the
+    variables that its children find it by."""
 
     client: TransferQueueClient
     meeting: Meeting | None = None
-    published: str | None = None
+    published: Mapping[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         """Leave the service; end it if this process started it. Idempotent."""
         atexit.unregister(self.close)
-        if self.published is not None and os.environ.get(ENV_ADDRESS) == self.published:
-            del os.environ[ENV_ADDRESS]
+        for name, value in self.published.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
         self.client.close()
         if self.meeting is not None and self._pid == os.getpid():
             self.meeting.close()
@@ -66,7 +68,9 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     one starts.
 
     conf: as the original's: `controller.sampler` (an instance, a class or a name), `controller.polling_mode`,
-    `metrics.enabled` and `.port`. `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
+    `metrics.enabled` and `.port`. `strict_reads`: a read by key of what is not there is an error (default: it is left
+    out, as the original does). `objects`: "pickle" what no column carries, which gives a service without a token one
+    (default "refuse"). `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
     `backend` is not used. `controller.name`: Ray jobs that give the same name share a service, which the first of them
     starts; processes of these jobs that give no name use it, too. Settings that concern all processes are those of the
     process that starts the service, which keeps them. Each process that uses a sampler of its own class passes it here.
@@ -97,8 +101,8 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
         return _attached(found, sampler, kept_of(settings) if given else None)
     if not start:
         raise NotInitializedError(
-            "no service was found: start one first (in a Ray cluster, in this job), set TQ_ADDRESS, or name its "
-            "address in `dataplane`"
+            "TransferQueue is not initialized, and no service was found: start one first (in a Ray cluster, in this "
+            "job), set TQ_ADDRESS, or name its address in `dataplane`"
         )
     return _met(settings, sampler, given) or _started_here(settings, sampler)
 
@@ -114,7 +118,7 @@ def close() -> None:
 def get_client() -> TransferQueueClient:
     """The client of the low-level interface. `NotInitializedError` (an AssertionError) before `init()`."""
     if _current.session is None:
-        raise NotInitializedError("there is no service yet: call init() first")
+        raise NotInitializedError("TransferQueue is not initialized: call init() first")
     return _current.session.client
 
 
@@ -128,7 +132,8 @@ def current_client() -> TransferQueueClient:
             found = _found()
             if found is None:
                 raise NotInitializedError(
-                    "no service was found: call init() first; one of another Ray job is found by its `controller.name`"
+                    "TransferQueue is not initialized, and no service was found: call init() first; one of another Ray "
+                    "job is found by its `controller.name`"
                 )
             _current.session = _attached(found, None, None)
         return _current.session.client
@@ -162,12 +167,17 @@ def _attached(
     client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", config)
     try:
         client._performer.client.connect()
-        client._performer.do(client.settled, wished)
+        kept = client._performer.do(client.settled, wished)
         client._own_sampler = sampler
-        return Session(client, meeting)
     except BaseException:
         client.close()
         raise
+    if kept is None or kept.get("objects", "refuse") == config.objects:
+        if config.pickles:
+            log.info("objects that no column carries are pickled, and unpickled here (objects='pickle')")
+        return Session(client, meeting)
+    client.close()
+    return _attached(replace(client.config, objects=kept["objects"]), sampler, None, meeting)
 
 
 def _met(settings: Settings, sampler: BaseSampler, given: bool) -> Session | None:
@@ -196,6 +206,10 @@ def _met(settings: Settings, sampler: BaseSampler, given: bool) -> Session | Non
 def _started_here(settings: Settings, sampler: BaseSampler) -> Session:
     """A service in this process, which those that it starts find."""
     wanted = settings.service()
+    told: dict[str, str] = {}
+    if wanted.pickles and wanted.secret() is None:
+        told[ENV_TOKEN] = os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
+        wanted = replace(wanted, token=told[ENV_TOKEN])
     server = serve(wanted)
     try:
         wished = {**kept_of(settings), "metrics": server.http_address or None}
@@ -204,6 +218,7 @@ def _started_here(settings: Settings, sampler: BaseSampler) -> Session:
     except BaseException:
         server.close()
         raise
-    session.published = os.environ[ENV_ADDRESS] = server.address
+    os.environ.update(told | {ENV_ADDRESS: server.address})
+    session.published = {**told, ENV_ADDRESS: server.address}
     atexit.register(session.close)
     return session

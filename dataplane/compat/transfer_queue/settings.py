@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dataplane.compat.transfer_queue.defaults import BACKENDS, defaults, warn_of_unused
 from dataplane.compat.transfer_queue.fetching import Sampling
 from dataplane.compat.transfer_queue.samplers import NAMED, BaseSampler, DrawingSampler
 from dataplane.config import DataPlaneConfig, TransferQueueEnvironment
 
-log = logging.getLogger(__name__)
-
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-BACKENDS = ("SimpleStorage", "MooncakeStore", "Yuanrong", "RayStore")
 
 
 class Settings(dict[str, Any]):
@@ -36,28 +33,34 @@ class Settings(dict[str, Any]):
         ValueError for a storage backend that the original has not."""
         if conf is not None and not isinstance(conf, Mapping):
             raise TypeError(f"conf={conf!r}: expected a mapping of settings or None, got {type(conf).__name__}")
-        settings = cls(_merged(_defaults(), conf or {}))
+        settings = cls(_merged(defaults(), conf or {}))
         backend = settings.backend.storage_backend
         if backend not in BACKENDS:
             raise ValueError(f"backend.storage_backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-        if conf and "backend" in conf:
-            log.info("backend settings are not used: samples are in this project's storage units, see `dataplane`")
+        warn_of_unused(conf or {})
         return settings
 
     def service(self) -> DataPlaneConfig:
         """The service to be started."""
-        config = DataPlaneConfig.of(self.dataplane)
-        if self.metrics.get("enabled") and config.http_port is None:
-            return replace(config, http_port=int(self.metrics.get("port") or 0))
-        return config
+        config = self._told()
+        if not self.metrics.get("enabled"):
+            return config
+        port = config.http_port if config.http_port is not None else int(self.metrics.get("port") or 0)
+        # The token that a Ray job makes for itself is one that no scraper knows.
+        nobodys = config.with_environment().secret() is None
+        return replace(config, http_port=port, open_metrics=config.open_metrics or nobodys)
 
     def address(self) -> DataPlaneConfig | None:
         """The service that is named here, if one is."""
         named = self.controller.zmq_info
         if named is not None:
             return attach_config(named)
-        config = DataPlaneConfig.of(self.dataplane)
+        config = self._told()
         return config if config.address is not None else None
+
+    def _told(self) -> DataPlaneConfig:
+        config = DataPlaneConfig.of(self.dataplane)
+        return config if self.objects == "refuse" else replace(config, objects=self.objects)
 
     def shared_name(self) -> str | None:
         """The name under which several jobs share a service; None: each job has its own. ValueError for a value that
@@ -80,15 +83,6 @@ def attach_config(named: Any) -> DataPlaneConfig:
     raise TypeError(f"controller_info: expected an address, settings or a DataPlaneConfig, got {type(named).__name__}")
 
 
-def _defaults() -> dict[str, Any]:
-    return {
-        "metrics": {"enabled": False, "port": 0},
-        "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None, "name": None},
-        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {}},
-        "dataplane": {},
-    }
-
-
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
     merged = Settings({key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()})
     for key, value in over.items():
@@ -108,7 +102,7 @@ def sampler_of(named: Any) -> BaseSampler:
         return named()
     if isinstance(named, str) and named in NAMED:
         return NAMED[named]()
-    raise ValueError(f"controller.sampler={named!r}: expected a BaseSampler or one of {', '.join(NAMED)}")
+    raise ValueError(f"controller.sampler={named!r} was not found: expected a BaseSampler or one of {', '.join(NAMED)}")
 
 
 def kept_of(settings: Settings) -> dict[str, Any]:
@@ -121,6 +115,8 @@ def kept_of(settings: Settings) -> dict[str, Any]:
         "polling": bool(settings.controller.polling_mode),
         "wait_s": given.metadata_wait_s,
         "expected": given.pre_allocated_samples,
+        "strict_reads": bool(settings.strict_reads),
+        "objects": settings.objects,
     }
 
 

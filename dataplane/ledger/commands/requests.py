@@ -143,8 +143,9 @@ class Locate(Command, frozen=True, kw_only=True):
     """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
 
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, birth 0) are no
-    errors. With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there
-    may be gone when the answer comes.
+    errors, and after the fields come those of their hidden columns (`schema.variants_of`) that have cells of the rows.
+    With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there may be
+    gone when the answer comes.
     """
 
     partition: str

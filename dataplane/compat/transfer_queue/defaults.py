@@ -1,0 +1,117 @@
+"""The settings of the original package with their defaults (config.yaml has the same), and which of them nothing uses
+here."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("SimpleStorage", "MooncakeStore", "Yuanrong", "RayStore")
+
+_BACKEND: dict[str, Any] = {
+    "storage_backend": "SimpleStorage",
+    "SimpleStorage": {
+        "total_storage_size": None,
+        "num_data_storage_units": 2,
+        "required_node_resource": None,
+        "zmq_info": None,
+        "ssd_offload": {
+            "enabled": False,
+            "path": None,
+            "threshold_bytes": 1 << 20,
+            "glibc_mmap_threshold_bytes": 1 << 20,
+        },
+    },
+    "MooncakeStore": {
+        "auto_init": True,
+        "metadata_server": "localhost:50050",
+        "master_server_address": "localhost:50051",
+        "local_hostname": "",
+        "protocol": "tcp",
+        "global_segment_size": 4 << 30,
+        "local_buffer_size": 1 << 30,
+        "device_name": "",
+        "hard_pin": None,
+        "offload": {
+            "enabled": False,
+            "file_storage_path": "/tmp/mooncake_offload",
+            "local_buffer_size_bytes": 2 << 30,
+            "use_uring": False,
+            "heartbeat_interval_seconds": 2,
+            "client_port": 42052,
+            "eviction_high_watermark_ratio": 0.9,
+            "eviction_ratio": 0.1,
+        },
+        "use_gdr": False,
+        "gdr_staging_buffer_mb": 1024,
+    },
+    "Yuanrong": {
+        "auto_init": True,
+        "worker_port": 31501,
+        "metastore_port": 2379,
+        "enable_yr_npu_transport": False,
+        "ds_max_workers": 1,
+        "enable_rdma": False,
+        "ucx_env_vars": {},
+        "worker_args": "--shared_memory_size_mb 8192",
+    },
+    "RayStore": None,
+}
+
+_DEFAULTS: dict[str, Any] = {
+    "metrics": {"enabled": False, "port": 0},
+    "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None, "name": None},
+    "backend": _BACKEND,
+    "strict_reads": False,
+    "objects": "refuse",
+    "dataplane": {},
+}
+
+_INSTEAD = {
+    "backend.storage_backend": "samples are in shared memory of this project's storage units",
+    "backend.SimpleStorage.total_storage_size": "capacity is in bytes, dataplane.capacity_bytes; a put waits for room",
+    "backend.SimpleStorage.num_data_storage_units": "every node has a storage unit; without Ray, dataplane.units",
+    "backend.SimpleStorage.required_node_resource": "every node has a storage unit",
+    "backend.SimpleStorage.ssd_offload": "dataplane.arena_dir may be a directory on a disk",
+    "backend.MooncakeStore.protocol": "dataplane.bulk_transport='mooncake' with dataplane.mooncake_protocol",
+    "backend.MooncakeStore.device_name": "dataplane.bulk_transport='mooncake' with dataplane.mooncake_device",
+    "backend.MooncakeStore.global_segment_size": "dataplane.capacity_bytes is the size of each storage unit",
+}
+
+
+def defaults() -> dict[str, Any]:
+    """All settings, as they are where nobody says otherwise."""
+    return copy.deepcopy(_DEFAULTS)
+
+
+def warn_of_unused(conf: Mapping[str, Any]) -> None:
+    """Say once of each setting of `backend` that differs from its default that it is not used, and what is instead."""
+    for path, value in _differing(conf.get("backend"), _BACKEND, "backend"):
+        if not path.startswith("backend.SimpleStorage.zmq_info"):
+            warn_once(f"{path}={value!r} is not used: {_instead(path)}")
+
+
+def _differing(given: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            known = default.get(name) if isinstance(default, Mapping) else None
+            yield from _differing(value, known, f"{path}.{name}")
+    elif given is not None and given != default:
+        yield path, given
+
+
+def _instead(path: str) -> str:
+    while path and path not in _INSTEAD:
+        path = path.rpartition(".")[0]
+    return _INSTEAD.get(path, "the storage units of this project are set up by `dataplane`")
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(text: str) -> None:
+    """Log the warning, unless it is among those logged last in this process."""
+    log.warning("%s", text)

@@ -1,0 +1,137 @@
+"""What the adapter reads of samples: by key, where it leaves out what is not there as the original does, and by meta,
+where it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from dataplane import reading
+from dataplane.compat.transfer_queue import columns
+from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError
+from dataplane.compat.transfer_queue.metadata import BatchMeta
+from dataplane.compat.transfer_queue.operations import living, named
+from dataplane.desk import Desk
+from dataplane.errors import FieldNotFoundError, FieldNotProducedError, PartitionNotFoundError, first_few
+from dataplane.ledger import commands as c
+from dataplane.samples import Names, ids_of
+from dataplane.steps import Operation, Send
+
+log = logging.getLogger(__name__)
+
+
+def get_keys(
+    desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None, strict: bool
+) -> Operation[TensorDict]:
+    """The fields (None: all that all of them have) of these keys, one that comes twice twice. Keys that are not there
+    and fields that only some of the keys have are left out; strict: they are an error."""
+    distinct = list(dict.fromkeys(keys))
+    if strict:
+        found, data = distinct, (yield from _all(desk, distinct, partition, fields))
+    else:
+        found, data = yield from _present(desk, distinct, partition, fields)
+    if not data.keys() or len(distinct) == len(keys):
+        return data
+    there = set(found)
+    return _repeated(data, found, [key for key in keys if key in there])
+
+
+def _all(desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None) -> Operation[TensorDict]:
+    if fields is None:
+        listed = yield Send(c.List(partition=partition, samples=c.Samples(ids=tuple(keys))))
+        fields = listed.result.fields
+        if not fields:
+            raise _no_fields(partition, keys)
+    return (yield from _strictly(desk, keys, partition, list(fields)))
+
+
+def _strictly(desk: Desk, names: Names, partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
+    """Exactly these fields of these samples. `NotThereError` names what is missing."""
+    try:
+        data: TensorDict = yield from reading.get(desk, names, partition, fields, True)
+    except (FieldNotFoundError, FieldNotProducedError):
+        places, data = yield from reading.get_present(desk, names, partition, fields)  # some rows may be variants
+        if len(places) < len(ids_of(names)) or any(name not in data for name in fields):
+            raise
+    return columns.from_columns(data)
+
+
+def _present(
+    desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None
+) -> Operation[tuple[list[str], TensorDict]]:
+    """The keys that are there, and what they have."""
+    try:
+        wanted = list(dict.fromkeys((yield from living(desk, keys, partition)).fields if fields is None else fields))
+        if wanted:
+            places, read = yield from reading.get_present(desk, keys, partition, wanted)
+            found, data = [keys[place] for place in places], columns.from_columns(read)
+        else:
+            found, data = list((yield from living(desk, keys, partition)).ids), _nothing()
+    except PartitionNotFoundError:
+        found, data = [], _nothing()
+    if not found:
+        raise StorageKeyNotFoundError(f"the keys {first_few(keys)}, or partition {partition!r}, were not found")
+    if len(found) < len(keys):
+        _left_out(desk, "keys", partition, set(keys).difference(found))
+    if len(data.keys()) < len(wanted):
+        _left_out(desk, "fields", partition, [name for name in wanted if name not in data])
+    if data.keys():
+        return found, data
+    if not (yield from living(desk, found, partition)).fields:
+        raise _no_fields(partition, keys)
+    return found, _nothing()
+
+
+def _nothing() -> TensorDict:
+    return TensorDict({}, batch_size=0)
+
+
+def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
+    return StorageKeyNotFoundError(
+        f"some fields are not ready: the keys {first_few(keys)} of partition {partition!r} have no field that all of "
+        "them have"
+    )
+
+
+def _left_out(desk: Desk, what: str, partition: str, names: Iterable[str]) -> None:
+    """Say so once for each name."""
+    new = desk.warned.first(f"read {what}", partition, names)
+    if new:
+        log.warning(
+            "partition %r: a read leaves out the %s %s, which are not there for all that it names (with "
+            "strict_reads=True this is an error)",
+            partition,
+            what,
+            first_few(new),
+        )
+
+
+def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
+    """The fields of the samples of a meta, of one that is in it twice twice."""
+    samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
+    distinct = list(dict.fromkeys(samples))
+    if len(distinct) < meta.size:
+        first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
+        data = yield from get_batch(desk, meta.select_samples([first[sample] for sample in distinct]))
+        return _repeated(data, distinct, samples)
+    parts = yield from named(desk, meta)
+    fields = meta.field_names
+    if len(parts) == 1:
+        names = parts[0][1]
+        return (yield from _strictly(desk, names, names.partition_id, fields))
+    rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
+    for places, names in parts:
+        found = yield from _strictly(desk, names, names.partition_id, fields)
+        for name in fields:
+            for place, row in zip(places, columns.rows_of(found.get(name)), strict=True):
+                rows[name][place] = row
+    return TensorDict({name: columns.packed_rows(mine) for name, mine in rows.items()}, batch_size=[meta.size])
+
+
+def _repeated(data: TensorDict, there: Sequence[Any], wanted: Sequence[Any]) -> TensorDict:
+    """The rows of `there`, one after another as they are `wanted`."""
+    places = {sample: place for place, sample in enumerate(there)}
+    return TensorDict(columns.rows_at(data, [places[sample] for sample in wanted]), batch_size=[len(wanted)])

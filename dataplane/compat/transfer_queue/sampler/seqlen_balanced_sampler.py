@@ -1,0 +1,3 @@
+"""`SeqlenBalancedSampler` under the module name of the original package."""
+
+from dataplane.compat.transfer_queue.samplers import SeqlenBalancedSampler as SeqlenBalancedSampler

@@ -1,0 +1,3 @@
+"""`SequentialSampler` under the module name of the original package."""
+
+from dataplane.compat.transfer_queue.samplers import SequentialSampler as SequentialSampler

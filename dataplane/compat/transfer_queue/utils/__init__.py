@@ -1,0 +1,1 @@
+"""Helpers of the original package that its users import."""

@@ -1,0 +1,20 @@
+"""Loggers under the module name of the original package."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+_FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
+
+
+def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
+    """The logger of this name, at the level of TQ_LOGGING_LEVEL, or else `default_level`. It writes to standard error
+    where the program has set up no logging."""
+    logger = logging.getLogger(name)
+    logger.setLevel(os.getenv("TQ_LOGGING_LEVEL", default_level))
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+    return logger
