@@ -6,6 +6,9 @@ import pytest
 
 from dataplane.config import DataPlaneConfig
 from dataplane.ledger import commands as c
+from dataplane.ledger import pressure
+from dataplane.ledger.partition import Partition
+from dataplane.ledger.state import State
 from tests.ledger_driver import Client, Driver
 
 KIB = 1024
@@ -92,3 +95,23 @@ def test_what_was_said_is_not_said_again_after_a_restart() -> None:
 def test_impossible_watermarks_are_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="0 <= low <= high <= 1"):
         DataPlaneConfig(low_watermark=low, high_watermark=high)
+
+
+def test_only_budgets_that_are_used_otherwise_now_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, client = half()
+    for i in range(20):
+        client.register(f"p{i}", budget_bytes=10 * KIB)
+        client.put(["a"], {"x": [KIB]}, partition=f"p{i}")
+    driver.judged = 0
+    looked_at: list[str] = []
+    real = pressure.limit_of
+
+    def look(state: State, partition: Partition, *, update: bool) -> int | None:
+        looked_at.append(partition.name)
+        return real(state, partition, update=update)
+
+    monkeypatch.setattr(pressure, "limit_of", look)
+    client.put(["b"], {"x": [64]})
+    client.put(["b"], {"x": [64]}, partition="p3")
+    client.clear("b")
+    assert set(looked_at) == {"p3"}

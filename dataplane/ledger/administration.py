@@ -50,13 +50,15 @@ class Partitions:
         for put in state.puts_under_way(partition):
             state.keep_targets(put)
         partition.outlook = None
-        state.extents.freed = state.extents.moved = True
-        state.extents.loosened.add(partition.account.number)
+        number = partition.account.number
+        state.extents.freed = True
+        state.extents.loosened.add(number)
+        state.extents.moved.add(number)
         if partition.budget_bytes is None:
-            state.budgeted.pop(partition.name, None)
+            state.budgeted.pop(number, None)
             partition.account.pressed = False
         else:
-            state.budgeted[partition.name] = partition
+            state.budgeted[number] = partition
         for parked in list(partition.waiters.values()):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.task_gone(parked))

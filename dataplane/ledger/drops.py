@@ -11,7 +11,7 @@ def drop(state: State, partition: Partition) -> int:
     """The partition goes with all it holds, and whoever waits on it is told; how many samples lived."""
     count = partition.rows.live
     del state.partitions[partition.name]
-    state.budgeted.pop(partition.name, None)
+    state.budgeted.pop(partition.account.number, None)
     partition.drop()
     for claim in list(partition.waiters.values()):
         waiting = f"a claim of task {claim.command.task!r}"

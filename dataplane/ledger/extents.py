@@ -69,7 +69,8 @@ class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
     empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
     `serials` tell extents of one number apart, one after another (`made` counts them).
-    `freed` says that bytes came back, or could, since it was last reset, `moved` that any were taken or came back;
+    `freed` says that bytes came back, or could, since it was last reset; `moved` are the accounts (0 too) of which any
+    were taken or came back since;
     `loosened` are the accounts of which extents were taken, died, ended or are read no more since.
     `hoped` has the number of the `Outlook` that counts an extent, for its account.
     `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
@@ -88,7 +89,7 @@ class Extents:
         self.loosened: set[int] = set()
         self.several: dict[int, Several] = {}
         self.accounts: dict[int, Account] = {}
-        self.moved = False
+        self.moved: set[int] = set()
         self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
         self.starts: Int64s = np.zeros(64, np.int64)
@@ -132,7 +133,7 @@ class Extents:
         if account is not None:
             account.charge(size)
             self.loosened.add(account.number)
-        self.moved = True
+        self.moved.add(int(self.owners[number]))
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
@@ -187,7 +188,7 @@ class Extents:
         self.owners[number] = account.number
         account.charge(int(self.sizes[number]))
         self.loosened.add(account.number)
-        self.moved = True
+        self.moved.add(account.number)
 
     def trim(self, number: int) -> None:
         """Give back what no live cell lies on, if that is most of it."""
@@ -299,7 +300,7 @@ class Extents:
 
     def _credit(self, numbers: Int32s) -> None:
         """The bytes of these extents are their partitions' no more."""
-        self.moved = True
+        self.moved.update(self.owners[numbers].tolist())
         owners, sizes = self.owners[numbers], self.sizes[numbers]
         for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
             account = self.accounts.get(owner)
@@ -309,7 +310,7 @@ class Extents:
     def _discharge(self, account: Account, nbytes: int) -> None:
         account.used_bytes -= nbytes
         self.loosened.add(account.number)
-        self.moved = True
+        self.moved.add(account.number)
         if account.closed and not account.used_bytes:
             self.accounts.pop(account.number, None)
 

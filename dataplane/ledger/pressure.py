@@ -18,15 +18,16 @@ class Pressure:
         self.state = state
 
     def look(self) -> None:
-        """After every input; does nothing unless bytes were taken or came back."""
+        """After every input; does nothing unless bytes were taken or came back, and looks only at the partitions whose
+        they are."""
         state = self.state
-        if not state.extents.moved:
+        moved, state.extents.moved = state.extents.moved, set()
+        if not moved:
             return
-        state.extents.moved = False
         for unit in state.units.values():
             unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
             self._judge(unit, unit.used_bytes, unit.limit(update=False))
-        for partition in state.budgeted.values():
+        for partition in [state.budgeted[number] for number in sorted(moved) if number in state.budgeted]:
             limit = limit_of(state, partition, update=False)
             self._judge(partition, partition.account.used_bytes, limit or 0)
 

@@ -72,7 +72,7 @@ class State:
         self.units: dict[int, Unit] = {}
         self.extents = Extents(self.units)
         self.partitions: dict[str, Partition] = {}
-        self.budgeted: dict[str, Partition] = {}
+        self.budgeted: dict[int, Partition] = {}
         self.sessions: dict[int, Session] = {}
         self.parked = 0
         self.room_waiters: dict[bool, Lines] = {True: {}, False: {}}
