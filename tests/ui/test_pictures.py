@@ -230,4 +230,5 @@ def test_of_many_units_only_those_in_view_are_asked_for(service: Server, client:
     assert "101" in asked
     assert len(asked) < 32
     assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+    assert page.evaluate("document.documentElement.scrollHeight") < 5000, "what comes after them is near"
     page.unroute_all(behavior="ignoreErrors")
