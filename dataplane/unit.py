@@ -64,8 +64,8 @@ class StorageUnit:
     def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
         if config.state_dir is not None and not name:
             raise ValueError(
-                f"a storage unit with a state directory ({config.state_dir}) needs a name, by which its next start finds "
-                "its rows (name=, tq unit --name)"
+                f"a storage unit with a state directory ({config.state_dir}) needs a name, by which its next start "
+                "finds its rows (name=, tq unit --name)"
             )
         self._config = config
         self._controller = controller_address

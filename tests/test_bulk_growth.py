@@ -57,7 +57,10 @@ def test_growing_that_breaks_is_reported_too(unit, monkeypatch, caplog):
     assert unit.server.alive
 
 
-@pytest.mark.parametrize("error", [ArenaSpaceError(directory="/x", found_bytes=5, wanted_bytes=9), OSError(5, "broken")])
+FULL = ArenaSpaceError(directory="/x", found_bytes=5, wanted_bytes=9)
+
+
+@pytest.mark.parametrize("error", [FULL, OSError(5, "broken")])
 def test_growing_that_goes_on_failing_is_logged_once(unit, monkeypatch, caplog, error):
     def fails(*_):
         raise error

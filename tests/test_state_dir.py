@@ -97,5 +97,5 @@ def test_a_unit_of_a_service_that_began_anew_at_its_address_begins_anew_too(
 @pytest.mark.parametrize("name", [None, ""])
 def test_a_unit_without_a_name_is_refused_where_its_rows_are_to_outlive_it(tmp_path: Path, name: str | None) -> None:
     config = DataPlaneConfig(capacity_bytes=MIB, state_dir=str(tmp_path / "state"))
-    with pytest.raises(ValueError, match="needs a name.*tq unit --name"):
+    with pytest.raises(ValueError, match=r"needs a name.*tq unit --name"):
         StorageUnit(config, "127.0.0.1:1", name=name)

@@ -16,7 +16,9 @@ from dataplane.stopping import Stop
 def unit(
     *,
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the controller.")],
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the unit in reports; needed with --state-dir.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the unit in reports; needed with --state-dir.")
+    ] = None,
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, help="Port that clients of other hosts reach it at (default: any free one)."),

@@ -206,7 +206,7 @@ def test_calls_have_their_place_in_time(service: Server, client: DataPlaneClient
         seen.until("#timeline-told", "1 min, following")
 
 
-def test_of_many_units_only_those_in_view_are_asked_for(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
+def test_of_many_units_those_in_view_are_asked_for(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
     """128, of which the service has one; the others are made up on the way to the page."""
     scene.produce(client)
     seen = visit(service.http_address, viewport={"width": 1000, "height": 700})
@@ -230,4 +230,5 @@ def test_of_many_units_only_those_in_view_are_asked_for(service: Server, client:
     assert "101" in asked
     assert len(asked) < 32
     assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+    assert page.evaluate("document.documentElement.scrollHeight") < 5000, "what comes after them is near"
     page.unroute_all(behavior="ignoreErrors")
