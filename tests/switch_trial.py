@@ -7,6 +7,7 @@ for. Prints, as JSON, the file that `transfer_queue` is in each of its processes
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import os
@@ -21,6 +22,8 @@ from tests.ray.patience import be_patient
 
 MINE = {"env_vars": {"MINE": "job"}}
 OWN = {"env_vars": {"OWN": "here"}}
+PICKLED = datetime.date(2026, 1, 2)
+"""What no column carries."""
 
 
 def where() -> list[str | None]:
@@ -55,7 +58,9 @@ class Worker:
 
         tq.init()
         try:
-            assert tq.kv_batch_get(["a"], "train")["x"].unbind()[0].tolist() == [1, 2, 3]
+            got = tq.kv_batch_get(["a"], "train")
+            assert got["x"].unbind()[0].tolist() == [1, 2, 3]
+            assert got["day"].tolist() == [PICKLED]
             return tq.kv_put("b", "train", {"x": torch.tensor([4])}, {"from": "worker"})
         finally:
             tq.close()
@@ -74,7 +79,7 @@ def use() -> None:
     from transfer_queue import KVBatchMeta
 
     tq.init({"dataplane": {"capacity_bytes": 32 << 20, "connect_timeout_s": START_S}})
-    tq.kv_put("a", "train", {"x": torch.tensor([1, 2, 3])}, {"from": "driver"})
+    tq.kv_put("a", "train", {"x": torch.tensor([1, 2, 3]), "day": PICKLED}, {"from": "driver"})
     meta = ray.get(Worker.options(runtime_env=OWN).remote().use.remote(), timeout=START_S)
     assert type(meta) is KVBatchMeta, type(meta)
     assert tq.kv_list("train") == {"train": {"a": {"from": "driver"}, "b": {"from": "worker"}}}

@@ -54,9 +54,10 @@ def install() -> None:
         sys.meta_path.insert(0, Replacement(value))
 
 
-def replaced(name: str) -> bool:
-    """Whether `name`, a module of the table, is this project's in this process."""
-    return any(name in finder.table for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong)
+def replaced(*names: str) -> bool:
+    """Whether one of `names`, modules of the table, is this project's in this process."""
+    on = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong]
+    return any(name in finder.table for finder in on for name in names)
 
 
 class Replacement:

@@ -142,6 +142,7 @@ def test_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_is_replaced_can_be_found_out() -> None:
     assert replaced("their_tq")
     assert replaced("their_whole.part")
+    assert replaced("never", "their_tq")
     assert not replaced("never")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -18,7 +19,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane.compat.transfer_queue as tq
-from dataplane import connect, serve
+from dataplane import DataPlaneConfig, connect, serve
+from dataplane.compat.switch import Replacement
 from dataplane.compat.transfer_queue.defaults import defaults, warn_once
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
@@ -182,6 +184,23 @@ def test_who_attaches_pickles_if_the_service_was_started_so() -> None:
         tq.init({"dataplane": where})
         assert tq.kv_batch_get("a", "p")["turn"].tolist() == [Turn("one")]
         tq.close()
+
+
+def test_a_switched_job_pickles_unless_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor where that would be refused."""
+    warn_once.cache_clear()
+    native, refusing = Settings.of(None), Settings.of({"objects": "refuse"})
+    bare, secret = DataPlaneConfig(address="there:1"), DataPlaneConfig(address="there:1", token="secret")
+    assert native.objects_with(None) == native.objects_with(secret) == "refuse"
+    monkeypatch.setattr(sys, "meta_path", [Replacement("transfer_queue"), *sys.meta_path])
+    assert native.objects_with(None) == native.objects_with(secret) == "pickle"
+    assert refusing.objects_with(None) == native.objects_with(bare) == "refuse"
+    (said,) = caplog.messages
+    assert said.startswith("TQ_REPLACE is set, so objects that no column carries are pickled")
+    monkeypatch.setenv("TQ_TOKEN", "secret")
+    assert native.objects_with(bare) == "pickle"
 
 
 @pytest.mark.integration

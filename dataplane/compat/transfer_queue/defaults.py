@@ -68,7 +68,7 @@ _DEFAULTS: dict[str, Any] = {
     "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None, "name": None},
     "backend": _BACKEND,
     "strict_reads": False,
-    "objects": "refuse",
+    "objects": None,
     "dataplane": {},
 }
 

@@ -70,7 +70,8 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     conf: as the original's: `controller.sampler` (an instance, a class or a name), `controller.polling_mode`,
     `metrics.enabled` and `.port`. `strict_reads`: a read by key of what is not there is an error (default: it is left
     out, as the original does). `objects`: "pickle" what no column carries, which gives a service without a token one
-    (default "refuse"). `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
+    (default "refuse"; "pickle" in a job that TQ_REPLACE switches, unless it attaches to a service that has neither
+    token nor TLS). `dataplane` has settings of `DataPlaneConfig`, for the service or how to attach;
     `backend` is not used. `controller.name`: Ray jobs that give the same name share a service, which the first of them
     starts; processes of these jobs that give no name use it, too. Settings that concern all processes are those of the
     process that starts the service, which keeps them. Each process that uses a sampler of its own class passes it here.
@@ -97,6 +98,7 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     sampler, name, found = sampler_of(settings.controller.sampler), settings.shared_name(), settings.address()
     if found is None and (name is None or not start):
         found = _found(name)
+    settings.objects = settings.objects_with(found)
     if found is not None:
         return _attached(found, sampler, kept_of(settings) if given else None)
     if not start:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dataplane.compat.transfer_queue.defaults import BACKENDS, defaults, warn_of_unused
+from dataplane.compat.switch import VARIABLE, replaced
+from dataplane.compat.transfer_queue.defaults import BACKENDS, defaults, warn_of_unused, warn_once
 from dataplane.compat.transfer_queue.fetching import Sampling
 from dataplane.compat.transfer_queue.samplers import NAMED, BaseSampler, DrawingSampler
 from dataplane.config import DataPlaneConfig, TransferQueueEnvironment
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+SWITCHES = ("transfer_queue", "nemo_rl.data_plane.adapters.transfer_queue")
+"""Modules of the switch's table in whose place this adapter is imported."""
 
 
 class Settings(dict[str, Any]):
@@ -60,7 +63,24 @@ class Settings(dict[str, Any]):
 
     def _told(self) -> DataPlaneConfig:
         config = DataPlaneConfig.of(self.dataplane)
-        return config if self.objects == "refuse" else replace(config, objects=self.objects)
+        return config if self.objects in (None, "refuse") else replace(config, objects=self.objects)
+
+    def objects_with(self, found: DataPlaneConfig | None) -> str:
+        """What clients do with objects that no column carries, at this service (None: one that is to be started).
+
+        Where nobody said so they are refused. A job that is switched relies on the original's pickles, so there they
+        are pickled, except at a service that has neither a token nor TLS.
+        """
+        if self.objects is not None:
+            return str(self.objects)
+        config = found.with_environment() if found is not None else None
+        if not replaced(*SWITCHES) or (config is not None and config.tls is None and config.secret() is None):
+            return "refuse"
+        warn_once(
+            f"{VARIABLE} is set, so objects that no column carries are pickled; "
+            "init({'objects': 'refuse'}) refuses them"
+        )
+        return "pickle"
 
     def shared_name(self) -> str | None:
         """The name under which several jobs share a service; None: each job has its own. ValueError for a value that
