@@ -32,7 +32,8 @@ def build(cfg, *, bootstrap=True):
     "nemo_rl/data_plane/adapters/__init__.py": "",
     "nemo_rl/data_plane/adapters/transfer_queue.py": ORIGINAL,
     "train.py": """
-import json, sys
+import dataclasses, json, sys
+from tensordict import NonTensorStack, TensorDict
 from nemo_rl.data_plane import build
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 
@@ -43,6 +44,16 @@ driver.register_partition("train", [], 1, ["policy"])
 driver.put_samples(["a"], "train", tags=[{"input_lengths": 3}])
 meta = worker.claim_meta("train", "policy", [], 1)
 assert type(meta) is KVBatchMeta and isinstance(driver, DataPlaneClient)
+
+
+@dataclasses.dataclass
+class Info:
+    turns: int
+
+
+driver.put_samples(["a"], "train", TensorDict({"extra_env_info": NonTensorStack(Info(2))}, batch_size=[1]))
+(info,) = worker.get_samples(["a"], "train", ["extra_env_info"]).get("extra_env_info").tolist()
+assert info == Info(2), info
 worker.close()
 driver.close()
 print(json.dumps([type(driver).__module__, meta.sequence_lengths, sys.argv[1:]]))
