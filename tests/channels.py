@@ -89,7 +89,7 @@ def waiting(channel: Channel, *, gets: int = 0, puts: int = 0) -> None:
     """Returns once so many wait at the broker."""
     event = threading.Event()
     while True:
-        counted = channel._counted(channel._links[0], "default_queue", "count")
+        counted = channel._count("default_queue")
         if (counted.gets, counted.puts) == (gets, puts):
             return
         event.wait(0.005)

@@ -29,6 +29,8 @@ HOOK = "rl_dataplane_switch.pth"
 ALL = "all"
 MODULES: Mapping[str, str] = {
     "transfer_queue": "dataplane.compat.transfer_queue",
+    "nemo_rl.data_plane.adapters.transfer_queue": "dataplane.compat.nemo_rl.adapter",
+    "rlinf.scheduler": "workers.rlinf",
 }
 """Modules of other packages, and those of this project that can be imported in their place, submodules included."""
 

@@ -201,6 +201,21 @@ def test_a_nemo_rl_that_cannot_be_imported_is_logged(
     worker.close()
 
 
+@pytest.mark.integration
+def test_settings_that_are_not_used_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    cfg = {**CFG, "backend": "mooncake_cpu", "storage_capacity": 123_457, "num_storage_units": 2}
+    for _ in range(2):
+        build_data_plane_client(cfg, bootstrap=True).close()
+    found = [each.getMessage() for each in caplog.records if "not used" in each.getMessage()]
+    assert found[0].startswith(
+        "not used: storage_capacity=123457, num_storage_units=2, backend='mooncake_cpu'. Samples"
+    )
+    assert len(found) == 1
+
+
 def test_a_name_that_the_adapter_does_not_have_says_so() -> None:
     with pytest.raises(ImportError, match="_promote_1d_leaves"):
         from dataplane.compat.nemo_rl.adapter import _promote_1d_leaves  # noqa: F401, PLC0415

@@ -85,7 +85,7 @@ def environment(home: Path, installed: Path) -> Path:
     return home / "venv" / "bin" / "python"
 
 
-def run(python: Path, *arguments: str, cwd: Path | None = None, **environment: str) -> str:
+def run(python: Path, *arguments: str, cwd: Path | None = None, timeout_s: float = START_S, **environment: str) -> str:
     """What it prints."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("TQ_", "PYTHON", "COV"))}
     done = subprocess.run(
@@ -95,7 +95,7 @@ def run(python: Path, *arguments: str, cwd: Path | None = None, **environment: s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=START_S,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataplane.compat.nemo_rl.client import DataPlaneClient
+from dataplane.compat.switch import replaced
+from dataplane.compat.transfer_queue.defaults import warn_once
 from dataplane.compat.transfer_queue.session import Session, open_session
 from dataplane.compat.transfer_queue.settings import Settings
 
@@ -14,6 +16,15 @@ log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("transfer_queue", "rl_dataplane")
 BACKENDS = ("simple", "mooncake_cpu")
+ADAPTER = "nemo_rl.data_plane.adapters.transfer_queue"
+"""NeMo-RL's module that the switch can replace."""
+UNUSED = (
+    "storage_capacity",
+    "num_storage_units",
+    "global_segment_size",
+    "local_buffer_size",
+    "claim_meta_poll_interval_s",
+)
 
 
 def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = True) -> DataPlaneClient:
@@ -25,9 +36,10 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
 
     cfg: `enabled` has to be true; `impl` one of "transfer_queue" (so that a configuration can stay) and "rl_dataplane";
     `controller_address` the service's address, or `controller_name` its name, as `controller.name` of `init`;
-    `ack_timeout_ms` how long a command may take; `dataplane` further settings of `DataPlaneConfig`. `backend` and its
-    block, `claim_meta_poll_interval_s` and `observability` are not used. ValueError for a configuration that is off, or
-    an `impl` or `backend` that NeMo-RL has not.
+    `ack_timeout_ms` how long a command may take; `dataplane` further settings of `DataPlaneConfig`; `objects` as of
+    `init`, by default "pickle" where the switch put this package in the place of NeMo-RL's adapter. `backend` and its
+    block, `claim_meta_poll_interval_s` and `observability` are not used, which one warning of the driver says.
+    ValueError for a configuration that is off, or an `impl` or `backend` that NeMo-RL does not have.
     """
     if cfg is None or not cfg.get("enabled"):
         raise ValueError("build_data_plane_client: the data plane is off in this configuration (enabled)")
@@ -46,9 +58,27 @@ def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
         told["address"] = cfg["controller_address"]
     if cfg.get("ack_timeout_ms"):
         told["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
-    controller = {"polling_mode": True, "name": cfg.get("controller_name")}
-    settings = Settings.of({"controller": controller, "dataplane": told})
-    return open_session(settings, given=bootstrap, start=bootstrap)
+    conf: dict[str, Any] = {
+        "controller": {"polling_mode": True, "name": cfg.get("controller_name")},
+        "dataplane": told,
+    }
+    objects = cfg.get("objects") or ("pickle" if replaced(ADAPTER) else None)
+    if objects is not None:
+        conf["objects"] = objects
+    if bootstrap:
+        _warn_of_unused(cfg)
+    return open_session(Settings.of(conf), given=bootstrap, start=bootstrap)
+
+
+def _warn_of_unused(cfg: Mapping[str, Any]) -> None:
+    unused = [f"{name}={cfg[name]!r}" for name in UNUSED if cfg.get(name) is not None]
+    if cfg.get("backend") == BACKENDS[1]:
+        unused.append(f"backend={BACKENDS[1]!r}")
+    if unused:
+        warn_once(
+            f"not used: {', '.join(unused)}. Samples are in this package's storage units, whose settings are under "
+            "`dataplane` (capacity_bytes, bulk_transport, ...); claims wait on the service"
+        )
 
 
 def _milliseconds(value: Any) -> float:
