@@ -111,6 +111,10 @@ class CheckpointError(RefusedError):
         super().__init__(f"checkpoint file {file}: {why}", file=file, why=why)
 
 
+UNDECLARED = "an undeclared field"
+"""`got` of the `SchemaError` for a field that a strict schema lacks."""
+
+
 class SchemaError(RefusedError):
     """A put differs from the field's schema or from its live rows."""
 

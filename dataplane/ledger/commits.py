@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dataplane.errors import (
+    UNDECLARED,
     InvalidRequestError,
     PartitionDroppedError,
     PartitionSealedError,
@@ -215,7 +216,7 @@ class Commits:
             raise SchemaError(
                 partition=partition.name,
                 field=column.name,
-                got="an undeclared field",
+                got=UNDECLARED,
                 expected=f"one of {', '.join(declared[:8]) or 'no fields at all'}",
                 hint="The partition is strict: declare the field in register_partition, or register with strict=False.",
             )

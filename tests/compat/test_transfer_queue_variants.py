@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
 from dataplane import DataPlaneClient, connect
-from dataplane.errors import FieldNotProducedError
+from dataplane.errors import FieldNotProducedError, SchemaError
 from dataplane.ledger import commands as c
 from dataplane.operations import ask
 from dataplane.schema import VARIANTS
@@ -98,6 +98,14 @@ def test_a_checkpoint_has_both_columns(native: DataPlaneClient, tmp_path: Path) 
     assert [rows_of(key).tolist() for key in "ab"] == [[1, 1, 1], [[5]]]
     tq.kv_put("b", "p", {"x": torch.zeros(1)})
     assert rows_of("b").tolist() == [0]
+
+
+def test_a_strict_schema_has_no_other_column(native: DataPlaneClient) -> None:
+    native.register_partition("s", ["x"], None, [], strict=True)
+    tq.kv_put("a", "s", {"x": torch.ones(2)})
+    for fields in ({"x": torch.ones(2, 2)}, {"y": torch.ones(2)}):
+        with pytest.raises(SchemaError, match="strict"):
+            tq.kv_put("a", "s", fields)
 
 
 def test_the_meta_of_such_rows_says_what_is_known(native: DataPlaneClient) -> None:

@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from dataplane.errors import SchemaError
+from dataplane.errors import UNDECLARED, SchemaError
 from dataplane.jagged import TORCH_DTYPES, jagged_from_values
 from dataplane.ledger import commands as c
 from dataplane.schema import field_of, variants_of
@@ -93,7 +93,7 @@ def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
     """Have the field that does not fit its column go to the hidden one, or into its own as objects if those are what
     it holds; whether that can help."""
     name = refused.facts["field"]
-    if name not in columns:
+    if name not in columns or name != field_of(name) or refused.facts["got"] == UNDECLARED:
         return False
     rows = rows_of(columns[name])
     if refused.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):
