@@ -13,7 +13,7 @@ from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
 from dataplane.connection import begin_copy, desks, end_copies, session_lock
 from dataplane.control.achannel import AsyncChannel
-from dataplane.desk import Desk
+from dataplane.desk import Desk, check_pickles
 from dataplane.errors import DataPlaneError
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
 from dataplane.under_way import UnderWay
@@ -47,6 +47,7 @@ class AsyncConnection:
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
         """Connect. Errors as `DataPlaneClient.connect`."""
+        check_pickles(config)
         lock = session_lock(config)
         try:
             channel = await AsyncChannel.open(config, "" if lock is None else str(lock.path))

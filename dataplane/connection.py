@@ -16,7 +16,7 @@ from dataplane.bulk.lock import SessionLock
 from dataplane.config import DataPlaneConfig
 from dataplane.control.channel import Channel
 from dataplane.control.numbering import undo_of
-from dataplane.desk import Desk
+from dataplane.desk import Desk, check_pickles
 from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
 from dataplane.ledger.commands import Allocate, AllocateAhead, Claim, Command, FindCells, Locate, Save
 from dataplane.steps import Operation, Post, Send, Sent, Step, T, Work
@@ -128,6 +128,7 @@ class Connection:
     """An open session with its desk; runs operations in the calling thread. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
+        check_pickles(config)
         lock = session_lock(config)
         try:
             self._channel = Channel.open(config, "" if lock is None else str(lock.path))

@@ -169,6 +169,15 @@ class Schemas:
             self._known.pop(partition, None)
 
 
+def check_pickles(config: DataPlaneConfig) -> None:
+    """`InvalidRequestError` for a client that is to pickle where anybody may put."""
+    if config.pickles and config.tls is None and config.secret() is None:
+        raise InvalidRequestError(
+            "objects='pickle': only clients of a service with a token or TLS pickle, because what one of them puts can "
+            "have the others run anything; give the service a token"
+        )
+
+
 class Desk:
     """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
     restart. put_timeout_s: of the service, where the config has none."""
@@ -182,11 +191,6 @@ class Desk:
         durable: bool = False,
         put_timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
-        if config.pickles and config.tls is None and config.secret() is None:
-            raise InvalidRequestError(
-                "objects='pickle': only clients of a service with a token or TLS pickle, because what one of them puts "
-                "can have the others run anything; give the service a token"
-            )
         self.config = config
         self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
         self.session = session

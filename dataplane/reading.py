@@ -93,10 +93,13 @@ def parts_of(located: Sequence[c.FieldLocations], there: np.ndarray[Any, Any]) -
         mine = []
         for column in (name, variants_of(name)):
             found = columns.get(column)
-            places = np.flatnonzero(found.lengths[there] >= 0) if found is not None else ()
-            if found is not None and len(places):
-                whole = len(places) == len(found.lengths)
-                mine.append(Part(found if whole else chosen(found, there[places]), np.asarray(places)))
+            if found is None:
+                continue
+            places = np.flatnonzero(found.lengths[there] >= 0)
+            if len(places) == len(found.lengths):
+                mine.append(Part(found, places))
+            elif len(places):
+                mine.append(Part(chosen(found, there[places]), places))
         if mine and sum(len(part.places) for part in mine) == len(there):
             parts[name] = mine
     return parts

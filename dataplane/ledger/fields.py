@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.ledger.arrays import grown, top
+from dataplane.ledger.arrays import every, grown, top
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
 from dataplane.types import FieldSpec
 
@@ -88,6 +88,9 @@ def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]
     """Extent (0: none), offset and length (-1: none) of each row's cell; row -1 has none."""
     if field is None or not len(field.extents):
         return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
-    extents = np.where(rows >= 0, field.extents[rows], 0).astype(np.int32)
+    extents = field.extents[rows]
+    if every(extents) and every(rows >= 0):
+        return extents, field.offsets[rows], field.lengths_of(rows)
+    extents = np.where(rows >= 0, extents, 0).astype(np.int32)
     there = extents > 0
     return extents, np.where(there, field.offsets[rows], 0), np.where(there, field.lengths_of(rows), -1)

@@ -54,7 +54,8 @@ class Reads:
         """Where those cells are that there are, after those of the fields the variants that some of the rows have."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
-        found, cells = [], np.zeros(0, np.int32)
+        found: list[c.FieldLocations] = []
+        cells: list[c.Int32s] = []
         hidden = [other for other in map(variants_of, command.fields) if other in partition.fields]
         for name in (*command.fields, *hidden):
             field = partition.fields.get(name)
@@ -68,8 +69,8 @@ class Reads:
             found.append(
                 c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
             )
-            cells = np.concatenate([cells, extents[extents > 0]])
-        pinned = np.unique(cells)
+            cells.append(extents[extents > 0])
+        pinned = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
         self.state.extents.pin(pinned)
         session.pins[number] = pinned
         births = np.where(rows >= 0, partition.births_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)

