@@ -251,6 +251,8 @@ def describe_tensor(tensor: Tensor) -> str:
 def _extension(code: int, data: memoryview) -> Any:
     if code in _MADE:
         return _MADE[code](_parts(data))
+    if code == _BIG_INT:
+        return int.from_bytes(data, "little", signed=True)
     if code == _ORDERED:
         pairs = _decoder.decode(data)
         if type(pairs) is not dict:
@@ -263,9 +265,10 @@ def _extension(code: int, data: memoryview) -> Any:
     description, shape, raw = _parts(data)
     if code == _TENSOR:
         return _decoded_tensor(description, _shape(shape), raw)
-    if code == _SCALAR and not raw:
-        return _described_dtype(description).type()  # an empty str or bytes
-    array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=_described_dtype(description), buffer=raw)
+    dtype = _described_dtype(description)
+    if code == _SCALAR and not dtype.itemsize:
+        return dtype.type()  # an empty str or bytes, of which numpy writes one zero
+    array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=dtype, buffer=raw)
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
     return array[()] if code == _SCALAR else array.copy()
