@@ -70,8 +70,11 @@ def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None
         assert len(metrics.labels("tq_unit_connected", "unit")) == len(ray.nodes())
 
 
-def test_the_service_takes_no_cpu(service: LaunchedService) -> None:
-    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all CPUs are free")
+def test_the_service_takes_no_cpu(ray_cluster: None) -> None:
+    """Other tests' actors may still be ending, which frees more."""
+    free = ray.available_resources().get("CPU", 0)
+    with launch_service(SMALL, name="free"):
+        assert ray.available_resources().get("CPU", 0) >= free
 
 
 def test_units_are_on_every_node_and_use_shared_memory(service: LaunchedService) -> None:
