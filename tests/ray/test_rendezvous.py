@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 SMALL = {"capacity_bytes": 32 << 20}
 PROCESS_S = 400.0
-"""How long a call may take that starts a process of Ray: one takes more than two minutes at a load of 15."""
+"""How long a call may take that starts a process of Ray: one took more than two minutes on a busy machine."""
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 import dataplane
 from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
 from dataplane.folder import own_path
+from tests.children import START_S
 from tests.lives import wait_until
 from tests.metrics_read import scrape
 from tests.secure import tls
@@ -71,10 +72,10 @@ def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None
 
 
 def test_the_service_takes_no_cpu(ray_cluster: None) -> None:
-    """Other tests' actors may still be ending, which frees more."""
-    free = ray.available_resources().get("CPU", 0)
+    """All CPUs that were free before it started can be used at once beside it."""
+    free = ray.available_resources()["CPU"]
     with launch_service(SMALL, name="free"):
-        assert ray.available_resources().get("CPU", 0) >= free
+        assert ray.get(ray.remote(num_cpus=free)(lambda: "ran").remote(), timeout=START_S) == "ran"
 
 
 def test_units_are_on_every_node_and_use_shared_memory(service: LaunchedService) -> None:
