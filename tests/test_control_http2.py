@@ -15,7 +15,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, RequestReceived, StreamEnded
 
-from dataplane.control import http2, keys
+from dataplane.control import http2, keys, tls
 from dataplane.control.opening import is_slow
 from dataplane.errors import ServiceUnavailableError
 
@@ -202,11 +202,11 @@ def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    answers: list[Exception | bytes] = [error, b"", error]
+    answers: list[Exception | bytes] = [error, b""]
 
     def answer(*_: object, **__: object) -> bytes:
         nonlocal now
-        now += keys.HANDSHAKE_S * (len(answers) > 1)  # it is hung up on at once the last time
+        now += keys.HANDSHAKE_S
         found = answers.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -217,6 +217,24 @@ def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
     monkeypatch.setattr(keys, "dialed", lambda _: "")
     monkeypatch.setattr(http2, "call", answer)
     assert keys.keys_of("host:1", None, None, deadline=WAIT_S) == keys.OPEN
-    with pytest.raises(ServiceUnavailableError):
-        keys.keys_of("host:1", None, None, deadline=WAIT_S)
     assert not answers
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.HungUpError("it hung up")])
+def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a service that has as many connections as it takes."""
+    asked: list[bytes] = []
+
+    def ask(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
+        asked.append(nonce)
+        if len(asked) % 3:
+            raise error
+        return b"", ""
+
+    monkeypatch.setattr(keys, "_ask", ask)
+    monkeypatch.setattr(keys, "BUSY_S", 0.001)
+    monkeypatch.setattr(tls, "diagnose", lambda *_: None)
+    assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
+    assert len(asked) == 3
+    with pytest.raises(ServiceUnavailableError, match="it hangs up at once: it may have as many"):
+        keys.keys_of("host:1", None, None, deadline=time.monotonic())

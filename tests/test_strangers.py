@@ -28,7 +28,7 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.control import grpc_public, health, http2, keys
+from dataplane.control import grpc_door, grpc_public, health, http2, keys
 from dataplane.control.controller import Controller
 from dataplane.control.keys import keys_of
 from dataplane.control.opening import door_address
@@ -266,6 +266,25 @@ def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, cal
         assert received, "the service closed the connection"
         calls -= sum(isinstance(event, ResponseReceived) for event in connection.receive_data(received))
         peer.sendall(connection.data_to_send())
+
+
+def test_a_port_with_as_many_connections_as_it_takes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_door, "CONNECTIONS", 4)
+    monkeypatch.setattr(grpc_door, "IDLE_S", 3600)
+    with Controller(replace(CONFIG, token=TOKEN)) as controller, contextlib.ExitStack() as ends:
+        for _ in range(4):
+            peer = ends.enter_context(socket.create_connection(split_address(controller.address), timeout=WAIT_S))
+            connection = H2Connection(H2Configuration(client_side=True))
+            connection.initiate_connection()
+            peer.sendall(connection.data_to_send())
+            assert peer.recv(1)
+        with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as late:
+            assert not late.recv(1)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(connect, controller.address, token=TOKEN, connect_timeout_s=WAIT_S)
+            assert wait([asked], SILENT_S).not_done
+            peer.close()
+            asked.result(WAIT_S).close()
 
 
 def test_an_older_client_is_named_in_the_log() -> None:

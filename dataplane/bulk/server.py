@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
+from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.arena import Arena
 from dataplane.bulk.arena_orders import ArenaOrder, ArenaOrders
@@ -45,7 +46,9 @@ from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.proof import Ticket
 from dataplane.rowcopy import gather
+from dataplane.sockets import readable
 from dataplane.types import PROTOCOL_VERSION
+from dataplane.unauthenticated import Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
@@ -110,6 +113,7 @@ class BulkServer:
         self._counts = counts or BulkCounts()
         self._unit = 0
         self._admission: Admission | None = None
+        self._monitor: zmq.Socket[Any] | None = None  # where peers have to show a ticket
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._arena_orders = ArenaOrders(arena, report)
@@ -139,6 +143,7 @@ class BulkServer:
                 self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
                 self._admission.guard(self._router)
                 self.admit(self._token)
+                self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self._frames = UnitFrames(self._router, self._fault)
             self.endpoints = bind(
                 self._router,
@@ -147,6 +152,7 @@ class BulkServer:
                 advertise_host=self._advertise_host,
                 guarded=self._is_guarded,
             )
+            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES)
         except BaseException:
             self._close_sockets()
             self._close_engine()
@@ -207,6 +213,9 @@ class BulkServer:
             self._engine.close()
 
     def _close_sockets(self) -> None:
+        if self._monitor is not None:
+            self._router.disable_monitor()
+            self._monitor.close(linger=0)
         self._router.close()
         if self._admission is not None:
             self._admission.close()
@@ -227,6 +236,8 @@ class BulkServer:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
+            if self._monitor is not None:
+                poller.register(self._monitor, zmq.POLLIN)
             while not self._stopping:
                 ready = self._wait(poller)
                 if self._wake in ready:
@@ -234,6 +245,8 @@ class BulkServer:
                 self._guarded("orders", self._obey)
                 if self._router in ready:
                     self._serve_some()
+                if self._monitor is not None:
+                    self._guarded("connections", self._watch_connections)
                 if self._arena_orders.under_way:
                     self._guarded("an order", self._arena_orders.step)
         except BaseException:
@@ -243,12 +256,23 @@ class BulkServer:
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """What is there to do. Goes on with transfers meanwhile."""
         pause_s = None if self._engine is None else self._engine.step()
-        if pause_s is None or self._arena_orders.under_way:
-            return dict(poller.poll(0 if self._arena_orders.under_way else None))
-        ready = dict(poller.poll(int(pause_s * 1000)))
-        if not ready and pause_s < 0.001:
+        if self._arena_orders.under_way:
+            return dict(poller.poll(0))
+        pauses = self._unauthenticated.pause_ms, None if pause_s is None else int(pause_s * 1000)
+        ready = dict(poller.poll(min((each for each in pauses if each is not None), default=None)))
+        if not ready and pause_s is not None and pause_s < 0.001:
             time.sleep(pause_s)
         return ready
+
+    def _watch_connections(self) -> None:
+        assert self._monitor is not None
+        while readable(self._monitor):
+            told = recv_monitor_message(self._monitor)
+            if told["event"] == zmq.EVENT_ACCEPTED:
+                self._unauthenticated.began(int(told["value"]))
+            else:
+                self._unauthenticated.ended(int(told["value"]))
+        self._unauthenticated.hang_up(drained=not readable(self._router))
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:
@@ -286,9 +310,12 @@ class BulkServer:
     def _serve_some(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                peer = self._router.recv(zmq.NOBLOCK)
+                frame = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            peer = frame.bytes
+            if self._monitor is not None:  # so this peer has shown its ticket, and its connection has a number
+                self._unauthenticated.spoke(int(frame.get(zmq.SRCFD)))
             try:
                 request = self._header()
                 if request is not None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from dataplane import sockets
 from dataplane.config import DataPlaneConfig
-from dataplane.control import sockets, wire
+from dataplane.control import wire
 from dataplane.control.calls import OpenChannel, Outgoing
 from dataplane.control.door import Door
 from dataplane.control.keeper import Keeper

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import resource
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -52,6 +53,11 @@ GRACE_S = 0.5
 """How long calls under way may take once the door closes."""
 MAX_CALLS = 16384
 """Calls at once, streams included; one more is refused with RESOURCE_EXHAUSTED."""
+CONNECTIONS = 8192
+"""At once, of clients in other languages, storage units and strangers; one more is hung up on. Clients of this package
+have one for a moment, while they open a session."""
+IDLE_S = 30
+"""A connection without a call ends then. gRPC's clients make it again by themselves."""
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -62,7 +68,6 @@ OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Strangers hold a connection, without a call, no longer than this.
     ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
-    ("grpc.max_connection_idle_ms", 300_000),
     # What gRPC reads ahead of a call's handler, which may refuse it unread.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
@@ -111,8 +116,10 @@ class GrpcDoor:
             interceptors.insert(0, self._handshakes)
         # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
         # could take apart.
+        most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        bounds = (("grpc.max_allowed_incoming_connections", most), ("grpc.max_connection_idle_ms", 1000 * IDLE_S))
         server = self._server = grpc.aio.server(
-            interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=interceptors, options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS
         )
         self._ready.set()
         await self._ended.wait()

@@ -55,6 +55,10 @@ class Http2Error(Exception):
     """What answers does not speak as a gRPC server does. Never leaves this package."""
 
 
+class HungUpError(Http2Error):
+    """What answers hung up before it said anything."""
+
+
 class BusyError(Http2Error):
     """A gRPC server ended the call as it may not do the next time."""
 
@@ -91,7 +95,7 @@ def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
         peer.sendall(connection.data_to_send())
         arrived = _arrived(peer, rest)
         if not arrived:
-            raise Http2Error("it hung up")
+            raise (Http2Error if received else HungUpError)("it hung up")
         received += len(arrived)
         for event in connection.receive_data(arrived):
             body += _data(event)

@@ -18,13 +18,13 @@ from dataplane.config import DataPlaneConfig
 from dataplane.control import wire
 from dataplane.control.calls import Calls
 from dataplane.control.opening import Socket, go_on, is_slow
-from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker
 from dataplane.descriptors import enough_for, none_left
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.failpoints import hit
 from dataplane.ledger import commands as c
 from dataplane.pb import control_pb2 as pb
+from dataplane.sockets import readable
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,8 @@ SILENT = "see that its process is not stopped, nor its machine too busy"
 """What to do about a service that does not answer."""
 BUSY_S = 0.2
 """When a service that was too busy to answer is asked again."""
+HANGS_UP = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, http2.HungUpError)
+"""What becomes of a connection that is ended before anything is said."""
 HANDSHAKE_S = 10.0
 """A service hangs up on a client that has not begun its call so long after it connected."""
 NONCE_KEY = "tq-nonce"
@@ -88,8 +90,6 @@ def keys_of(
         raise _unavailable(address, f"something listens, but {error}") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise tls.diagnose(address, files) or _unavailable(address, "it hung up") from error
     except OSError as error:
         raise unreached(address, "it", error) from error
     except http2.Http2Error as error:
@@ -124,21 +124,28 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
 
 
 def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
-    """`_ask`, again after a while where the service is too busy to answer: it is slow, not gone. TimeoutError if that
-    does not change, with what it said last."""
-    why = f"it does not answer in time; {SILENT}"
+    """`_ask`, again after a while where the service is too busy to answer, or has as many connections as it takes: it
+    is slow, not gone. TimeoutError if that does not change, with what it said last."""
+    why, is_diagnosed = f"it does not answer in time; {SILENT}", False
+    cause: Exception
     while True:
         try:
             return _ask(address, files, nonce, rest)
         except http2.BusyError as error:
-            why = str(error)
-            if rest() <= BUSY_S:
-                raise TimeoutError(why) from error
-            time.sleep(BUSY_S)
+            why, cause = str(error), error
+        except HANGS_UP as error:
+            diagnosis = None if is_diagnosed else tls.diagnose(address, files)
+            if diagnosis is not None:
+                raise diagnosis from error
+            is_diagnosed = True
+            why, cause = "it hangs up at once: it may have as many connections as it takes", error
         except TimeoutError as error:
             if error.errno is not None:
                 raise
             raise TimeoutError(why) from error
+        if rest() <= BUSY_S:
+            raise TimeoutError(why) from cause
+        time.sleep(BUSY_S)
 
 
 def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:

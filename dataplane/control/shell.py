@@ -174,6 +174,7 @@ class LedgerShell:
                     _guarded("a message of the ZMQ door", self._serve_door)
                 if self._door.monitor in ready:
                     _guarded("the end of a connection", lambda: self._door.notice_disconnects(self))
+                self._door.hang_up()
                 self._sweep()
                 self._send()
                 if self._watch is not None:
@@ -208,7 +209,8 @@ class LedgerShell:
         self._watch.synced(self._watch.clock() - began)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
-        return None if deadline is None else poll_ms(deadline - self._now())
+        pauses = self._door.pause_ms, None if deadline is None else poll_ms(deadline - self._now())
+        return min((each for each in pauses if each is not None), default=None)
 
     def _now(self) -> float:
         """The ledger's clock."""

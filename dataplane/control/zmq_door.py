@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import secrets
-import socket
 from collections import Counter
 from typing import Protocol
 
@@ -16,13 +14,14 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.control import wire
 from dataplane.control.complaints import Complaints
 from dataplane.control.handlers import Facts, Reply, heartbeat_reply, message_of, parse
-from dataplane.control.sockets import NOBLOCK, readable, receive, send
 from dataplane.curve import ServerKeys
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
-from dataplane.host import join_address, resolve_host
+from dataplane.host import resolve_host
 from dataplane.ledger import commands as c
 from dataplane.ports import cannot_listen
 from dataplane.proof import Ticket
+from dataplane.sockets import NOBLOCK, readable, receive, send
+from dataplane.unauthenticated import Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class ZmqDoor:
         self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
         self._heard: set[int] = set()  # descriptors that heartbeats came from since the monitor was read
-        self._peers: dict[int, str] = {}
+        self._unauthenticated: Unauthenticated | None = None
         self._is_stranger = False
         self._closed = False
         try:
@@ -80,6 +79,8 @@ class ZmqDoor:
             self.close()
             raise
         self.endpoints = (ipc, f"tcp://*:{self.port}")
+        if ticket is not None:
+            self._unauthenticated = Unauthenticated(self.endpoints, wire.MAX_REQUEST_FRAME_BYTES)
 
     def _bind_tcp(self, host: str, port: int) -> int:
         ip = resolve_host(host)
@@ -120,8 +121,8 @@ class ZmqDoor:
             match event:
                 case zmq.EVENT_ACCEPTED:
                     later[descriptor] -= 1
-                    if self._admission is not None:
-                        self._peers[descriptor] = _peer_of(descriptor)
+                    if self._unauthenticated is not None:
+                        self._unauthenticated.began(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._is_stranger = True  # the next connection that ends is its
                 case zmq.EVENT_DISCONNECTED:
@@ -131,7 +132,7 @@ class ZmqDoor:
         self._heard.clear()
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
-        peer = self._peers.pop(descriptor, "")
+        peer = "" if self._unauthenticated is None else self._unauthenticated.ended(descriptor)
         if self._admission is not None and self._is_stranger:
             self._is_stranger = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _STRANGER)
@@ -139,9 +140,22 @@ class ZmqDoor:
         if session is not None and session not in self._sessions.values():
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
+    @property
+    def pause_ms(self) -> int | None:
+        """How long to wait at most before `hang_up` is called; None: for ever."""
+        return None if self._unauthenticated is None else self._unauthenticated.pause_ms
+
+    def hang_up(self) -> None:
+        """End connections of peers that have not shown the ticket, where there are too many. Does not block."""
+        if self.pause_ms is not None:
+            assert self._unauthenticated is not None
+            self._unauthenticated.hang_up(drained=not readable(self.socket))
+
     def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         caller = peer.bytes
         try:
+            if self._unauthenticated is not None:
+                self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
             if len(frames) < 2:
                 raise InvalidRequestError(f"a request has 2 or more frames (method, message), not {len(frames)}")
             method, *parts = [frame.bytes for frame in frames]
@@ -199,23 +213,3 @@ class ZmqDoor:
         if self._admission is not None:
             self._admission.close()
         self._context.term()
-
-
-def _peer_of(descriptor: int) -> str:
-    """Who is at the other end of a connection, if it is there still."""
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        return ""
-    try:
-        connection = socket.socket(fileno=copy)
-    except OSError:  # it is another file by now
-        os.close(copy)
-        return ""
-    try:
-        name = connection.getpeername()
-    except OSError:
-        return ""
-    finally:
-        connection.close()
-    return join_address(name[0], name[1]) if isinstance(name, tuple) else "this host"

@@ -158,9 +158,9 @@ def test_objects_of_any_kind_where_they_are_asked_for(monkeypatch: pytest.Monkey
     tq.kv_batch_put(["a", "b"], "p", TensorDict({"turns": NonTensorStack(*rows)}, batch_size=2))
     tq.kv_put("c", "p", {"x": torch.ones(2)})
     tq.kv_put("d", "p", {"x": Turn("three")})
-    assert tq.kv_batch_get(["a", "b"], "p")["turns"].tolist() == rows
+    assert list(tq.kv_batch_get(["a", "b"], "p")["turns"]) == rows
     both: Any = tq.kv_batch_get(["c", "d"], "p")["x"]
-    assert both.tolist()[1] == Turn("three")
+    assert list(both)[1] == Turn("three")
     config = tq.get_client().config
     assert config.token
     with connect(config.address or "", token=config.token) as plain:
@@ -183,7 +183,7 @@ def test_who_attaches_pickles_if_the_service_was_started_so() -> None:
         tq.kv_put("a", "p", {"turn": Turn("one")})
         tq.close()
         tq.init({"dataplane": where})
-        assert tq.kv_batch_get("a", "p")["turn"].tolist() == [Turn("one")]
+        assert list(tq.kv_batch_get("a", "p")["turn"]) == [Turn("one")]
         tq.close()
 
 

@@ -21,12 +21,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
 from dataplane.descriptors import OF_A_CONTEXT
 from dataplane.durations import seconds
 from dataplane.errors import InternalError
 from dataplane.host import bracketed, split_address
+from dataplane.sockets import readable
 from workers import errors
 from workers.address import WorkerAddress
 from workers.directory import wire

@@ -22,11 +22,11 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.control.sockets import readable
 from dataplane.control.waker import Waker, poll_ms
 from dataplane.descriptors import OF_A_CONTEXT, allow_more
 from dataplane.errors import InternalError
 from dataplane.host import join_address, resolve_host
+from dataplane.sockets import readable
 from workers.directory import wire
 from workers.directory.process import has_ended
 from workers.directory.state import Effects, Registry, Session
