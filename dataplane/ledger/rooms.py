@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -178,9 +179,10 @@ class Rooms:
     def _is_spare(self, nbytes: int) -> bool:
         """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is
         not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
+        lines = [line for update in (True, False) for line in self._lines(update, set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
-            for parked in self.state.all_puts()
+            for parked in chain.from_iterable(line.values() for line in (*lines, self.state.moves))
         )
 
     def judge(self) -> None:
