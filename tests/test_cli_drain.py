@@ -91,6 +91,21 @@ def test_an_interrupt_undoes_it(
         assert [len(row) for row in rows] == [5, 2, 9]
 
 
+def test_an_interrupt_before_it_is_dropped_does_not_say_that_nothing_was_done(
+    filled: DataPlaneClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(client: object, unit: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DataPlaneClient, "drop_unit", interrupt)
+    with StorageUnit(OTHER, str(filled.config.address), name="other"):
+        assert main(["drain", "unit-0", "--drop"]) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "tq: given up: storage unit 1 unit-0 is empty and takes nothing new; "
+            "it may be dropped or not (`tq status`; `tq drop` does it)"
+        )
+
+
 def test_ctrl_c_ends_a_drain_that_waits_for_room(filled: DataPlaneClient) -> None:
     with Child([*TQ, "drain", "unit-0", "--force"]) as process:
         wait_until(lambda: filled.stats().units[0].draining)

@@ -77,7 +77,7 @@ def _find(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
 def _drain(
     config: DataPlaneConfig, found: c.UnitStats, timeout: float, line: _Line, *, drop: bool, force: bool
 ) -> Drained | None:
-    """None if it was interrupted, and undone."""
+    """None if it was interrupted: what became of the unit was said."""
     with dataplane.DataPlaneClient(config).connect() as client:
         try:
             done = client.drain(found.unit, timeout, force=force, on_progress=line.show)
@@ -93,8 +93,13 @@ def _drain(
                 .replace("or undrain it", "or let new rows onto it (--undo)")
             ) from error
         line.end()
-        if drop:
-            client.drop_unit(found.unit)
+        try:
+            if drop:
+                client.drop_unit(found.unit)
+        except KeyboardInterrupt:
+            empty = f"storage unit {_name(found)} is empty and takes nothing new"
+            print(f"tq: given up: {empty}; it may be dropped or not (`tq status`; `tq drop` does it)", file=sys.stderr)
+            return None
     return done
 
 
