@@ -11,6 +11,7 @@ import numpy as np
 
 from dataplane.ledger import samplers
 from dataplane.ledger.commands import Claim, Command, Order, Predicate, WhenFull
+from dataplane.schema import field_of
 from dataplane.types import FieldSpec, Scalar
 
 Name = tuple[int, int]
@@ -65,6 +66,11 @@ class Sample:
     cells: dict[str, Place] = field(default_factory=dict)
     tags: dict[str, Scalar] = field(default_factory=dict)
     claims: dict[str, Held] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> set[str]:
+        """A field may have two columns."""
+        return set(map(field_of, self.cells))
 
 
 @dataclass
@@ -300,7 +306,7 @@ def is_leased(sample: Sample, task: str) -> bool:
 
 
 def is_ready(sample: Sample, command: Claim) -> bool:
-    return all(name in sample.cells for name in command.fields)
+    return sample.fields.issuperset(command.fields)
 
 
 def holds(predicate: Predicate, sample: Sample) -> bool:

@@ -42,6 +42,7 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
+from dataplane.schema import field_of, variants_of
 from dataplane.types import GRANULE_BYTES, Scalar
 from tests.ledger_claim_model import Faults, Held, Name, Partition, Place, Sample, matches
 from tests.ledger_copy_model import CopyModel
@@ -307,6 +308,7 @@ class Model(CopyModel):
                 value = (reservation, column.name, k)
                 checksum = 0 if column.checksums is None else int(column.checksums[k])
                 sample.cells[column.name] = Place(*at[k], nbytes, length, column.spec, value, checksum)
+                sample.cells.pop(other_column(column.name), None)
 
     def located(self, name: Name, command: Locate, result: Located) -> None:
         samples = self.named(self.partitions[command.partition], command.samples)
@@ -369,7 +371,7 @@ class Model(CopyModel):
             sample = partition.live[row, birth]
             held = sample.claims.get(command.task)
             assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by {name}"
-            assert set(command.fields) <= set(sample.cells), f"{sample.id} was claimed before {command.fields}"
+            assert set(command.fields) <= sample.fields, f"{sample.id} was claimed before {command.fields}"
             assert matches(sample, self.conditions(command))
             samples.append(sample)
         assert len({s.id for s in samples}) == len(samples) <= command.batch_size
@@ -386,7 +388,7 @@ class Model(CopyModel):
     def check_view(self, samples: list[Sample], result: Claimed | Listed) -> None:
         """Ids, common fields and tags are as the model has them."""
         assert list(result.ids) == [s.id for s in samples]
-        common = set.intersection(*(set(s.cells) for s in samples)) if samples else set()
+        common = set.intersection(*(s.fields for s in samples)) if samples else set()
         if samples:
             assert set(result.fields) == common
         tags: list[dict[str, Scalar]] = [{} for _ in samples]
@@ -459,6 +461,12 @@ def granules_of(nbytes: int) -> int:
 def checksums_in(found: FieldLocations) -> list[int]:
     """Of each sample; 0 where there is none."""
     return [0] * len(found.lengths) if found.checksums is None else found.checksums.tolist()
+
+
+def other_column(name: str) -> str:
+    """Of the same field: a row has a cell in one of them."""
+    field = field_of(name)
+    return variants_of(field) if field == name else field
 
 
 def sizes_of(column: CommitColumn) -> list[int]:

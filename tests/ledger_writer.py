@@ -31,6 +31,7 @@ from dataplane.ledger.commands import (
     Waits,
     WhyBlocked,
 )
+from dataplane.schema import variants_of
 from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
 from tests.ledger_claim_checks import Client, expected_state
 from tests.ledger_claim_model import is_ready, matches
@@ -41,6 +42,7 @@ from tests.ledger_values import BYTES, WORDS, by_handles, by_ids, int64s
 IDS = [f"s{i}" for i in range(7)]
 PAIRS = FieldSpec(FieldKind.DENSE, "int32", (2,))
 SPECS = {"a": BYTES, "b": WORDS, "c": PAIRS, "extra": BYTES}
+COLUMNS = {**SPECS, variants_of("a"): BYTES}
 TASKS = ("score", "train")
 TAGS = ("group", "score", "input_lengths", "weight_version")
 
@@ -133,7 +135,7 @@ class LedgerWriter(LedgerDriver):
         )
 
     def draw_column(self, data: st.DataObject, name: str, count: int, *, wrong: bool) -> CommitColumn:
-        spec = WORDS if wrong and self.rarely(data, 6) else SPECS[name]
+        spec = WORDS if wrong and self.rarely(data, 6) else COLUMNS[name]
         shared = self.rarely(data, 4)
         values = data.draw(st.integers(1, 2)) if shared else count
         index = [i % values for i in range(count)] if shared else None
@@ -188,7 +190,7 @@ class LedgerWriter(LedgerDriver):
         conditions = self.model.conditions(claim)
         counts = (len(left), len(ready), sum(matches(s, conditions) for s in ready))
         assert (facts.unclaimed, facts.ready, facts.matching) == counts
-        assert facts.lacking == {name: sum(name not in s.cells for s in left) for name in ("a", "c")}
+        assert facts.lacking == {name: sum(name not in s.fields for s in left) for name in ("a", "c")}
         assert list(facts.filtered.values()) == [sum(not matches(s, (p,)) for s in ready) for p in conditions]
         held = [s.claims[task] for p in self.model.partitions.values() for s in p.samples.values() if task in s.claims]
         states = [expected_state(one) for one in held]
@@ -222,7 +224,7 @@ class LedgerWriter(LedgerDriver):
                 min(5, len(samples)),
             )
             for name, counts in seen.produced.items():
-                assert counts.sum() == sum(name in s.cells for s in samples)
+                assert counts.sum() == sum(name in s.fields for s in samples)
         parked = [command for n in self.parked if isinstance(command := self.model.commands[n], Claim | Allocate)]
         answer = self.call(client, Waits(limit=2))
         if answer is not None and isinstance(answer.result, WaitList):

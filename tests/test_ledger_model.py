@@ -55,7 +55,7 @@ from tests.ledger_machine import HOSTS
 from tests.ledger_mover import MOVED, LedgerMover
 from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
-from tests.ledger_writer import SPECS, TASKS, LedgerWriter
+from tests.ledger_writer import COLUMNS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
@@ -117,7 +117,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
     @rule(data=st.data())
     def put_somehow(self, data: st.DataObject) -> None:
         """Anything, committed wrongly, later or never."""
-        names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=3, unique=True))
+        names = data.draw(st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=3, unique=True))
         mode = data.draw(st.sampled_from(list(Mode)))
         fate = data.draw(st.sampled_from(["commit", "abort", "later", "later", "double", "short"]))
         self.write(data, self.draw_samples(data), names, mode, data.draw(st.sampled_from(list(OnFull))), fate)
@@ -128,7 +128,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
         """Small puts into room that their session allocated ahead."""
         for _ in range(count):
             if self.speaking():
-                names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
+                names = data.draw(st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=2, unique=True))
                 self.write_ahead(data, self.draw_samples(data), names)
 
     @precondition(lambda self: self.planned())
@@ -154,13 +154,13 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
             self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags))
 
     @precondition(LedgerWriter.living)
-    @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(SPECS)), min_size=1, max_size=2, unique=True))
+    @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=2, unique=True))
     def locate(self, data: st.DataObject, names: list[str]) -> None:
         samples = self.draw_samples(data)
         partition = self.model.partitions.get("p")
         named = self.model.named(partition, samples) if partition is not None else []
         if named and not self.rarely(data, 4):
-            names = [name for name in SPECS if all(name in s.cells for s in named)] or names
+            names = [name for name in COLUMNS if all(name in s.cells for s in named)] or names
         self.call(self.draw_client(data), Locate(partition="p", samples=samples, fields=tuple(names)))
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.pins))
