@@ -42,7 +42,7 @@ def test_dense_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]
 
 @devices
 @every_dtype
-@pytest.mark.parametrize("inner", [(), (2,)])
+@pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
 def test_jagged_comes_back_bit_for_bit(dtype: torch.dtype, inner: tuple[int, ...], device: str) -> None:
     rows = rows_of(dtype, inner=inner)
     values = torch.cat([row.view(torch.uint8) for row in rows]).view(dtype) if inner else torch.cat(rows)
