@@ -29,7 +29,7 @@ from dataplane import (
     failpoints,
     serve,
 )
-from dataplane.checkpoint import files, manifest
+from dataplane.checkpoint import files, manifest, saving
 from dataplane.checkpoint import place as placing
 from tests.lives import wait_until
 from tests.profiles import budget
@@ -111,6 +111,23 @@ def test_a_damaged_file_is_named_before_anything_is_written(
     with pytest.raises(CheckpointError, match=why) as refused:
         bare.restore(saved)
     assert refused.value.file == str(file)
+
+
+def test_each_of_several_files_is_compared_with_its_checksum(
+    client: DataPlaneClient, bare: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "FILE_BYTES", MIB)
+    client.checkpoint(tmp_path / "c")
+    found = sorted((tmp_path / "c").glob("data-*/*.safetensors"))
+    assert len(found) > 2
+    failpoints.arm("restore.verified", lambda: pytest.fail("it was taken for whole"))
+    for file in found:
+        whole = file.read_bytes()
+        flip(file)
+        with pytest.raises(CheckpointError, match="checksum") as refused:
+            bare.restore(tmp_path / "c")
+        assert refused.value.file == str(file)
+        file.write_bytes(whole)
 
 
 def test_a_manifest_of_another_version(saved: Path, bare: DataPlaneClient) -> None:

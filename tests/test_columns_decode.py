@@ -47,7 +47,7 @@ def padded_by_hand(rows: list[torch.Tensor], width: int, pad: Any) -> torch.Tens
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=70),
     dtype=st.sampled_from([dtype for dtype in TORCH_DTYPES.values() if dtype not in (torch.uint32, torch.uint64)]),
-    inner=st.sampled_from([(), (3,), (0,)]),
+    inner=st.sampled_from([(), (3,), (0,), (2, 3)]),
     pad=st.sampled_from([0, 1]),
     extra=st.integers(0, 3),
     data=st.data(),
@@ -153,8 +153,13 @@ def view_of(column: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "value",
-    [random_tensor((4, 3), torch.float64), random_tensor((4,), torch.bool), jagged_rows([2, 0, 3, 1], torch.bfloat16)],
-    ids=["dense", "bool", "jagged"],
+    [
+        random_tensor((4, 3), torch.float64),
+        random_tensor((4,), torch.bool),
+        jagged_rows([2, 0, 3, 1], torch.bfloat16),
+        jagged_rows([2, 0, 3, 1], torch.int16, (2, 3)),
+    ],
+    ids=["dense", "bool", "jagged", "jagged of matrices"],
 )
 def test_views_lie_in_the_buffer(value: Any) -> None:
     source = store(encode_one(value, 4))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane.columns import Shared, assemble, decode, encode_fields
+from dataplane.columns import RowSource, Shared, assemble, decode, decode_views, encode_fields
 from dataplane.columns.encode import _without_holes
 from dataplane.jagged import TORCH_DTYPES, byte_view, jagged_from_values
 from dataplane.types import FieldKind, FieldSpec
@@ -41,7 +42,7 @@ def test_dense_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]
 
 @devices
 @every_dtype
-@pytest.mark.parametrize("inner", [(), (2,)])
+@pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
 def test_jagged_comes_back_bit_for_bit(dtype: torch.dtype, inner: tuple[int, ...], device: str) -> None:
     rows = rows_of(dtype, inner=inner)
     values = torch.cat([row.view(torch.uint8) for row in rows]).view(dtype) if inner else torch.cat(rows)
@@ -59,6 +60,16 @@ def test_ragged_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     back = roundtrip(rows, 5)
     assert isinstance(back, list)
     assert same_rows(back, rows)
+
+
+@pytest.mark.parametrize("read", [decode, decode_views])
+def test_ragged_rows_of_equally_many_elements_keep_their_own_shapes(read: Callable[[RowSource], Any]) -> None:
+    shapes = [(2, 3, 4), (2, 4, 3), (4, 3, 2), (1, 2, 3, 4), (1, 4, 2, 3), (24,)]
+    rows = [random_tensor(shape, torch.int16, seed) for seed, shape in enumerate(shapes)]
+    source = store(encode_one(rows, len(rows)))
+    assert same_rows(read(source), rows)
+    others = [4, 1, 5, 0]
+    assert same_rows(read(pick(source, others)), [rows[i] for i in others])
 
 
 @devices

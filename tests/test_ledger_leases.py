@@ -200,6 +200,26 @@ def test_the_end_comes_when_the_last_lease_is_settled(client: Client, how: str) 
     assert consumed(client)
 
 
+@pytest.mark.parametrize(("how", "claimed"), [("ack", 5), ("nack", 2), ("clear", 2), ("end", 2)])
+def test_of_rows_that_are_settled_together_each_counts(driver: Driver, client: Client, how: str, claimed: int) -> None:
+    client.put([*"abcde"])
+    client.do(c.Seal(partition="p"))
+    got = leased(client, 5, lease_s=10.0)
+    if how == "end":
+        client.extend(got, *"acd", lease_s=1.0)
+        driver.tick(1.0)
+    elif how == "clear":
+        client.clear(*"acd")
+    else:
+        {"ack": client.ack, "nack": client.nack}[how](got, *"acd")
+    (task,) = client.stats().partitions[0].tasks
+    assert (task.leased, task.claimed) == (2, claimed)
+    client.ack(got, "b", "e")
+    (task,) = client.stats().partitions[0].tasks
+    assert (task.leased, task.claimed) == (0, claimed)
+    assert consumed(client) == (how in ("ack", "clear"))
+
+
 def test_a_tail_waits_for_leases_that_it_could_take_and_for_no_others(client: Client) -> None:
     client.put(ABC, tags={"kind": ["x", "y", "x"]})
     client.do(c.Seal(partition="p"))

@@ -7,6 +7,7 @@ import pytest
 from dataplane.ledger.space import granules_up
 from tests.channel_desk import CAPACITY, KEY, Backed, Desk, heads, kinds
 from workers.channel import wire
+from workers.channel.state import Effects
 
 
 def test_items_leave_in_the_order_they_came() -> None:
@@ -35,6 +36,22 @@ def test_a_full_queue_makes_puts_wait_in_line() -> None:
     assert kinds(effects) == [wire.Items, wire.Done]
     assert heads(desk.get()) == [[1]]
     assert heads(desk.get()) == [[2]]
+
+
+def test_a_small_item_does_not_overtake_one_that_waits_for_memory() -> None:
+    desk = Desk()
+
+    def put(head: str, nbytes: int, *, nowait: bool = False) -> Effects:
+        return desk.say(1, wire.Put, "c", KEY, wire.Item(head, bytes(nbytes)), 0, nowait)[1]
+
+    assert kinds(put("first", CAPACITY * 3 // 4)) == [wire.Done]
+    assert put("large", CAPACITY // 2) == []
+    assert put("small", 1) == []
+    assert kinds(put("none", 1, nowait=True)) == [wire.Full]
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["first"]]
+    assert kinds(desk.broker.apply(2, wire.Ack(number))) == [wire.Done, wire.Done]
+    assert [heads(desk.get()) for _ in range(2)] == [[["large"]], [["small"]]]
 
 
 def test_gets_are_served_in_the_order_they_asked() -> None:

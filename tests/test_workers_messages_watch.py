@@ -1,10 +1,13 @@
-"""A receive that joins values which are being pulled from another receiver, for others or for one that gave up."""
+"""Receives and messages that met, without sockets: those that are given up, and those that join values which are being
+pulled from another receiver, for others or for one that gave up."""
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.warm import WarmMemory
@@ -77,11 +80,11 @@ class Engine:
         return any(isinstance(answer, Pull) for answer in self.said)
 
 
-def _receive(within_s: float) -> Posting:
+def _receive(within_s: float, stream: bytes = b"s") -> Posting:
     now = time.monotonic()
     return Posting(
         source="source",
-        stream=b"s",
+        stream=stream,
         options=OPTIONS,
         target=None,
         form=ObjectForm(),
@@ -116,3 +119,23 @@ def test_one_that_has_less_time_turns_to_the_source_in_time(engine: Engine) -> N
     assert at_s <= RELAY_S / 8
     look()
     assert engine.turned
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_receives_that_are_given_up_lose_no_message_and_leave_the_order(engine: Engine, order: tuple[int, int]) -> None:
+    """Messages between a pair; those of a broadcast group are for one call each."""
+    for number in range(3):
+        body = pickle.dumps(number)
+        here = {"stream": b"", "number": number, "nbytes": len(body), "slab": None, "relay": None, "passes_on": False}
+        engine.incoming.arrive(b"route", msgspec.structs.replace(POST, **here), body)
+    dropped = [_receive(RELAY_S, b"") for _ in order]
+    for receive in dropped:
+        assert not engine.incoming.post(receive, lives=True)
+    for place in order:
+        engine.incoming.abandon(dropped[place])
+    received = []
+    for _ in range(3):
+        receive = _receive(RELAY_S, b"")
+        assert not engine.incoming.post(receive, lives=True), "its message is there"
+        received.append(receive.future.result().take().load())
+    assert received == [0, 1, 2]

@@ -82,8 +82,10 @@ def test_what_the_driver_did_not_pack_a_worker_packs_with_the_budget_of_the_stag
     assert reference == logprob
     assert train == in_parts
     assert [len(lengths[0]) for lengths, _, _ in (logprob, train)] == ([1, 3] if cfg is PACKED else [2, 4])
-    stored = client.get_batch(meta, ["input_ids", "prev_logprobs"], layout="jagged")
-    assert stored["prev_logprobs"].values().equal(-stored["input_ids"].values().float()), "each row to its own sample"
+    stored = client.get_batch(meta, ["input_ids", "prev_logprobs", "reference_policy_logprobs"], layout="jagged")
+    ids = stored["input_ids"].values().float()
+    assert stored["prev_logprobs"].values().equal(-ids), "each row to its own sample"
+    assert stored["reference_policy_logprobs"].values().equal(ids), "each row to its own sample"
 
 
 def test_packing_again_keeps_global_batches(alone: Worker, client: DataPlaneClient, partition: str) -> None:
