@@ -140,8 +140,10 @@ def _put(
     parse: Parser | None,
 ) -> Operation[KVBatchMeta]:
     given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
-    have = yield from mine.put_keys(desk, keys, partition, given, tags)
-    return KVBatchMeta(keys=list(keys), tags=have[0], partition_id=partition, fields=have[1])
+    now, names = yield from mine.put_keys(desk, keys, partition, given, tags)
+    meta = KVBatchMeta(partition_id=partition, fields=names)
+    meta.keys, meta.tags = list(keys), now  # which nobody else has, so that they need not be copied
+    return meta
 
 
 def _one_row(fields: Fields | None, tag: Tag | None) -> TensorDict | None:

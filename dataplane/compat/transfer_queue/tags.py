@@ -29,8 +29,13 @@ def _stored(name: str, value: Any) -> Any:
     if kind in _PLAIN or (kind is str and not value.startswith(ENCODED)):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
-        return value  # a scalar of numpy's or torch's
+        return value.item()  # a scalar of numpy's or torch's
     return ENCODED + base64.b64encode(encode_object(value, field=f"tag {name}")).decode("ascii")
+
+
+def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
+    """The tags of `count` samples as a command carries them."""
+    return samples.tag_columns(stored_tags(tags), count)
 
 
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
