@@ -104,9 +104,10 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar
     """Columns as one dict per sample; a sample without a tag lacks the key."""
     tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
     for column in columns:
-        where = range(count) if column.positions is None else column.positions.tolist()
-        for row, value in zip(where, column.values, strict=True):
-            tags[row][column.name] = value
+        name = column.name
+        mine = tags if column.positions is None else [tags[row] for row in column.positions.tolist()]
+        for tag, value in zip(mine, column.values, strict=True):
+            tag[name] = value
     return tags
 
 

@@ -77,9 +77,10 @@ def _column(value: Any) -> Any:
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
-    if value.dim() == JAGGED_DIMENSIONS and len(value):
-        return _as_jagged(value.detach())
-    return value.detach()
+    rows = value.detach()
+    if rows.dim() == JAGGED_DIMENSIONS and len(rows):
+        return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than its copy
+    return rows
 
 
 def _as_jagged(dense: Tensor) -> Tensor:

@@ -193,7 +193,9 @@ def list_keys(desk: Desk, partition: str | None) -> Operation[dict[str, dict[str
         except PartitionNotFoundError:
             continue
         tags = tags_of(found.tags, len(found.ids))
-        info[name] = {key: mine for key, mine in zip(found.ids, tags, strict=True) if is_key(key)}
+        info[name] = dict(zip(found.ids, tags, strict=True))
+        if UNNAMED in "\n".join(found.ids):
+            info[name] = {key: mine for key, mine in info[name].items() if is_key(key)}
     return info
 
 
