@@ -17,7 +17,7 @@ from dataplane import operations as ops
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.tags import stored_tags, tag_columns, tags_of
+from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
 from dataplane.desk import Desk, Schema
 from dataplane.errors import (
     PartitionNotFoundError,
@@ -30,6 +30,7 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.meta import KVBatchMeta as Meta
+from dataplane.samples import samples_of
 from dataplane.steps import Operation, Post, Send
 
 log = logging.getLogger(__name__)
@@ -286,8 +287,9 @@ def set_tags(desk: Desk, meta: BatchMeta) -> Operation[None]:
     for part in meta.chunk_by_partition():
         try:
             for places, names in (yield from named(desk, part)):
-                tags = stored_tags([part.custom_meta[place] for place in places])
-                yield from ops.set_tags(desk, names, names.partition_id, tags or ())
+                tags = tag_columns([part.custom_meta[place] for place in places], len(places))
+                told = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
+                yield from ops.naming(names.sample_ids, told)
         except PartitionNotFoundError:
             log.warning("there is no partition %r: its custom_meta is ignored", part.partition_ids[0])
 
