@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 

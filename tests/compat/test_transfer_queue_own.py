@@ -261,7 +261,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_of_new_samples_the_service_is_not_asked_what_they_have(client: tq.TransferQueueClient, sent: list[str]) -> None:
+def test_the_service_is_not_asked_what_new_samples_have(client: tq.TransferQueueClient, sent: list[str]) -> None:
     made = tq.kv_put("a", "p", {"v": torch.tensor(1), "w": torch.arange(3)}, {"n": 1})
     assert (made.keys, made.tags, made.fields, made.partition_id) == (["a"], [{"n": 1}], ["v", "w"], "p")
     tags = tq.kv_put("b", "p", tag={"n": 2})

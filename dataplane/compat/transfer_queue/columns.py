@@ -165,8 +165,10 @@ def from_columns(data: TensorDict) -> TensorDict:
 
 
 def _returned(value: Any) -> Any:
+    if type(value) is Tensor:
+        return _as_jagged(value) if value.dim() > 1 and len(value) else value
     if isinstance(value, Tensor):
-        return _as_jagged(value) if not value.is_nested and value.dim() > 1 and len(value) else value
+        return value  # a nested one, any attribute of which would cost more than looking at its type
     rows = value.tolist() if hasattr(value, "tolist") else list(value)
     return packed_rows(rows) if rows and all(isinstance(row, Tensor) for row in rows) else value
 
