@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.measure import MIN_REPETITIONS, cores, percentile, ratios, seconds, uncollected
-from benchmarks.payload import BatchSpec, Shape, build, spans
+from benchmarks.payload import BatchSpec, Shape, build, digest, spans
 from benchmarks.probes.base import Figure, side_by_side
 from benchmarks.systems.ray_session import RaySession
 from benchmarks.systems.service import Service
@@ -36,7 +36,9 @@ def beside_the_original(*, quick: bool) -> list[Figure]:
     """Milliseconds of a call with each, and how many times as fast the adapter is, round by round."""
     rounds = MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS + 1
     keys = 10_000 if quick else 100_000
-    original, adapter = side_by_side(_side, [(number, rounds + WARM_UP, keys) for number in range(2)])
+    (original, saw), (adapter, sees) = side_by_side(_side, [(number, rounds + WARM_UP, keys) for number in range(2)])
+    if saw != sees:
+        raise RuntimeError("the adapter gave back other values than the package")
     figures = []
     for name in original:
         theirs, ours = original[name][WARM_UP:], adapter[name][WARM_UP:]
@@ -48,9 +50,9 @@ def beside_the_original(*, quick: bool) -> list[Figure]:
     return figures
 
 
-def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> dict[str, list[float]]:
-    """Seconds of each work in each round, with the package (0) or the adapter (1). In the first half of a round one
-    side works while the other waits, in the second half the other; their order alternates."""
+def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> tuple[dict[str, list[float]], Any]:
+    """Seconds of each work in each round, with the package (0) or the adapter (1), and what it saw. In the first half
+    of a round one side works while the other waits, in the second half the other; their order alternates."""
     os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR"})
     with _Original() if number == 0 else _Adapter() as module:
         program = Program(module, keys=keys)
@@ -62,8 +64,9 @@ def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> dict[st
                     if (half + round_number) % 2 == number:
                         taken[name].append(_turn(work))
         go()
+        saw = program.saw()
         program.close()
-        return taken
+        return taken, saw
 
 
 def _turn(work: Callable[[], float]) -> float:
@@ -130,6 +133,10 @@ class Program:
             f"{IN_FLIGHT} in flight": self._in_flight,
         }
 
+    def saw(self) -> Any:
+        """What either module is to give back: a batch, and the keys and tags that were put."""
+        return digest(self._tq.kv_batch_get(self._keys, "stored", self._names)), self._tq.kv_list()
+
     def close(self) -> None:
         self._loop.close()
 
@@ -181,5 +188,3 @@ class Program:
         taken = seconds(lambda: self._loop.run_until_complete(all_of_them()))
         self._tq.kv_clear([key for mine in keys for key in mine], PARTITION)
         return taken / (IN_FLIGHT * PUTS_EACH)
-
-
