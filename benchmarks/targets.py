@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from benchmarks.measure import Spread, ratios
@@ -71,6 +72,26 @@ VIEWS, LARGE_VIEWS = "19 MB as views", "large dense as views"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
 EVICTION, CLAIMS = "put beside a put that waits for eviction", "put beside 16 claims that wait"
 TQ = "TransferQueue"
+MANY = r"\d+,\d+"
+BESIDE = {
+    "put of 512 rows": 8,
+    "read of 512 rows": 8,
+    "8 slices": 8,
+    "kv_clear of 512 keys": 8,
+    "put of one key": 4,
+    "read of one key": 4,
+    "tags of one key": 4,
+    "tags of 512 keys": 4,
+    "kv_list of 512 keys": 4,
+    f"kv_list of {MANY} keys": 4,
+    "64 in flight": 3,
+}
+"""How many times as fast as the package the adapter is to be, by work (`probes/adapter.py`)."""
+
+
+def _beside(work: str, results: Results) -> Sequence[float]:
+    return results.matching(f"adapter : TransferQueue, {work}")[0]
+
 
 TARGETS: tuple[Target, ...] = (
     Target("put 19 MB: x TransferQueue", 20, lambda r: r.speed(PUT, "local", TQ)),
@@ -167,6 +188,10 @@ TARGETS: tuple[Target, ...] = (
         "peak of a put, x payload", 0.1, lambda r: r.figures["peak of a put beyond the caller's payload"], most=True
     ),
     Target("peak of a read, x payload", 1.1, lambda r: r.figures["peak of a read"], most=True),
+    *(
+        Target(f"adapter, {work.replace(MANY, 'many')}: x TransferQueue", needed, partial(_beside, work))
+        for work, needed in BESIDE.items()
+    ),
     Target(
         "tokens of the heaviest rank, x mean, any algorithm",
         1.05,

@@ -23,6 +23,8 @@ LEAST_BYTES = 64 << 10
 MOST_BYTES = 2 << 20
 SOON_S = 1.0
 """Small puts further apart than this ask for their own room, and a refusal stands so long."""
+ASKS = 4
+"""How many puts that begin at the same time ask for room ahead; the others ask for their own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,8 +66,9 @@ class RoomAhead:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._room: Room | None = None
+        self._open: list[Room] = []
         self._rooms: dict[int, Room] = {}
+        self._asks = 0
         self.returned: collections.deque[int] = collections.deque()
         self._last_put = self._refused = -SOON_S
 
@@ -73,8 +76,8 @@ class RoomAhead:
         """Room for a put of `nbytes` (see `bytes_of`), until `finish`: `taken` gets the part. False if there is not
         enough."""
         with self._lock:
-            room = self._room
-            if room is None or room.end - room.offset < nbytes:
+            room = next((room for room in self._open if room.end - room.offset >= nbytes), None)
+            if room is None:
                 return False
             part = Part(room, room.offset)
             self._last_put = self._clock()
@@ -85,14 +88,18 @@ class RoomAhead:
             return True
 
     def wish(self, nbytes: int, unit: int | None) -> AllocateAhead | None:
-        """What to ask for, in `unit`, before a put of `nbytes` that could not `take` room; None: nothing."""
+        """What to ask for, in `unit`, before a put of `nbytes` that could not `take` room; None: nothing. What is left
+        of rooms that are too small for the put goes back."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
             now = self._clock()
             soon, self._last_put = now - self._last_put < SOON_S, now
-            if unit is None or not soon or now - self._refused < SOON_S:
+            if unit is None or not soon or now - self._refused < SOON_S or self._asks >= ASKS:
                 return None
+            self._asks += 1
+            for room in [room for room in self._open if room.end - room.offset < nbytes]:
+                self._give_up(room)
         return AllocateAhead(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
 
     def refused(self) -> None:
@@ -100,12 +107,17 @@ class RoomAhead:
         with self._lock:
             self._refused = self._clock()
 
+    def answered(self) -> None:
+        """Nobody waits for the answer to a wish any more."""
+        with self._lock:
+            self._asks = max(self._asks - 1, 0)
+
     def add(self, number: int, granted: AllocateAhead, offset: int, *, checksums: bool = False) -> None:
-        """Call `number` allocated room at `offset`; what is left of older room goes back."""
+        """Call `number` allocated room at `offset`."""
         room = Room(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
-            self._give_up(self._room)
-            self._room = self._rooms[number] = room
+            self._rooms[number] = room
+            self._open.append(room)
 
     def forsake(self, number: int) -> None:
         """Call `number` may have allocated room, which was added unless an interrupt came before: it goes back."""
@@ -124,18 +136,18 @@ class RoomAhead:
                 self._give_up(part.room)
 
     def idle(self) -> None:
-        """A heartbeat has passed: give up room that nobody has used since the last."""
+        """A heartbeat has passed: give up room that nobody has used since the last. Wishes that are older than that
+        count no longer: an interrupt may have kept one from being `answered`."""
         with self._lock:
-            if self._room is not None and not self._room.touched:
-                self._give_up(self._room)
-            elif self._room is not None:
-                self._room.touched = False
+            self._asks = 0
+            for room in tuple(self._open):
+                if not room.touched:
+                    self._give_up(room)
+                room.touched = False
 
-    def _give_up(self, room: Room | None) -> None:
-        if room is None:
-            return
-        if room is self._room:
-            self._room = None
+    def _give_up(self, room: Room) -> None:
+        if room in self._open:
+            self._open.remove(room)
         room.given_up = True
         if not room.parts and room.number in self._rooms:
             self.returned.append(room.number)

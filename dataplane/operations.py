@@ -49,7 +49,6 @@ PUT_TRIES = 8
 # --- put ------------------------------------------------------------------------------------------------------
 
 
-@patient
 def put(
     desk: Desk,
     names: Names,
@@ -57,13 +56,31 @@ def put(
     fields: TensorDict | Mapping[str, Any] | None,
     tags: Sequence[Mapping[str, Any]] | None,
     mode: str,
-    declare: Callable[[], Send] | None = None,
 ) -> Operation[KVBatchMeta]:
-    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind. declare: makes
-    the step that declares fields anew when a schema that had them no longer does."""
+    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
+    ids = ids_of(names)
+    written = yield from write(desk, names, partition, fields, tag_columns(tags, len(ids)), mode)
+    return _put_meta(ids, partition, tags, *written)
+
+
+Written = tuple[Sequence[EncodedColumn], c.Committed]
+"""The columns that a put has stored, and the answer to its commit."""
+
+
+@patient
+def write(
+    desk: Desk,
+    names: Names,
+    partition: str,
+    fields: TensorDict | Mapping[str, Any] | None,
+    tags: tuple[c.TagColumn, ...],
+    mode: str,
+    declare: Callable[[], Send] | None = None,
+) -> Operation[Written]:
+    """What `put` does, for callers that need no meta. declare: makes the step that declares fields anew when a schema
+    that had them no longer does."""
     ids = ids_of(names)
     samples = samples_of(names, ids)
-    columns_of_tags = tag_columns(tags, len(ids))
     if fields is not None:
         require_fields(fields)
         fields = fields if len(fields.keys()) else None
@@ -71,15 +88,13 @@ def put(
         return (yield from _append(desk, names, ids, partition, fields, tags))
     chosen = c.Mode.UPSERT if mode == "append" else _mode(mode)
     if fields is None:
-        commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=columns_of_tags)
-        committed = (yield from naming(ids, commit)).result
-        return _put_meta(ids, partition, (), tags, committed)
+        commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=tags)
+        return (), (yield from naming(ids, commit)).result
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     for turn in range(PUT_TRIES):
         encoded, schema = yield from _encode(desk, partition, fields, len(ids), lengths, warn=declare is None)
         try:
-            committed = yield from store(desk, partition, samples, ids, encoded, columns_of_tags, chosen)
-            return _put_meta(ids, partition, encoded, tags, committed)
+            return encoded, (yield from store(desk, partition, samples, ids, encoded, tags, chosen))
         except (SchemaError, StaleSchemaError) as error:
             if declare is not None and isinstance(error, StaleSchemaError):
                 yield declare()
@@ -94,11 +109,11 @@ def _append(
     ids: list[str],
     partition: str,
     fields: TensorDict | Mapping[str, Any],
-    tags: Sequence[Mapping[str, Any]] | None,
-) -> Operation[KVBatchMeta]:
+    tags: tuple[c.TagColumn, ...],
+) -> Operation[Written]:
     """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
     pin on what was read, kept until the commit, is what proves it."""
-    samples, columns_of_tags = samples_of(names, ids), tag_columns(tags, len(ids))
+    samples = samples_of(names, ids)
     encoded, schema = yield from _encode(desk, partition, fields, len(ids), None)
     for turn in range(PUT_TRIES):
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
@@ -107,8 +122,7 @@ def _append(
         try:
             whole = yield from _joined(desk, encoded, located.result, partition, ids)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
-            committed = yield from store(desk, partition, samples, ids, whole, columns_of_tags, mode, located)
-            return _put_meta(ids, partition, whole, tags, committed)
+            return whole, (yield from store(desk, partition, samples, ids, whole, tags, mode, located))
         except RowsChangedError:
             if turn + 1 == PUT_TRIES:
                 raise
@@ -311,6 +325,8 @@ def _take_ahead(desk: Desk, nbytes: int, taken: list[Part]) -> Operation[None]:
     except (CapacityTimeoutError, InvalidRequestError):
         desk.ahead.refused()
         return
+    finally:
+        desk.ahead.answered()
     desk.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
     desk.ahead.take(nbytes, taken)
 
@@ -357,8 +373,8 @@ def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] 
 def _put_meta(
     ids: list[str],
     partition: str,
-    encoded: Sequence[EncodedColumn],
     tags: Sequence[Mapping[str, Any]] | None,
+    encoded: Sequence[EncodedColumn],
     committed: c.Committed,
 ) -> KVBatchMeta:
     lengths = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,14 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
     )
 
 
-def tag_columns(tags: Sequence[Mapping[str, Any]] | None, count: int) -> tuple[c.TagColumn, ...]:
-    """One mapping per sample, as columns. Raises `InvalidRequestError` when their number is not `count`."""
+_PLAIN = frozenset({bool, int, float, type(None)})
+
+
+def tag_columns(
+    tags: Sequence[Mapping[str, Any]] | None, count: int, convert: Callable[[str, int, Any], Scalar] = scalar
+) -> tuple[c.TagColumn, ...]:
+    """One mapping per sample, as columns. convert: makes a tag of a value that is no plain number, given the tag's name
+    and the sample's place. Raises `InvalidRequestError` when their number is not `count`."""
     if tags is None:
         return ()
     if isinstance(tags, Mapping) or not isinstance(tags, Sequence):
@@ -80,23 +86,25 @@ def tag_columns(tags: Sequence[Mapping[str, Any]] | None, count: int) -> tuple[c
         )
     if len(tags) != count:
         raise InvalidRequestError(f"tags: got {len(tags)} mappings for {count} samples; pass one per sample")
-    values: dict[str, list[Scalar]] = {}
-    positions: dict[str, list[int]] = {}
+    found: dict[str, tuple[list[Scalar], list[int]]] = {}
     for row, mapping in enumerate(tags):
         if not isinstance(mapping, Mapping) or set(map(type, mapping)) - {str}:
             got = "other names than strings" if isinstance(mapping, Mapping) else type(mapping).__name__
             hint = "Pass a mapping of tag names to values for each sample."
             raise UnsupportedValueError(field="tags", row=row, got=got, hint=hint)
         for name, value in mapping.items():
-            values.setdefault(name, []).append(scalar(name, row, value))
-            positions.setdefault(name, []).append(row)
+            column = found.get(name)
+            if column is None:
+                column = found[name] = [], []
+            column[0].append(value if type(value) in _PLAIN else convert(name, row, value))
+            column[1].append(row)
     return tuple(
         c.TagColumn(
             name=name,
-            values=tuple(values[name]),
-            positions=None if len(values[name]) == count else np.array(positions[name], dtype=np.int64),
+            values=tuple(values),
+            positions=None if len(values) == count else np.array(positions, dtype=np.int64),
         )
-        for name in values
+        for name, (values, positions) in found.items()
     )
 
 
@@ -104,9 +112,10 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar
     """Columns as one dict per sample; a sample without a tag lacks the key."""
     tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
     for column in columns:
-        where = range(count) if column.positions is None else column.positions.tolist()
-        for row, value in zip(where, column.values, strict=True):
-            tags[row][column.name] = value
+        name = column.name
+        mine = tags if column.positions is None else [tags[row] for row in column.positions.tolist()]
+        for tag, value in zip(mine, column.values, strict=True):
+            tag[name] = value
     return tags
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane import ahead
-from dataplane.ahead import LEAST_BYTES, MOST_BYTES, PUTS_AHEAD, SMALL_BYTES, SOON_S, Part, RoomAhead, bytes_of
+from dataplane.ahead import ASKS, LEAST_BYTES, MOST_BYTES, PUTS_AHEAD, SMALL_BYTES, SOON_S, Part, RoomAhead, bytes_of
 from dataplane.columns import encode_fields
 from dataplane.ledger.commands import AllocateAhead
 
@@ -78,6 +78,8 @@ def test_parts_follow_one_another_until_the_room_is_used_up(rooms: RoomAhead) ->
 def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: RoomAhead) -> None:
     add(rooms, number=7)
     first, second = take(rooms, 64), take(rooms, 64)
+    assert take(rooms, 256) is None
+    rooms.wish(256, UNIT)
     add(rooms, number=8)
     assert list(rooms.returned) == []
     rooms.finish(first, failed=False)
@@ -85,6 +87,23 @@ def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: RoomAhead) -
     rooms.finish(second, failed=False)
     assert list(rooms.returned) == [7]
     assert take(rooms, 64).room.number == 8
+
+
+def test_room_that_several_puts_asked_for_is_used_by_the_next_ones(rooms: RoomAhead) -> None:
+    add(rooms, number=7, nbytes=128)
+    add(rooms, number=8, nbytes=128)
+    taken = [take(rooms, 64) for _ in range(5)]
+    assert [part and part.room.number for part in taken] == [7, 7, 8, 8, None]
+    assert list(rooms.returned) == []
+
+
+def test_of_puts_that_begin_at_once_some_ask_for_room_ahead(rooms: RoomAhead) -> None:
+    assert [rooms.wish(64, UNIT) is not None for _ in range(ASKS + 1)] == [True] * ASKS + [False]
+    rooms.answered()
+    assert rooms.wish(64, UNIT) is not None
+    assert rooms.wish(64, UNIT) is None
+    rooms.idle()
+    assert rooms.wish(64, UNIT) is not None, "as many as there were before an interrupt lost count"
 
 
 def test_after_a_failure_the_room_is_given_up_once_nobody_writes_to_it(rooms: RoomAhead) -> None:

@@ -32,7 +32,7 @@ from benchmarks.runner import ENTRIES
 from benchmarks.systems.base import Span
 from benchmarks.systems.ceiling import Ceiling
 from benchmarks.systems.round_trip import REFERENCE_S, at_reference
-from benchmarks.targets import TARGETS, Results, Target, judge
+from benchmarks.targets import BESIDE, MANY, TARGETS, Results, Target, judge
 from tests.children import Child
 
 pytestmark = pytest.mark.integration
@@ -191,6 +191,7 @@ def _figures() -> list[Figure]:
         "put 512 rows at 100,000, every second cleared",
         "peak of a put beyond the caller's payload",
         "peak of a read",
+        *(f"adapter : TransferQueue, {work.replace(MANY, '10,000')}" for work in BESIDE),
         "tokens of the heaviest rank, concatenative",
         "shard_meta_for_dp of 100,000, modified_first_fit_decreasing",
     ]

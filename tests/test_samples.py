@@ -9,7 +9,7 @@ import torch
 
 from dataplane.columns import require_fields
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
-from dataplane.samples import ids_of, tag_columns
+from dataplane.samples import ids_of, tag_columns, tags_of
 
 
 @pytest.mark.parametrize("fields", [[torch.zeros(1)], torch.zeros(1), "x", 5])
@@ -33,3 +33,18 @@ def test_as_many_tags_as_samples() -> None:
 def test_sample_ids_that_are_no_list_of_strings_are_refused(names: Any) -> None:
     with pytest.raises(UnsupportedValueError):
         ids_of(names)
+
+
+def test_tags_come_back_as_they_were_whatever_samples_lack_them() -> None:
+    tags: list[dict[str, Any]] = [{"n": 1, "text": "x"}, {}, {"n": 2.5, "flag": True}, {"text": None}]
+    assert tags_of(tag_columns(tags, 4), 4) == tags
+    assert tag_columns([{"n": 1}, {"n": 2}], 2)[0].positions is None
+    assert tags_of((), 2) == [{}, {}]
+
+
+def test_only_what_is_no_plain_number_is_converted() -> None:
+    def convert(name: str, row: int, value: Any) -> str:
+        return f"{name} {row} {value}"
+
+    tags = [{"a": 1, "b": None}, {"a": "x", "b": [1]}]
+    assert tags_of(tag_columns(tags, 2, convert), 2) == [{"a": 1, "b": None}, {"a": "a 1 x", "b": "b 1 [1]"}]

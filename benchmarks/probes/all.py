@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.probes import (
+    adapter,
     broadcast,
     calls,
     channels,
@@ -21,6 +22,7 @@ from benchmarks.probes import (
 from benchmarks.probes.base import Figure
 
 PROBES: Mapping[str, Callable[..., list[Figure]]] = {
+    "adapter beside TransferQueue": adapter.beside_the_original,
     "single-sample puts of many clients": crowd.small_puts,
     "large batches of several clients": crowd.large_batches,
     "waking a claim": claims.wake,

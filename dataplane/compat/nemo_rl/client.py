@@ -17,6 +17,7 @@ from dataplane.compat.transfer_queue import fetching, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
+from dataplane.compat.transfer_queue.tags import tag_columns
 from dataplane.desk import Desk
 from dataplane.durations import seconds
 from dataplane.errors import PartitionNotFoundError, SampleNotFoundError, TaskNotFoundError
@@ -126,7 +127,7 @@ class DataPlaneClient:
         if not ids:
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
         told = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
-        self._performer.do(mine.put, ids, partition_id, fields, told)
+        self._performer.do(mine.put, ids, partition_id, fields, tag_columns(told, len(ids)))
         names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
         return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=told)
 
@@ -176,7 +177,7 @@ def _register(desk: Desk, partition: str, fields: Sequence[str], tasks: Sequence
     yield mine.extend(desk, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps makes its task, as before the registration.
-        yield from mine.put(desk, [_registration(partition)], mine.ADAPTER, None, None)
+        yield from mine.put(desk, [_registration(partition)], mine.ADAPTER, None)
 
 
 def _registration(partition: str) -> str:

@@ -195,7 +195,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
         """The settings that the service keeps; `wished` are kept if it has none yet."""
         if self._kept is None and wished is not None:
             try:
-                yield from mine.put(desk, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, None, "create")
+                yield from mine.put(desk, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, mode="create")
             except SampleExistsError:
                 log.info("the service has settings already; those passed to init() are not looked at")
         if self._kept is None:

@@ -77,9 +77,10 @@ def _column(value: Any) -> Any:
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
-    if value.dim() == JAGGED_DIMENSIONS and len(value):
-        return _as_jagged(value.detach())
-    return value.detach()
+    rows = value.detach()
+    if rows.dim() == JAGGED_DIMENSIONS and len(rows):
+        return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than its copy
+    return rows
 
 
 def _as_jagged(dense: Tensor) -> Tensor:
@@ -164,8 +165,10 @@ def from_columns(data: TensorDict) -> TensorDict:
 
 
 def _returned(value: Any) -> Any:
+    if type(value) is Tensor:
+        return _as_jagged(value) if value.dim() > 1 and len(value) else value
     if isinstance(value, Tensor):
-        return _as_jagged(value) if not value.is_nested and value.dim() > 1 and len(value) else value
+        return value  # a nested one, any attribute of which would cost more than looking at its type
     rows = value.tolist() if hasattr(value, "tolist") else list(value)
     return packed_rows(rows) if rows and all(isinstance(row, Tensor) for row in rows) else value
 

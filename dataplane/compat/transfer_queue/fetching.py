@@ -267,9 +267,8 @@ def _tell(desk: Desk, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) ->
     """Keep the draw for whoever shares it. False where another was kept meanwhile: then this one is given back."""
     made = _Made.of(claimed, draw)
     try:
-        yield from put(
-            desk, [_draw_id(asked.partition, asked.task, key)], ADAPTER, {DRAW: [vars(made)]}, None, "create"
-        )
+        kept = {DRAW: [vars(made)]}
+        yield from put(desk, [_draw_id(asked.partition, asked.task, key)], ADAPTER, kept, mode="create")
     except SampleExistsError:
         samples = c.Samples(rows=claimed.rows, births=claimed.births)
         claims = np.full(len(claimed.rows), claimed.claim, np.int64)

@@ -140,11 +140,13 @@ def _put(
     parse: Parser | None,
 ) -> Operation[KVBatchMeta]:
     given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
-    have = yield from mine.put_keys(desk, keys, partition, given, tags)
-    return KVBatchMeta(keys=list(keys), tags=have[0], partition_id=partition, fields=have[1])
+    now, names = yield from mine.put_keys(desk, keys, partition, given, tags)
+    meta = KVBatchMeta(partition_id=partition, fields=names)
+    meta.keys, meta.tags = list(keys), now  # which nobody else has, so that they need not be copied
+    return meta
 
 
-def _one_row(fields: Fields | None, tag: Tag | None) -> TensorDict | None:
+def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
     """The fields of one sample, as a batch of one."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
@@ -154,11 +156,10 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> TensorDict | None:
         raise ValueError(f"kv_put: fields is a TensorDict or a mapping, got {type(fields).__name__}")
     if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
         raise ValueError("kv_put: a nested tensor is a batch; use kv_batch_put")
-    rows = {
+    return {
         name: value.unsqueeze(0) if isinstance(value, Tensor) else NonTensorStack(value)
         for name, value in fields.items()
     }
-    return TensorDict(rows, batch_size=[1])
 
 
 def _tag_list(tag: Tag | None) -> list[Tag] | None:

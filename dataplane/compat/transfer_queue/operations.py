@@ -17,7 +17,7 @@ from dataplane import operations as ops
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.tags import stored_tags, tags_of
+from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
 from dataplane.desk import Desk, Schema
 from dataplane.errors import (
     PartitionNotFoundError,
@@ -30,6 +30,7 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.meta import KVBatchMeta as Meta
+from dataplane.samples import samples_of
 from dataplane.steps import Operation, Post, Send
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def of_keys(desk: Desk, keys: Sequence[str], partition: str, create: bool) -> Op
     ones, without fields."""
     try:
         if create:
-            yield from put(desk, keys, partition, None, None)
+            yield from put(desk, keys, partition, None)
         found = yield from living(desk, keys, partition)
         if len(found.ids) < len(keys):
             missing = sorted(set(keys).difference(found.ids))
@@ -165,8 +166,12 @@ def put_keys(
     fields: Mapping[str, Any] | TensorDictBase | None,
     tags: Sequence[Mapping[str, Any]] | None,
 ) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
-    """Put by key; the tags and fields that the samples have then."""
-    yield from put(desk, keys, partition, fields, tags)
+    """Put by key; the tags and fields that the samples have then. Samples that are new have what was put, of others
+    the service says what they have."""
+    told = tag_columns(tags, len(keys))
+    committed = yield from put(desk, keys, partition, fields, told)
+    if committed.born == len(keys):
+        return tags_of(told, len(keys)), sorted(map(str, () if fields is None else fields.keys()))
     found = yield from listed(desk, partition, c.Samples(ids=tuple(keys)))
     return tags_of(found.tags, len(found.ids)), sorted(found.fields)
 
@@ -189,7 +194,9 @@ def list_keys(desk: Desk, partition: str | None) -> Operation[dict[str, dict[str
         except PartitionNotFoundError:
             continue
         tags = tags_of(found.tags, len(found.ids))
-        info[name] = {key: mine for key, mine in zip(found.ids, tags, strict=True) if is_key(key)}
+        info[name] = dict(zip(found.ids, tags, strict=True))
+        if UNNAMED in "\n".join(found.ids):
+            info[name] = {key: mine for key, mine in info[name].items() if is_key(key)}
     return info
 
 
@@ -211,14 +218,13 @@ def put(
     names: Sequence[str] | Meta,
     partition: str,
     fields: Mapping[str, Any] | TensorDictBase | None,
-    tags: Sequence[Mapping[str, Any]] | None,
+    tags: tuple[c.TagColumn, ...] = (),
     mode: str = "upsert",
-) -> Operation[Meta]:
+) -> Operation[c.Committed]:
     """Put into a partition that is made if it is not there. Values of a field that do not fit its live rows go to its
     hidden column, as objects; those of these rows that are in the other column go with the same commit."""
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
-    stored = stored_tags(tags)
     known = desk.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
     if undeclared:
@@ -229,7 +235,7 @@ def put(
 
     while True:
         try:
-            return (yield from ops.put(desk, names, partition, encoded, stored, mode, declare))
+            return (yield from ops.write(desk, names, partition, encoded, tags, mode, declare))[1]
         except PartitionNotFoundError:
             yield declare()
         except SchemaError as error:
@@ -244,11 +250,10 @@ def insert(
     if count < 1:
         raise ValueError(f"{count} new samples: put at least one")
     batch = uuid4().hex
-    made = yield from put(desk, [f"{UNNAMED}{batch}/{row}" for row in range(count)], partition, fields, None, "create")
-    assert made.handles is not None
-    rows, births = made.handles
-    meta = BatchMeta(births.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming})
-    return meta._named(list(made.sample_ids), rows.tolist())
+    names = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
+    made = yield from put(desk, names, partition, fields, mode="create")
+    meta = BatchMeta(made.births.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming})
+    return meta._named(names, made.rows.tolist())
 
 
 def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
@@ -257,7 +262,8 @@ def put_batch(desk: Desk, meta: BatchMeta, data: Mapping[str, Any]) -> Operation
     for places, names in parts:
         tags = [meta.custom_meta[place] for place in places]
         mine = data if len(parts) == 1 else columns.rows_at(data, places)
-        yield from put(desk, names, names.partition_id, mine, tags if any(tags) else None)
+        told = tag_columns(tags, len(tags)) if any(tags) else ()
+        yield from put(desk, names, names.partition_id, mine, told)
 
 
 def clear_batch(desk: Desk, meta: BatchMeta) -> Operation[None]:
@@ -281,8 +287,9 @@ def set_tags(desk: Desk, meta: BatchMeta) -> Operation[None]:
     for part in meta.chunk_by_partition():
         try:
             for places, names in (yield from named(desk, part)):
-                tags = stored_tags([part.custom_meta[place] for place in places])
-                yield from ops.set_tags(desk, names, names.partition_id, tags or ())
+                tags = tag_columns([part.custom_meta[place] for place in places], len(places))
+                told = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
+                yield from ops.naming(names.sample_ids, told)
         except PartitionNotFoundError:
             log.warning("there is no partition %r: its custom_meta is ignored", part.partition_ids[0])
 

@@ -13,23 +13,18 @@ from dataplane.objects import decode_object, encode_object
 ENCODED = "\x1fobject:"
 """A tag that begins so is a value's bytes, in base 64."""
 
-_PLAIN = frozenset({bool, int, float, type(None)})
+
+def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
+    """The tags of `count` samples as the service keeps them; None in place of a mapping is an empty one.
+    `UnsupportedValueError` for values that no object column carries."""
+    return samples.tag_columns(None if tags is None else [mine or {} for mine in tags], count, _stored)
 
 
-def stored_tags(tags: Sequence[Mapping[str, Any] | None] | None) -> list[dict[str, Any]] | None:
-    """The tags as the service keeps them; None in place of a mapping is an empty one. `UnsupportedValueError` for
-    values that no object column carries."""
-    if tags is None:
-        return None
-    return [{name: _stored(name, value) for name, value in (mine or {}).items()} for mine in tags]
-
-
-def _stored(name: str, value: Any) -> Any:
-    kind = type(value)
-    if kind in _PLAIN or (kind is str and not value.startswith(ENCODED)):
+def _stored(name: str, row: int, value: Any) -> Any:
+    if type(value) is str and not value.startswith(ENCODED):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
-        return value  # a scalar of numpy's or torch's
+        return samples.scalar(name, row, value.item())  # a scalar of numpy's or torch's
     return ENCODED + base64.b64encode(encode_object(value, field=f"tag {name}")).decode("ascii")
 
 
