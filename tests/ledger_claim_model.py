@@ -76,12 +76,13 @@ class Sample:
 @dataclass
 class Selection:
     """A step's shares by rank. Samples held for a rank are claimed under `name`; `given` are the claims that got them,
-    by rank."""
+    by rank; `late` are groups that were given in part, whatever becomes of them."""
 
     name: Name
     terms: tuple[Any, ...]
     shares: list[list[Sample]]
     given: dict[int, set[Name]] = field(default_factory=dict)
+    late: set[Any] = field(default_factory=set)
 
 
 @dataclass
@@ -264,7 +265,7 @@ class ClaimModel:
         assert command.step is not None
         partition = self.partitions[command.partition]
         self.selected += 1
-        fixed = Selection((0, self.selected), terms_of(command), dealt)
+        fixed = Selection((0, self.selected), terms_of(command), dealt, late=self.overdue(command)[0])
         for sample in [sample for share in dealt for sample in share]:
             until = self.now + (command.lease_s or 600.0)
             sample.claims[command.task] = Held(fixed.name, until, hold=command.lease_s is None)

@@ -365,6 +365,9 @@ class Model(CopyModel):
     def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
         partition = self.partitions[command.partition]
         late = self.overdue(command)[0]
+        fixed = None if command.step is None else partition.selections.get((command.task, command.step))
+        if fixed is not None:
+            late |= fixed.late
         samples = []
         for row, birth in zip(result.rows.tolist(), result.births.tolist(), strict=True):
             assert (row, birth) in partition.live, f"{name} claimed a sample that is not live"
