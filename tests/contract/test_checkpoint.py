@@ -69,8 +69,9 @@ def assert_same(client: DataPlaneClient, partition: str, ids: list[str], fields:
 
 def test_everything_comes_back(client: DataPlaneClient, partition: str, tmp_path: Path) -> None:
     fields = every_kind()
+    declared = {"declared": None, "scalars": None}
     client.register_partition(
-        partition, {"declared": None, "scalars": None}, 9, ["train", "score"], 2, {"kind": ["a", "ü"]}
+        partition, declared, 9, ["train", "score"], 2, {"kind": ["a", "ü"]}, budget_bytes=1 << 30, when_full="reject"
     )
     before = client.put_samples(IDS, partition, fields, TAGS)
     client.put_samples(["late", "s1"], partition, {"some": torch.arange(2)})
@@ -96,6 +97,7 @@ def test_everything_comes_back(client: DataPlaneClient, partition: str, tmp_path
     assert_same(client, partition, ["s1", "late"], {"some": [torch.tensor(1), torch.tensor(0)]})
     (stats,) = [found for found in client.stats().partitions if found.partition == partition]
     assert (stats.live, stats.born, stats.num_samples, stats.sealed, stats.version) == (6, 7, 9, False, 4)
+    assert (stats.budget_bytes, stats.when_full) == (1 << 30, "reject")
     assert stats.claimed == {"train": 2, "score": 0}
     assert stats.produced["some"] == 2
     assert stats.produced["declared"] == 0
