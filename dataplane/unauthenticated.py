@@ -17,17 +17,21 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dataplane import zap
 from dataplane.host import join_address
 from dataplane.listeners import bound_to, copied, place_of
 
-MOST = 4096
-"""At once. A thousand clients, with two connections each, may come in one second."""
+MOST = 16_384
+"""At once. After a break of the network all clients connect again, twice and more; most have nothing to say then."""
 HELD_BYTES = 32 << 20
 """What ZMQ may keep for those that have sent more than `SHORT_BYTES`, one frame each."""
 SHORT_BYTES = 4096
 """More than a handshake and the first message that nearly all clients send."""
 LOOK_S = 0.05
 """How often it is looked how much they have sent; at most a tenth of the time goes into that."""
+
+LATE_S = 5.0
+"""How much later than it is to ZMQ may end a handshake."""
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred`: process, user, group."""
@@ -40,6 +44,7 @@ class _Connection:
     inode: int
     peer: str
     """Who is at the other end, for the log."""
+    since: float
     is_tcp: bool
     is_trusted: bool
     """A process of this user or root, which could read the token."""
@@ -91,15 +96,24 @@ class Unauthenticated:
 
     def hang_up(self, *, drained: bool) -> None:
         """End those that are too many, the oldest first. Does not block. drained: no message is waiting to be read."""
+        began = time.monotonic()
+        self._trust_those_before(began - zap.HANDSHAKE_MS / 1000 - LATE_S)
         if not self._silent:
             return
         self._end(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
-        began = time.monotonic()
         if began - self._looked >= max(LOOK_S, 10 * self._took_s):
             long = [descriptor for descriptor, each in self._silent.items() if self._is_long(descriptor, each, drained)]
             self._end(long[: max(0, len(long) - self._most_long)])
             self._looked = time.monotonic()
             self._took_s = self._looked - began
+
+    def _trust_those_before(self, instant: float) -> None:
+        """They have shown the ticket: ZMQ would have hung up on them."""
+        while self._silent:
+            descriptor, oldest = next(iter(self._silent.items()))
+            if oldest.since > instant:
+                return
+            del self._silent[descriptor]
 
     def _is_long(self, descriptor: int, connection: _Connection, drained: bool) -> bool:
         """Whether it has sent much that is no message. One that is whole may wait to be read, but not for long: ZMQ
@@ -123,14 +137,14 @@ class Unauthenticated:
         with copied(descriptor) as copy, contextlib.suppress(OSError):
             if copy is None or bound_to(copy) not in self._places:
                 return None
-            inode = os.fstat(copy.fileno()).st_ino
+            inode, now = os.fstat(copy.fileno()).st_ino, time.monotonic()
             if copy.family == socket.AF_UNIX:
                 _, user, _ = _CREDENTIALS.unpack(
                     copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 )
-                return _Connection(inode, "this host", is_tcp=False, is_trusted=user in (0, os.geteuid()))
+                return _Connection(inode, "this host", now, is_tcp=False, is_trusted=user in (0, os.geteuid()))
             name = copy.getpeername()
-            return _Connection(inode, join_address(name[0], name[1]), is_tcp=True, is_trusted=False)
+            return _Connection(inode, join_address(name[0], name[1]), now, is_tcp=True, is_trusted=False)
         return None
 
 

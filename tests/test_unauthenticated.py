@@ -119,6 +119,18 @@ def test_a_message_that_waits_to_be_read_is_no_fault(port: Port) -> None:
     assert port.ended() == long[:2]
 
 
+def test_who_is_there_for_longer_than_a_handshake_may_take_has_shown_the_ticket(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port.began(LONG)
+    port.began()
+    monkeypatch.setattr(port.watched, "_most", 0)
+    monkeypatch.setattr(zap, "HANDSHAKE_MS", -1000 * unauthenticated.LATE_S)
+    port.hang_up(drained=True)
+    assert port.ended() == []
+    assert port.watched.pause_ms is None
+
+
 def test_who_has_shown_the_ticket_is_not_counted(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port.watched, "_most", 1)
     late = port.connect()
