@@ -140,7 +140,7 @@ class RoomAhead:
         count no longer: an interrupt may have kept one from being `answered`."""
         with self._lock:
             self._asks = 0
-            for room in tuple(self._open):
+            for room in tuple(self._rooms.values()):  # an interrupt may have kept one from being given up
                 if not room.touched:
                     self._give_up(room)
                 room.touched = False

@@ -322,12 +322,12 @@ def _take_ahead(desk: Desk, nbytes: int, taken: list[Part]) -> Operation[None]:
         return
     try:
         granted = yield Send(wish)
+        desk.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
     except (CapacityTimeoutError, InvalidRequestError):
         desk.ahead.refused()
         return
     finally:
         desk.ahead.answered()
-    desk.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
     desk.ahead.take(nbytes, taken)
 
 

@@ -363,6 +363,7 @@ def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkey
 
 
 def test_the_thread_does_not_die_in_silence(unit, peer, monkeypatch, caplog):
+    """The unit has a token: its monitor, too, is closed by `stop`."""
     monkeypatch.setattr(BulkServer, "_serve_some", lambda _: 1 / 0)
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.send(read=read((0, 1)))

@@ -102,7 +102,7 @@ def test_an_interrupt_before_it_is_dropped_does_not_say_that_nothing_was_done(
         assert main(["drain", "unit-0", "--drop"]) == 1
         assert capsys.readouterr().err.splitlines()[-1] == (
             "tq: given up: storage unit 1 unit-0 is empty and takes nothing new; "
-            "it may be dropped or not (`tq status`; `tq drop` does it)"
+            "it may or may not have been dropped (`tq status`; `tq drop` does it)"
         )
 
 

@@ -236,5 +236,5 @@ def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(tls, "diagnose", lambda *_: None)
     assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
     assert len(asked) == 3
-    with pytest.raises(ServiceUnavailableError, match="it hangs up at once: it may have as many"):
+    with pytest.raises(ServiceUnavailableError, match="it hangs up at once: it may have reached its limit"):
         keys.keys_of("host:1", None, None, deadline=time.monotonic())

@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import zmq
 
 from dataplane import connect, serve, unauthenticated, zap
 from dataplane.bulk import frames
 from dataplane.config import MIB
 from dataplane.control import wire
 from dataplane.control.controller import Controller
-from dataplane.control.opening import door_address
+from dataplane.control.opening import door_address, door_socket
 from dataplane.descriptors import allow_more
 from dataplane.host import split_address
 from dataplane.unauthenticated import SHORT_BYTES, Unauthenticated
 from tests.lives import CONFIG, wait_until
+from tests.secure import tls
 from tests.test_security import endpoint_of_unit
 from tests.test_strangers import TOKEN, WAIT_S, greeting, put_and_get, send_unfinished
 
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.integration
 FRAME_BYTES = 8 * MIB
 """Of it, four connections that sent much are kept."""
 LONG = SHORT_BYTES + 1
+HANDSHAKE_BYTES = 90
 
 
 class Port:
@@ -41,7 +44,7 @@ class Port:
         self._accepted: dict[int, socket.socket] = {}
         self._sent: dict[int, int] = {}
         self.peers: dict[int, socket.socket] = {}
-        self.watched = Unauthenticated([f"tcp://*:{self._listener.getsockname()[1]}"], frame_bytes)
+        self.watched = Unauthenticated([f"tcp://*:{self._listener.getsockname()[1]}"], frame_bytes, HANDSHAKE_BYTES)
 
     def connect(self) -> int:
         peer = socket.create_connection(self._listener.getsockname(), timeout=WAIT_S)
@@ -64,13 +67,21 @@ class Port:
         self.watched.began(number)
         return number
 
-    def hang_up(self, *, drained: bool) -> None:
+    def hang_up(self) -> None:
         self.watched._looked = 0.0  # it may look again
-        self.watched.hang_up(drained=drained)
+        self.watched.hang_up()
+
+    def answer(self, number: int, nbytes: int) -> None:
+        """So many bytes have been received when this returns, and the peer has said so with what it sends next."""
+        self._accepted[number].sendall(bytes(nbytes))
+        assert len(self.peers[number].recv(nbytes, socket.MSG_WAITALL)) == nbytes
 
     def ended(self) -> list[int]:
         """The connections that this side has ended."""
         return [number for number, peer in self.peers.items() if select.select([peer], [], [], 0)[0]]
+
+    def must_end(self, numbers: list[int]) -> None:
+        wait_until(lambda: self.ended() == numbers, f"{numbers} to be ended, and no others")
 
     def close(self) -> None:
         for each in (self._listener, *self._accepted.values(), *self.peers.values()):
@@ -87,36 +98,33 @@ def port() -> Iterator[Port]:
 def test_the_oldest_of_too_many_are_ended(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port.watched, "_most", 3)
     numbers = [port.began() for _ in range(5)]
-    port.hang_up(drained=False)
-    assert port.ended() == numbers[:2]
+    port.hang_up()
+    port.must_end(numbers[:2])
 
 
 def test_few_that_sent_much_are_kept(port: Port) -> None:
     short = port.began(SHORT_BYTES)
     long = [port.began(LONG) for _ in range(6)]
-    port.hang_up(drained=True)
-    assert port.ended() == long[:2]
+    port.hang_up()
+    port.must_end(long[:2])
     port.watched.spoke(long[2])
     port.began(LONG)
-    port.hang_up(drained=True)
-    assert port.ended() == long[:2]
+    port.hang_up()
+    port.must_end(long[:2])
     port.send(short, 1)
-    port.hang_up(drained=True)
-    assert port.ended() == [short, *long[:2]]
+    port.hang_up()
+    port.must_end([short, *long[:2]])
 
 
-def test_a_message_that_waits_to_be_read_is_no_fault(port: Port) -> None:
-    others = [port.connect() for _ in range(2)]
-    long = [port.began(LONG) for _ in range(6)]
-    port.hang_up(drained=False)
-    for _ in range(6):  # one message of each connection may be read before theirs
-        port.watched.spoke(others[0])
-        port.hang_up(drained=False)
-    assert port.ended() == []
-    for _ in range(3):
-        port.watched.spoke(others[1])
-    port.hang_up(drained=False)
-    assert port.ended() == long[:2]
+def test_a_long_message_of_who_has_shown_the_ticket_is_no_fault(port: Port) -> None:
+    """Only to who has, more is sent than `HANDSHAKE_BYTES`."""
+    shown = [port.began() for _ in range(6)]
+    others = [port.began() for _ in range(5)]
+    for number in (*shown, *others):
+        port.answer(number, HANDSHAKE_BYTES + (number in shown))
+        port.send(number, LONG)
+    port.hang_up()
+    port.must_end(others[:1])
 
 
 def test_who_is_there_for_longer_than_a_handshake_may_take_has_shown_the_ticket(
@@ -126,25 +134,22 @@ def test_who_is_there_for_longer_than_a_handshake_may_take_has_shown_the_ticket(
     port.began()
     monkeypatch.setattr(port.watched, "_most", 0)
     monkeypatch.setattr(zap, "HANDSHAKE_MS", -1000 * unauthenticated.LATE_S)
-    port.hang_up(drained=True)
+    port.hang_up()
     assert port.ended() == []
     assert port.watched.pause_ms is None
 
 
 def test_who_has_shown_the_ticket_is_not_counted(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port.watched, "_most", 1)
-    late = port.connect()
-    port.watched.spoke(late)  # its message is read before the event that it began
-    port.watched.began(late)
     spoke = port.began()
     port.watched.spoke(spoke)
     port.began()
-    port.hang_up(drained=True)
+    port.hang_up()
     assert port.ended() == []
-    port.watched.ended(late)
-    port.watched.began(late)  # another with that number
-    port.hang_up(drained=True)
-    assert len(port.ended()) == 1
+    port.watched.ended(spoke)
+    port.watched.began(spoke)  # another with that number
+    port.hang_up()
+    wait_until(lambda: len(port.ended()) == 1)
 
 
 def test_only_connections_of_the_port_are_ended(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +163,7 @@ def test_only_connections_of_the_port_are_ended(port: Port, monkeypatch: pytest.
             port.watched.began(number)
         replaced = port.began()
         os.dup2(pair[0].fileno(), replaced)  # the number is another file's by now
-        port.hang_up(drained=True)
+        port.hang_up()
         assert other.ended() == []
         assert not select.select([pair[1]], [], [], 0)[0]
         assert len(os.listdir("/proc/self/fd")) == before + 4
@@ -232,6 +237,29 @@ def test_connections_that_say_nothing_have_an_end_and_clients_get_in(monkeypatch
         assert not any(map(has_ended, peers[8:]))
         with connect(server.address, token=TOKEN, force_remote=True) as client:
             put_and_get(client)
+
+
+@pytest.mark.parametrize("settings", [{"token": TOKEN}, tls()], ids=["plain", "curve"])
+def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
+    """Before a message comes, and whatever is sent then: here nothing."""
+    with (
+        Controller(replace(CONFIG, **settings)) as made,
+        connect(made.address, **settings, force_remote=True) as client,
+    ):
+        watched = made._shell._door._unauthenticated  # type: ignore[union-attr]
+        assert watched is not None
+        began: list[int] = []
+        real = watched.began
+
+        def note(descriptor: int) -> None:
+            real(descriptor)
+            began.extend(watched._silent)
+
+        watched.began = note  # type: ignore[method-assign]
+        keys, door = client._connections.get()._channel._calls.session.keys, f"tcp://{door_address(made.address)}"
+        with zmq.Context() as context, door_socket(context, door, keys):
+            wait_until(lambda: began, "the connection to be noticed")
+            wait_until(lambda: not watched._silent, "its handshake to be seen")
 
 
 CONNECT = """

@@ -48,13 +48,15 @@ from dataplane.proof import Ticket
 from dataplane.rowcopy import gather
 from dataplane.sockets import readable
 from dataplane.types import PROTOCOL_VERSION
-from dataplane.unauthenticated import Unauthenticated
+from dataplane.unauthenticated import CURVE_BYTES, PLAIN_BYTES, Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 16
 """After so many messages the thread looks at its orders."""
+EVENTS_PER_TURN = 256
+"""Connections that begin or end are looked at, before the thread serves again."""
 PEER_REQUESTS = 4
 """Requests of one peer that may wait here. Beyond that its socket slows it down."""
 PEER_REPLIES = 64
@@ -152,7 +154,8 @@ class BulkServer:
                 advertise_host=self._advertise_host,
                 guarded=self._is_guarded,
             )
-            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES)
+            handshake = PLAIN_BYTES if self._keys is None else CURVE_BYTES
+            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES, handshake)
         except BaseException:
             self._close_sockets()
             self._close_engine()
@@ -214,7 +217,8 @@ class BulkServer:
 
     def _close_sockets(self) -> None:
         if self._monitor is not None:
-            self._router.disable_monitor()
+            if not self._router.closed:  # as it is where the thread died
+                self._router.disable_monitor()
             self._monitor.close(linger=0)
         self._router.close()
         if self._admission is not None:
@@ -246,7 +250,7 @@ class BulkServer:
                 if self._router in ready:
                     self._serve_some()
                 if self._monitor is not None:
-                    self._guarded("connections", self._watch_connections)
+                    self._watch_connections(self._monitor)
                 if self._arena_orders.under_way:
                     self._guarded("an order", self._arena_orders.step)
         except BaseException:
@@ -264,15 +268,16 @@ class BulkServer:
             time.sleep(pause_s)
         return ready
 
-    def _watch_connections(self) -> None:
-        assert self._monitor is not None
-        while readable(self._monitor):
-            told = recv_monitor_message(self._monitor)
+    def _watch_connections(self, monitor: zmq.Socket[Any]) -> None:
+        for _ in range(EVENTS_PER_TURN):
+            if not readable(monitor):
+                break
+            told = recv_monitor_message(monitor)
             if told["event"] == zmq.EVENT_ACCEPTED:
                 self._unauthenticated.began(int(told["value"]))
             else:
                 self._unauthenticated.ended(int(told["value"]))
-        self._unauthenticated.hang_up(drained=not readable(self._router))
+        self._unauthenticated.hang_up()
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:
@@ -310,12 +315,9 @@ class BulkServer:
     def _serve_some(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frame = self._router.recv(zmq.NOBLOCK, copy=False)
+                peer = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            peer = frame.bytes
-            if self._monitor is not None:  # so this peer has shown its ticket, and its connection has a number
-                self._unauthenticated.spoke(int(frame.get(zmq.SRCFD)))
             try:
                 request = self._header()
                 if request is not None:

@@ -98,7 +98,10 @@ def _drain(
                 client.drop_unit(found.unit)
         except KeyboardInterrupt:
             empty = f"storage unit {_name(found)} is empty and takes nothing new"
-            print(f"tq: given up: {empty}; it may be dropped or not (`tq status`; `tq drop` does it)", file=sys.stderr)
+            print(
+                f"tq: given up: {empty}; it may or may not have been dropped (`tq status`; `tq drop` does it)",
+                file=sys.stderr,
+            )
             return None
     return done
 

@@ -116,7 +116,8 @@ class GrpcDoor:
             interceptors.insert(0, self._handshakes)
         # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
         # could take apart.
-        most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 4)
         bounds = (("grpc.max_allowed_incoming_connections", most), ("grpc.max_connection_idle_ms", 1000 * IDLE_S))
         server = self._server = grpc.aio.server(
             interceptors=interceptors, options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS

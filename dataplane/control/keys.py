@@ -138,7 +138,8 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
             if diagnosis is not None:
                 raise diagnosis from error
             is_diagnosed = True
-            why, cause = "it hangs up at once: it may have as many connections as it takes", error
+            why = "it hangs up at once: it may have reached its limit of connections, or be no data plane service"
+            cause = error
         except TimeoutError as error:
             if error.errno is not None:
                 raise

@@ -21,7 +21,7 @@ from dataplane.ledger import commands as c
 from dataplane.ports import cannot_listen
 from dataplane.proof import Ticket
 from dataplane.sockets import NOBLOCK, readable, receive, send
-from dataplane.unauthenticated import Unauthenticated
+from dataplane.unauthenticated import CURVE_BYTES, PLAIN_BYTES, Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class ZmqDoor:
             raise
         self.endpoints = (ipc, f"tcp://*:{self.port}")
         if ticket is not None:
-            self._unauthenticated = Unauthenticated(self.endpoints, wire.MAX_REQUEST_FRAME_BYTES)
+            handshake = PLAIN_BYTES if keys is None else CURVE_BYTES
+            self._unauthenticated = Unauthenticated(self.endpoints, wire.MAX_REQUEST_FRAME_BYTES, handshake)
 
     def _bind_tcp(self, host: str, port: int) -> int:
         ip = resolve_host(host)
@@ -147,9 +148,8 @@ class ZmqDoor:
 
     def hang_up(self) -> None:
         """End connections of peers that have not shown the ticket, where there are too many. Does not block."""
-        if self.pause_ms is not None:
-            assert self._unauthenticated is not None
-            self._unauthenticated.hang_up(drained=not readable(self.socket))
+        if self._unauthenticated is not None:
+            self._unauthenticated.hang_up()
 
     def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         caller = peer.bytes

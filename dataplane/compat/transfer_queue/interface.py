@@ -140,9 +140,10 @@ def _put(
     parse: Parser | None,
 ) -> Operation[KVBatchMeta]:
     given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
+    keys = list(keys)
     now, names = yield from mine.put_keys(desk, keys, partition, given, tags)
     meta = KVBatchMeta(partition_id=partition, fields=names)
-    meta.keys, meta.tags = list(keys), now  # which nobody else has, so that they need not be copied
+    meta.keys, meta.tags = keys, now  # which nobody else has, so that they need not be copied
     return meta
 
 
@@ -156,6 +157,8 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
         raise ValueError(f"kv_put: fields is a TensorDict or a mapping, got {type(fields).__name__}")
     if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
         raise ValueError("kv_put: a nested tensor is a batch; use kv_batch_put")
+    if any(type(name) is not str for name in fields):
+        raise ValueError(f"kv_put: names of fields are strings, got {list(fields)}")
     return {
         name: value.unsqueeze(0) if isinstance(value, Tensor) else NonTensorStack(value)
         for name, value in fields.items()

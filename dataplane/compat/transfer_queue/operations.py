@@ -168,11 +168,12 @@ def put_keys(
 ) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
     """Put by key; the tags and fields that the samples have then. Samples that are new have what was put, of others
     the service says what they have."""
+    keys, names = tuple(keys), sorted(map(str, () if fields is None else fields.keys()))
     told = tag_columns(tags, len(keys))
     committed = yield from put(desk, keys, partition, fields, told)
     if committed.born == len(keys):
-        return tags_of(told, len(keys)), sorted(map(str, () if fields is None else fields.keys()))
-    found = yield from listed(desk, partition, c.Samples(ids=tuple(keys)))
+        return tags_of(told, len(keys)), names
+    found = yield from listed(desk, partition, c.Samples(ids=keys))
     return tags_of(found.tags, len(found.ids)), sorted(found.fields)
 
 
