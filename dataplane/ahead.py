@@ -88,8 +88,8 @@ class RoomAhead:
             return True
 
     def wish(self, nbytes: int, unit: int | None) -> AllocateAhead | None:
-        """What to ask for, in `unit`, before a put of `nbytes` that could not `take` room; None: nothing. What is left
-        of rooms that are too small for the put goes back."""
+        """The command that asks for room in `unit`, for a put of `nbytes` that could not `take` any; None: the put asks
+        for its own. Rooms that are too small for the put are given up."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
@@ -108,7 +108,7 @@ class RoomAhead:
             self._refused = self._clock()
 
     def answered(self) -> None:
-        """Nobody waits for the answer to a wish any more."""
+        """The command that `wish` returned is answered, or given up."""
         with self._lock:
             self._asks = max(self._asks - 1, 0)
 

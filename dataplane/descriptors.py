@@ -29,6 +29,12 @@ def allow_more() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def share(part: int, most: int) -> int:
+    """One `part`th (1/part) of the open files that this process may have now; at least 1, `most` at most."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if soft == resource.RLIM_INFINITY else min(most, max(1, soft // part))
+
+
 def require_enough() -> None:
     """`LimitError` unless there are enough for a server."""
     free = _free(OF_A_SERVER)

@@ -59,27 +59,27 @@ def put(
 ) -> Operation[KVBatchMeta]:
     """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
     ids = ids_of(names)
-    written = yield from write(desk, names, partition, fields, tag_columns(tags, len(ids)), mode)
-    return _put_meta(ids, partition, tags, *written)
+    stored = yield from put_rows(desk, names, ids, partition, fields, tag_columns(tags, len(ids)), mode)
+    return _put_meta(ids, partition, tags, *stored)
 
 
-Written = tuple[Sequence[EncodedColumn], c.Committed]
+Stored = tuple[Sequence[EncodedColumn], c.Committed]
 """The columns that a put has stored, and the answer to its commit."""
 
 
 @patient
-def write(
+def put_rows(
     desk: Desk,
     names: Names,
+    ids: list[str],
     partition: str,
     fields: TensorDict | Mapping[str, Any] | None,
     tags: tuple[c.TagColumn, ...],
     mode: str,
     declare: Callable[[], Send] | None = None,
-) -> Operation[Written]:
-    """What `put` does, for callers that need no meta. declare: makes the step that declares fields anew when a schema
-    that had them no longer does."""
-    ids = ids_of(names)
+) -> Operation[Stored]:
+    """What `put` does, for callers that need no meta. ids: of `names`, as `ids_of` gives them. declare: makes the step
+    that declares fields anew when a schema that had them no longer does."""
     samples = samples_of(names, ids)
     if fields is not None:
         require_fields(fields)
@@ -110,7 +110,7 @@ def _append(
     partition: str,
     fields: TensorDict | Mapping[str, Any],
     tags: tuple[c.TagColumn, ...],
-) -> Operation[Written]:
+) -> Operation[Stored]:
     """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
     pin on what was read, kept until the commit, is what proves it."""
     samples = samples_of(names, ids)

@@ -76,8 +76,11 @@ _PLAIN = frozenset({bool, int, float, type(None)})
 def tag_columns(
     tags: Sequence[Mapping[str, Any]] | None, count: int, convert: Callable[[str, int, Any], Scalar] = scalar
 ) -> tuple[c.TagColumn, ...]:
-    """One mapping per sample, as columns. convert: makes a tag of a value that is no plain number, given the tag's name
-    and the sample's place. Raises `InvalidRequestError` when their number is not `count`."""
+    """One mapping per sample, as columns. Raises `InvalidRequestError` when their number is not `count`.
+
+    convert: returns the tag to store for a value that is not a bool, int, float or None; it gets the tag's name, the
+    sample's position and the value.
+    """
     if tags is None:
         return ()
     if isinstance(tags, Mapping) or not isinstance(tags, Sequence):

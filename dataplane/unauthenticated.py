@@ -10,16 +10,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import resource
 import socket
 import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dataplane import zap
+from dataplane.descriptors import share
 from dataplane.host import join_address
 from dataplane.listeners import bound_to, copied, place_of
+from dataplane.sockets import readable
 
 MOST = 16_384
 """At once. After a break of the network all clients connect again, with several connections each."""
@@ -29,8 +34,10 @@ SHORT_BYTES = 4096
 """More than a handshake."""
 LOOK_S = 0.05
 """How often their byte counts are read; at most a tenth of the time goes into that."""
+EVENTS = 256
+"""Of the monitor, taken at a time."""
 LATE_S = 5.0
-"""How much later than it is to ZMQ may end a handshake."""
+"""How long after `zap.HANDSHAKE_MS` ZMQ may take to end a handshake."""
 PLAIN_BYTES, CURVE_BYTES = 64 + 26, 64 + 170 + 26
 """A peer receives more than that (RFC 23: the greeting; with CURVE, WELCOME; an ERROR of at most 12 bytes) only once it
 has shown the ticket: then comes READY, of 30 bytes or more."""
@@ -54,21 +61,28 @@ class _Connection:
 
 class Unauthenticated:
     """Of one ROUTER. Used by the thread that reads its monitor: `began` and `ended` for each of the monitor's events,
-    in their order, `hang_up` after each wait of at most `pause_ms`; `spoke` for messages, where users other than this
-    process's may connect over a Unix-domain socket.
+    in their order (`take_events` does that), `hang_up` after each wait of at most `pause_ms`; `spoke` for messages,
+    where users other than this process's may connect over a Unix-domain socket.
 
-    endpoints: where the socket is bound, as ZMQ names them. frame_bytes: the longest frame that it takes.
-    handshake_bytes: see `PLAIN_BYTES`.
+    endpoints: where the socket is bound, as ZMQ names them. frame_bytes: the longest frame that it takes. curve: peers
+    talk CURVE, not PLAIN.
     """
 
-    def __init__(self, endpoints: Iterable[str], frame_bytes: int, handshake_bytes: int) -> None:
+    def __init__(self, endpoints: Iterable[str], frame_bytes: int, *, curve: bool) -> None:
         self._places = frozenset(map(place_of, endpoints))
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = MOST if files == resource.RLIM_INFINITY else min(MOST, max(1, files // 8))
+        self._most = share(8, MOST)
         self._most_long = max(1, HELD_BYTES // frame_bytes)
-        self._handshake_bytes = handshake_bytes
+        self._handshake_bytes = CURVE_BYTES if curve else PLAIN_BYTES
         self._silent: dict[int, _Connection] = {}  # oldest first
         self._looked = self._took_s = 0.0
+
+    def take_events(self, monitor: zmq.Socket[Any]) -> None:
+        """Of a monitor that tells which connections begin and end, those that are there. Does not block."""
+        for _ in range(EVENTS):
+            if not readable(monitor):
+                return
+            told = recv_monitor_message(monitor)
+            (self.began if told["event"] == zmq.EVENT_ACCEPTED else self.ended)(int(told["value"]))
 
     def began(self, descriptor: int) -> None:
         """A peer has connected."""
@@ -87,15 +101,20 @@ class Unauthenticated:
         connection = self._silent.pop(descriptor, None)
         return "" if connection is None else connection.peer
 
-    @property
-    def pause_ms(self) -> int | None:
-        """How long to wait at most before `hang_up` is called again; None: for ever."""
-        return 1 + int(1000 * max(LOOK_S, 10 * self._took_s)) if self._silent else None
+    def pause_ms(self, most: int | None) -> int | None:
+        """How long to wait before `hang_up` is called again: `most` at most (None: for ever)."""
+        if not self._silent:
+            return most
+        mine = 1 + int(1000 * self._pause_s())
+        return mine if most is None else min(most, mine)
+
+    def _pause_s(self) -> float:
+        return max(LOOK_S, 10 * self._took_s)
 
     def hang_up(self) -> None:
         """End those that are too many, the oldest first. Does not block."""
         began = time.monotonic()
-        if not self._silent or began - self._looked < max(LOOK_S, 10 * self._took_s):
+        if not self._silent or began - self._looked < self._pause_s():
             return
         long = []
         for descriptor, connection in list(self._silent.items()):

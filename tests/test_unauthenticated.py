@@ -22,7 +22,7 @@ from dataplane.control.controller import Controller
 from dataplane.control.opening import door_address, door_socket
 from dataplane.descriptors import allow_more
 from dataplane.host import split_address
-from dataplane.unauthenticated import SHORT_BYTES, Unauthenticated
+from dataplane.unauthenticated import PLAIN_BYTES, SHORT_BYTES, Unauthenticated
 from tests.lives import CONFIG, wait_until
 from tests.secure import tls
 from tests.test_security import endpoint_of_unit
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.integration
 FRAME_BYTES = 8 * MIB
 """Of it, four connections that sent much are kept."""
 LONG = SHORT_BYTES + 1
-HANDSHAKE_BYTES = 90
 
 
 class Port:
@@ -44,7 +43,7 @@ class Port:
         self._accepted: dict[int, socket.socket] = {}
         self._sent: dict[int, int] = {}
         self.peers: dict[int, socket.socket] = {}
-        self.watched = Unauthenticated([f"tcp://*:{self._listener.getsockname()[1]}"], frame_bytes, HANDSHAKE_BYTES)
+        self.watched = Unauthenticated([f"tcp://*:{self._listener.getsockname()[1]}"], frame_bytes, curve=False)
 
     def connect(self) -> int:
         peer = socket.create_connection(self._listener.getsockname(), timeout=WAIT_S)
@@ -54,7 +53,7 @@ class Port:
         return number
 
     def send(self, number: int, nbytes: int) -> None:
-        """So many bytes have come when this returns; nobody reads them."""
+        """The peer sends so many bytes. They have arrived when this returns, and stay unread."""
         accepted = self._accepted[number]
         self._sent[number] = self._sent.get(number, 0) + nbytes
         self.peers[number].sendall(bytes(nbytes))
@@ -72,7 +71,7 @@ class Port:
         self.watched.hang_up()
 
     def answer(self, number: int, nbytes: int) -> None:
-        """So many bytes have been received when this returns, and the peer has said so with what it sends next."""
+        """This side sends so many bytes, and the peer reads them. What it sends next acknowledges them."""
         self._accepted[number].sendall(bytes(nbytes))
         assert len(self.peers[number].recv(nbytes, socket.MSG_WAITALL)) == nbytes
 
@@ -117,11 +116,11 @@ def test_few_that_sent_much_are_kept(port: Port) -> None:
 
 
 def test_a_long_message_of_who_has_shown_the_ticket_is_no_fault(port: Port) -> None:
-    """Only to who has, more is sent than `HANDSHAKE_BYTES`."""
+    """Only to who has, more is sent than `PLAIN_BYTES`."""
     shown = [port.began() for _ in range(6)]
     others = [port.began() for _ in range(5)]
     for number in (*shown, *others):
-        port.answer(number, HANDSHAKE_BYTES + (number in shown))
+        port.answer(number, PLAIN_BYTES + (number in shown))
         port.send(number, LONG)
     port.hang_up()
     port.must_end(others[:1])
@@ -136,7 +135,7 @@ def test_who_is_there_for_longer_than_a_handshake_may_take_has_shown_the_ticket(
     monkeypatch.setattr(zap, "HANDSHAKE_MS", -1000 * unauthenticated.LATE_S)
     port.hang_up()
     assert port.ended() == []
-    assert port.watched.pause_ms is None
+    assert port.watched.pause_ms(None) is None
 
 
 def test_who_has_shown_the_ticket_is_not_counted(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,24 +156,26 @@ def test_only_connections_of_the_port_are_ended(port: Port, monkeypatch: pytest.
     other = Port()
     pair = socket.socketpair()
     with contextlib.closing(other), pair[0], pair[1], open(os.devnull) as file:
+        foreign, many = other.connect(), 200
         before = len(os.listdir("/proc/self/fd"))
-        foreign = other.connect()
-        for number in (foreign, pair[0].fileno(), file.fileno(), 10**6):
+        for number in (foreign, pair[0].fileno(), file.fileno(), 10**6) * many:
             port.watched.began(number)
+        assert len(os.listdir("/proc/self/fd")) < before + many, "copies are closed"
         replaced = port.began()
         os.dup2(pair[0].fileno(), replaced)  # the number is another file's by now
         port.hang_up()
         assert other.ended() == []
         assert not select.select([pair[1]], [], [], 0)[0]
-        assert len(os.listdir("/proc/self/fd")) == before + 4
 
 
 def test_nothing_is_waited_for_where_there_are_none(port: Port) -> None:
-    assert port.watched.pause_ms is None
+    assert (port.watched.pause_ms(None), port.watched.pause_ms(7000)) == (None, 7000)
     number = port.began()
-    assert port.watched.pause_ms
+    soon = port.watched.pause_ms(None)
+    assert soon
+    assert (port.watched.pause_ms(7000), port.watched.pause_ms(1)) == (soon, 1)
     assert port.watched.ended(number).startswith("127.0.0.1:")
-    assert port.watched.pause_ms is None
+    assert port.watched.pause_ms(None) is None
     assert port.watched.ended(number) == ""
 
 
@@ -241,13 +242,12 @@ def test_connections_that_say_nothing_have_an_end_and_clients_get_in(monkeypatch
 
 @pytest.mark.parametrize("settings", [{"token": TOKEN}, tls()], ids=["plain", "curve"])
 def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
-    """Before a message comes, and whatever is sent then: here nothing."""
+    """Also of a client that sends no message."""
     with (
         Controller(replace(CONFIG, **settings)) as made,
         connect(made.address, **settings, force_remote=True) as client,
     ):
         watched = made._shell._door._unauthenticated  # type: ignore[union-attr]
-        assert watched is not None
         began: list[int] = []
         real = watched.began
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
-from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.arena import Arena
 from dataplane.bulk.arena_orders import ArenaOrder, ArenaOrders
@@ -46,17 +45,14 @@ from dataplane.metrics.bulk import BulkCounts
 from dataplane.pb import bulk_pb2 as pb
 from dataplane.proof import Ticket
 from dataplane.rowcopy import gather
-from dataplane.sockets import readable
 from dataplane.types import PROTOCOL_VERSION
-from dataplane.unauthenticated import CURVE_BYTES, PLAIN_BYTES, Unauthenticated
+from dataplane.unauthenticated import Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 16
 """After so many messages the thread looks at its orders."""
-EVENTS_PER_TURN = 256
-"""Connections that begin or end are looked at, before the thread serves again."""
 PEER_REQUESTS = 4
 """Requests of one peer that may wait here. Beyond that its socket slows it down."""
 PEER_REPLIES = 64
@@ -154,8 +150,7 @@ class BulkServer:
                 advertise_host=self._advertise_host,
                 guarded=self._is_guarded,
             )
-            handshake = PLAIN_BYTES if self._keys is None else CURVE_BYTES
-            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES, handshake)
+            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES, curve=self._keys is not None)
         except BaseException:
             self._close_sockets()
             self._close_engine()
@@ -250,7 +245,8 @@ class BulkServer:
                 if self._router in ready:
                     self._serve_some()
                 if self._monitor is not None:
-                    self._watch_connections(self._monitor)
+                    self._unauthenticated.take_events(self._monitor)
+                    self._unauthenticated.hang_up()
                 if self._arena_orders.under_way:
                     self._guarded("an order", self._arena_orders.step)
         except BaseException:
@@ -262,22 +258,11 @@ class BulkServer:
         pause_s = None if self._engine is None else self._engine.step()
         if self._arena_orders.under_way:
             return dict(poller.poll(0))
-        pauses = self._unauthenticated.pause_ms, None if pause_s is None else int(pause_s * 1000)
-        ready = dict(poller.poll(min((each for each in pauses if each is not None), default=None)))
+        most_ms = None if pause_s is None else int(pause_s * 1000)
+        ready = dict(poller.poll(self._unauthenticated.pause_ms(most_ms)))
         if not ready and pause_s is not None and pause_s < 0.001:
             time.sleep(pause_s)
         return ready
-
-    def _watch_connections(self, monitor: zmq.Socket[Any]) -> None:
-        for _ in range(EVENTS_PER_TURN):
-            if not readable(monitor):
-                break
-            told = recv_monitor_message(monitor)
-            if told["event"] == zmq.EVENT_ACCEPTED:
-                self._unauthenticated.began(int(told["value"]))
-            else:
-                self._unauthenticated.ended(int(told["value"]))
-        self._unauthenticated.hang_up()
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:

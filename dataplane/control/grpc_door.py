@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import resource
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -32,6 +31,7 @@ from dataplane.control.secret import Secret
 from dataplane.control.shell import LedgerShell, Orders
 from dataplane.control.tls import server_credentials
 from dataplane.control.wire import MAX_MESSAGE_BYTES
+from dataplane.descriptors import share
 from dataplane.errors import (
     DataPlaneError,
     InternalError,
@@ -116,8 +116,7 @@ class GrpcDoor:
             interceptors.insert(0, self._handshakes)
         # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
         # could take apart.
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 4)
+        most = share(4, CONNECTIONS)
         bounds = (("grpc.max_allowed_incoming_connections", most), ("grpc.max_connection_idle_ms", 1000 * IDLE_S))
         server = self._server = grpc.aio.server(
             interceptors=interceptors, options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS

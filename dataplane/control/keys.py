@@ -35,7 +35,7 @@ SILENT = "see that its process is not stopped, nor its machine too busy"
 BUSY_S = 0.2
 """When a service that was too busy to answer is asked again."""
 HANGS_UP = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, http2.HungUpError)
-"""What becomes of a connection that is ended before anything is said."""
+"""Errors of a connection that the other end closes before it says anything."""
 HANDSHAKE_S = 10.0
 """A service hangs up on a client that has not begun its call so long after it connected."""
 NONCE_KEY = "tq-nonce"

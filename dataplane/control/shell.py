@@ -209,8 +209,7 @@ class LedgerShell:
         self._watch.synced(self._watch.clock() - began)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
-        pauses = self._door.pause_ms, None if deadline is None else poll_ms(deadline - self._now())
-        return min((each for each in pauses if each is not None), default=None)
+        return self._door.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:
         """The ledger's clock."""

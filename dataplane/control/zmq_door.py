@@ -21,7 +21,7 @@ from dataplane.ledger import commands as c
 from dataplane.ports import cannot_listen
 from dataplane.proof import Ticket
 from dataplane.sockets import NOBLOCK, readable, receive, send
-from dataplane.unauthenticated import CURVE_BYTES, PLAIN_BYTES, Unauthenticated
+from dataplane.unauthenticated import Unauthenticated
 from dataplane.zap import Admission
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ class ZmqDoor:
         self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
         self._heard: set[int] = set()  # descriptors that heartbeats came from since the monitor was read
-        self._unauthenticated: Unauthenticated | None = None
         self._is_stranger = False
         self._closed = False
         try:
@@ -79,9 +78,7 @@ class ZmqDoor:
             self.close()
             raise
         self.endpoints = (ipc, f"tcp://*:{self.port}")
-        if ticket is not None:
-            handshake = PLAIN_BYTES if keys is None else CURVE_BYTES
-            self._unauthenticated = Unauthenticated(self.endpoints, wire.MAX_REQUEST_FRAME_BYTES, handshake)
+        self._unauthenticated = Unauthenticated(self.endpoints, wire.MAX_REQUEST_FRAME_BYTES, curve=keys is not None)
 
     def _bind_tcp(self, host: str, port: int) -> int:
         ip = resolve_host(host)
@@ -122,7 +119,7 @@ class ZmqDoor:
             match event:
                 case zmq.EVENT_ACCEPTED:
                     later[descriptor] -= 1
-                    if self._unauthenticated is not None:
+                    if self._admission is not None:
                         self._unauthenticated.began(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._is_stranger = True  # the next connection that ends is its
@@ -133,7 +130,7 @@ class ZmqDoor:
         self._heard.clear()
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
-        peer = "" if self._unauthenticated is None else self._unauthenticated.ended(descriptor)
+        peer = self._unauthenticated.ended(descriptor)
         if self._admission is not None and self._is_stranger:
             self._is_stranger = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _STRANGER)
@@ -141,20 +138,18 @@ class ZmqDoor:
         if session is not None and session not in self._sessions.values():
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
-    @property
-    def pause_ms(self) -> int | None:
-        """How long to wait at most before `hang_up` is called; None: for ever."""
-        return None if self._unauthenticated is None else self._unauthenticated.pause_ms
+    def pause_ms(self, most: int | None) -> int | None:
+        """How long to wait before `hang_up` is called: `most` at most (None: for ever)."""
+        return self._unauthenticated.pause_ms(most)
 
     def hang_up(self) -> None:
         """End connections of peers that have not shown the ticket, where there are too many. Does not block."""
-        if self._unauthenticated is not None:
-            self._unauthenticated.hang_up()
+        self._unauthenticated.hang_up()
 
     def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         caller = peer.bytes
         try:
-            if self._unauthenticated is not None:
+            if self._admission is not None:
                 self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
             if len(frames) < 2:
                 raise InvalidRequestError(f"a request has 2 or more frames (method, message), not {len(frames)}")

@@ -30,7 +30,7 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.limits import Limits
 from dataplane.meta import KVBatchMeta as Meta
-from dataplane.samples import samples_of
+from dataplane.samples import ids_of, samples_of
 from dataplane.steps import Operation, Post, Send
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def put(
 ) -> Operation[c.Committed]:
     """Put into a partition that is made if it is not there. Values of a field that do not fit its live rows go to its
     hidden column, as objects; those of these rows that are in the other column go with the same commit."""
-    encoded = None if fields is None else columns.to_columns(fields)
+    ids, encoded = ids_of(names), None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
     known = desk.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
@@ -236,7 +236,7 @@ def put(
 
     while True:
         try:
-            return (yield from ops.write(desk, names, partition, encoded, tags, mode, declare))[1]
+            return (yield from ops.put_rows(desk, names, ids, partition, encoded, tags, mode, declare))[1]
         except PartitionNotFoundError:
             yield declare()
         except SchemaError as error:
