@@ -152,6 +152,7 @@ def test_what_a_worker_raises_reaches_the_driver_and_the_group_works_on(policy: 
     meta = rollout(policy)
     with pytest.raises(FieldNotProducedError, match="'advantages' has not been produced"):
         policy.train_from_meta(meta.with_fields([*ROLLOUT, "advantages"]), "loss")
+    seen(policy)  # the driver learns of the first failure: now all ranks have failed, and none meets the field later
     policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 8)})
     assert policy.train_from_meta(meta, "loss")["loss"] == sum(LENGTHS)
     policy.finish_step(meta)
