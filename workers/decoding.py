@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dataplane.error_base import rebuild
-from dataplane.errors import DataPlaneError, InternalError
+from dataplane.errors import ERROR_TYPES, DataPlaneError, InternalError
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
@@ -26,9 +26,9 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def error_of(kinds: object, name: str, facts: dict[str, Any]) -> DataPlaneError:
-    """The error that a class in the module `kinds` makes of these facts; an `InternalError` that says what came where
-    there is no such class, or it makes none of them."""
-    kind = getattr(kinds, name, None)
+    """The error that a class of that name, in the module `kinds` or of the data plane, makes of these facts. Where
+    there is no such class, or it makes none of them: an `InternalError` that says what came."""
+    kind = getattr(kinds, name, ERROR_TYPES.get(name))
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):
             return rebuild(kind, facts)

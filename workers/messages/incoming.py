@@ -133,7 +133,18 @@ class Incoming:
             if behind > 0:
                 self._drop(arrival)
             else:
-                self._meet(_first(self._postings, key), arrival)
+                self._attempt(self._meet, _first(self._postings, key), arrival)
+
+    def _attempt(self, work: Callable[[Posting, Arrival], None], posting: Posting, arrival: Arrival) -> None:
+        """Whoever brought the two together, a defect fails this receive and its message, and leaves the others as they
+        are."""
+        try:
+            work(posting, arrival)
+        except Exception as defect:
+            _log.exception("%s failed at its message", posting.what)
+            error = InternalError(what=f"{posting.what}: {defect!r}")
+            posting.fail(error)
+            self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
         """A call for a broadcast failed before it could wait: the message of its number is for nobody."""
@@ -273,7 +284,7 @@ class Incoming:
         if fetch.posting is None:
             self._held(fetch.arrival, busy=True)
         else:
-            self._deliver(fetch.posting, fetch.arrival)
+            self._attempt(self._deliver, fetch.posting, fetch.arrival)
 
     def absent(self, absent: Absent) -> None:
         """The relay does not pass on these values."""
