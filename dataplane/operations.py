@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from tensordict import TensorDict
@@ -37,10 +36,13 @@ from dataplane.patience import know, patient
 from dataplane.roads import chosen, units_of
 from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
 from dataplane.schema import EVICTED_SAMPLES
-from dataplane.steps import Operation, Post, Send, Sent, Work
+from dataplane.steps import Operation, Post, Send, Work
 from dataplane.types import FieldKind
 
 log = logging.getLogger(__name__)
+
+APPEND = "append"
+"""The mode of a put that is no mode of a commit."""
 
 PUT_TRIES = 8
 """How often a put is encoded because the schema, or what an append builds on, was changed by another client."""
@@ -77,24 +79,23 @@ def put_rows(
     tags: tuple[c.TagColumn, ...],
     mode: str,
     declare: Callable[[], Send] | None = None,
+    *,
+    listed: bool = False,
 ) -> Operation[Stored]:
     """What `put` does, for callers that need no meta. ids: of `names`, as `ids_of` gives them. declare: makes the step
-    that declares fields anew when a schema that had them no longer does."""
-    samples = samples_of(names, ids)
+    that declares fields anew when a schema that had them no longer does. listed: as in `Commit`."""
+    commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
     if fields is not None:
         require_fields(fields)
-        fields = fields if len(fields.keys()) else None
-    if mode == "append" and fields is not None:
-        return (yield from _append(desk, names, ids, partition, fields, tags))
-    chosen = c.Mode.UPSERT if mode == "append" else _mode(mode)
-    if fields is None:
-        commit = c.Commit(partition=partition, samples=samples, mode=chosen, tags=tags)
+    if fields is None or not len(fields.keys()):
         return (), (yield from naming(ids, commit)).result
+    if mode == APPEND:
+        return (yield from _append(desk, commit, ids, fields))
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     for turn in range(PUT_TRIES):
         encoded, schema = yield from _encode(desk, partition, fields, len(ids), lengths, warn=declare is None)
         try:
-            return encoded, (yield from store(desk, partition, samples, ids, encoded, tags, chosen))
+            return encoded, (yield from store(desk, commit, ids, encoded))
         except (SchemaError, StaleSchemaError) as error:
             if declare is not None and isinstance(error, StaleSchemaError):
                 yield declare()
@@ -103,17 +104,10 @@ def put_rows(
     raise AssertionError("the last turn returns or raises")
 
 
-def _append(
-    desk: Desk,
-    names: Names,
-    ids: list[str],
-    partition: str,
-    fields: TensorDict | Mapping[str, Any],
-    tags: tuple[c.TagColumn, ...],
-) -> Operation[Stored]:
+def _append(desk: Desk, commit: c.Commit, ids: list[str], fields: TensorDict | Mapping[str, Any]) -> Operation[Stored]:
     """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
     pin on what was read, kept until the commit, is what proves it."""
-    samples = samples_of(names, ids)
+    partition, samples = commit.partition, commit.samples
     encoded, schema = yield from _encode(desk, partition, fields, len(ids), None)
     for turn in range(PUT_TRIES):
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
@@ -122,7 +116,9 @@ def _append(
         try:
             whole = yield from _joined(desk, encoded, located.result, partition, ids)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
-            return whole, (yield from store(desk, partition, samples, ids, whole, tags, mode, located))
+            found = tuple(replace(each, checksums=None) for each in located.result.fields)
+            upon = replace(commit, mode=mode, located=located.number, expected=found)
+            return whole, (yield from store(desk, upon, ids, whole))
         except RowsChangedError:
             if turn + 1 == PUT_TRIES:
                 raise
@@ -162,10 +158,11 @@ def _joined(
 
 
 def _mode(mode: str) -> c.Mode:
+    """The mode of a commit; an append of nothing makes what is not there, too."""
     try:
-        return c.Mode(mode)
+        return c.Mode.UPSERT if mode == APPEND else c.Mode(mode)
     except ValueError:
-        raise InvalidRequestError(f"mode={mode!r}: expected one of {', '.join(c.Mode)}, append") from None
+        raise InvalidRequestError(f"mode={mode!r}: expected one of {', '.join(c.Mode)}, {APPEND}") from None
 
 
 def _encode(
@@ -207,41 +204,32 @@ def _outdated(desk: Desk, partition: str, schema: Schema, refused: SchemaError |
     return isinstance(refused, StaleSchemaError) or fresh != schema
 
 
-def store(
-    desk: Desk,
-    partition: str,
-    samples: c.Samples,
-    ids: Sequence[str],
-    encoded: Sequence[EncodedColumn],
-    tags: tuple[c.TagColumn, ...],
-    mode: c.Mode,
-    upon: Sent | None = None,
-) -> Operation[c.Committed]:
-    """Ask for room, copy, commit; where the client has room ahead, without asking. upon: a Locate that still pins what
-    must be as it found it."""
+def store(desk: Desk, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]) -> Operation[c.Committed]:
+    """Ask for room, copy, and commit the columns with what `commit` says beside them; where the client has room ahead,
+    without asking. ids: what the caller knows the samples by."""
     committed: c.Committed
     taken: list[Part] = []
     try:
         yield from _take_ahead(desk, bytes_of(encoded), taken)
         if taken:
-            committed = yield from _store_ahead(desk, taken[0], partition, samples, ids, encoded, tags, mode, upon)
+            committed = yield from _store_ahead(desk, taken[0], commit, ids, encoded)
             desk.ahead.finish(taken[0], failed=False)
             taken.clear()
             return committed
     except (ServiceRestartedError, StorageUnitError) as error:
         log.info("the room of small puts is gone (%s); asking for other", error)
     except CapacityTimeoutError:
-        log.debug("partition %r is full: waiting for room as its policy says", partition)
+        log.debug("partition %r is full: waiting for room as its policy says", commit.partition)
     finally:
         for part in taken:
             desk.ahead.finish(part, failed=True)
     room = yield Send(
         c.Allocate(
-            partition=partition,
+            partition=commit.partition,
             columns=tuple(_sizes(column) for column in encoded),
-            update=mode is c.Mode.UPDATE or samples.ids is None,
+            update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,
             timeout_s=desk.put_timeout_s,
-            samples=samples,
+            samples=commit.samples,
         )
     )
     unfinished: set[int] = set()
@@ -251,9 +239,8 @@ def store(
         write = partial(_write, desk, placements, encoded, room.number, unfinished, room.result.checksums)
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
-        commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number)
-        committed = (yield from naming(ids, commit)).result
-        return msgspec.structs.replace(committed, evicted=room.result.evicted)
+        committed = (yield from naming(ids, _with_columns(commit, written, room.number))).result
+        return replace(committed, evicted=room.result.evicted)
     except BaseException:
         yield from give_back(desk, room.number, unfinished)
         raise
@@ -277,16 +264,8 @@ def _write(
     return columns
 
 
-def _commit(
-    partition: str,
-    samples: c.Samples,
-    encoded: Sequence[EncodedColumn],
-    tags: tuple[c.TagColumn, ...],
-    mode: c.Mode,
-    upon: Sent | None,
-    *,
-    reservation: int,
-    offset: int | None = None,
+def _with_columns(
+    commit: c.Commit, encoded: Sequence[EncodedColumn], reservation: int, offset: int | None = None
 ) -> c.Commit:
     columns = tuple(
         c.CommitColumn(
@@ -299,17 +278,7 @@ def _commit(
         )
         for column in encoded
     )
-    return c.Commit(
-        partition=partition,
-        samples=samples,
-        mode=mode,
-        reservation=reservation,
-        offset=offset,
-        columns=columns,
-        tags=tags,
-        located=None if upon is None else upon.number,
-        expected=() if upon is None else tuple(replace(found, checksums=None) for found in upon.result.fields),
-    )
+    return replace(commit, reservation=reservation, offset=offset, columns=columns)
 
 
 def _take_ahead(desk: Desk, nbytes: int, taken: list[Part]) -> Operation[None]:
@@ -332,23 +301,14 @@ def _take_ahead(desk: Desk, nbytes: int, taken: list[Part]) -> Operation[None]:
 
 
 def _store_ahead(
-    desk: Desk,
-    part: Part,
-    partition: str,
-    samples: c.Samples,
-    ids: Sequence[str],
-    encoded: Sequence[EncodedColumn],
-    tags: tuple[c.TagColumn, ...],
-    mode: c.Mode,
-    upon: Sent | None,
+    desk: Desk, part: Part, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
 ) -> Operation[c.Committed]:
     """Copy into the part, commit."""
     room = part.room
     write = partial(_write, desk, part.placements(encoded), encoded, room.number, set(), room.checksums)
     written: Sequence[EncodedColumn] = yield Work(write)
     failpoints.hit("put.before_commit")
-    commit = _commit(partition, samples, written, tags, mode, upon, reservation=room.number, offset=part.offset)
-    return (yield from naming(ids, commit)).result  # type: ignore[no-any-return]
+    return (yield from naming(ids, _with_columns(commit, written, room.number, part.offset))).result  # type: ignore[no-any-return]
 
 
 def give_back(desk: Desk, reservation: int, unfinished: set[int]) -> Operation[None]:

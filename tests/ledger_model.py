@@ -277,6 +277,11 @@ class Model(CopyModel):
         elif command.reservation is not None:
             self.switch(samples, (name[0], command.reservation), command.columns)
         merge_tags(samples, command.tags)
+        if command.listed:
+            self.check_contents(samples, result)
+        else:
+            assert not result.fields
+            assert not result.tags
 
     def cut_ahead(self, name: Name, command: Commit) -> None:
         """The commit's columns lie one after another from its offset, and no longer in the room ahead."""
@@ -391,6 +396,9 @@ class Model(CopyModel):
     def check_view(self, samples: list[Sample], result: Claimed | Listed) -> None:
         """Ids, common fields and tags are as the model has them."""
         assert list(result.ids) == [s.id for s in samples]
+        self.check_contents(samples, result)
+
+    def check_contents(self, samples: list[Sample], result: Claimed | Listed | Committed) -> None:
         common = set.intersection(*(s.fields for s in samples)) if samples else set()
         if samples:
             assert set(result.fields) == common

@@ -97,7 +97,15 @@ class LedgerWriter(LedgerDriver):
             columns = (with_longer(columns[0]), *columns[1:])
         tags = self.draw_tags(data, len(samples))
         number = client.next - 1
-        commit = Commit(partition="p", samples=samples, mode=mode, reservation=number, columns=columns, tags=tags)
+        commit = Commit(
+            partition="p",
+            samples=samples,
+            mode=mode,
+            reservation=number,
+            columns=columns,
+            tags=tags,
+            listed=data.draw(st.booleans()),
+        )
         self.plans[client.id, number] = commit
         if (client.id, number) not in self.model.reserved or fate == "later":
             return
@@ -131,6 +139,7 @@ class LedgerWriter(LedgerDriver):
                 offset=None if self.rarely(data, 12) else offset,
                 columns=columns,
                 tags=tags,
+                listed=data.draw(st.booleans()),
             ),
         )
 

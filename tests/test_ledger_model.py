@@ -151,7 +151,8 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
         if data.draw(st.booleans()):
             self.call(client, SetTags(partition="p", samples=samples, tags=tags))
         else:
-            self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags))
+            listed = data.draw(st.booleans())
+            self.call(client, Commit(partition="p", samples=samples, mode=Mode.UPDATE, tags=tags, listed=listed))
 
     @precondition(LedgerWriter.living)
     @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=2, unique=True))

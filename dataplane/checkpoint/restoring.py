@@ -132,15 +132,16 @@ def _fill(desk: Desk, shelf: _Shelf, staged: str, entry: PartitionEntry) -> Oper
     """Write everything of a partition; what it is to become."""
     rows, births = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for piece in entry.rows:
-        commit: c.Commit = yield Work(partial(_names, shelf, staged, piece))
-        committed: c.Committed = (yield Send(commit)).result
+        making: c.Commit = yield Work(partial(_names, shelf, staged, piece))
+        committed: c.Committed = (yield Send(making)).result
         rows.append(committed.rows)
         births.append(committed.births)
     handles = c.Samples(rows=np.concatenate(rows), births=np.concatenate(births))
     for cells in entry.cells:
         found: tuple[c.Samples, EncodedColumn] = yield Work(partial(_column, shelf, cells, handles))
         samples, column = found
-        yield from store(desk, staged, samples, _Places(len(samples)), [column], (), c.Mode.UPDATE)
+        commit = c.Commit(partition=staged, samples=samples, mode=c.Mode.UPDATE)
+        yield from store(desk, commit, _Places(len(samples)), [column])
         failpoints.hit("restore.stored")
     claimed: list[bytes] = yield Work(lambda: _claimed(shelf, entry))
     return c.SavedPartition(

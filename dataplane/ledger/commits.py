@@ -89,6 +89,8 @@ class Commits:
             evicted=evicted,
             born=len(named.unborn),
             overwritten_bytes=overwritten_bytes,
+            fields=partition.common_fields(rows) if command.listed else (),
+            tags=partition.tags.of(rows) if command.listed else (),
         )
 
     # --- checks

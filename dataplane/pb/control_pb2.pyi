@@ -801,7 +801,7 @@ class AbortRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected")
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -812,6 +812,7 @@ class CommitRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LOCATED_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
@@ -822,21 +823,26 @@ class CommitRequest(_message.Message):
     offset: int
     located: int
     expected: _containers.RepeatedCompositeFieldContainer[FieldLocations]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
+    listed: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("rows", "births", "evicted", "born", "overwritten_bytes")
+    __slots__ = ("rows", "births", "evicted", "born", "overwritten_bytes", "fields", "tags")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     BORN_FIELD_NUMBER: _ClassVar[int]
     OVERWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     births: bytes
     evicted: _containers.RepeatedScalarFieldContainer[str]
     born: int
     overwritten_bytes: int
-    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ...) -> None: ...
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, rows: _Optional[bytes] = ..., births: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("header", "partition", "samples", "fields", "missing_ok", "serials", "unpinned")

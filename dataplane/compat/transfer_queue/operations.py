@@ -166,15 +166,9 @@ def put_keys(
     fields: Mapping[str, Any] | TensorDictBase | None,
     tags: Sequence[Mapping[str, Any]] | None,
 ) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
-    """Put by key; the tags and fields that the samples have then. Samples that are new have what was put, of others
-    the service says what they have."""
-    keys, names = tuple(keys), sorted(map(str, () if fields is None else fields.keys()))
-    told = tag_columns(tags, len(keys))
-    committed = yield from put(desk, keys, partition, fields, told)
-    if committed.born == len(keys):
-        return tags_of(told, len(keys)), names
-    found = yield from listed(desk, partition, c.Samples(ids=keys))
-    return tags_of(found.tags, len(found.ids)), sorted(found.fields)
+    """Put by key; the tags and fields that the samples have then."""
+    committed = yield from put(desk, keys, partition, fields, tag_columns(tags, len(keys)), listed=True)
+    return tags_of(committed.tags, len(keys)), sorted(committed.fields)
 
 
 def clear_keys(desk: Desk, keys: Sequence[str], partition: str) -> Operation[None]:
@@ -221,6 +215,8 @@ def put(
     fields: Mapping[str, Any] | TensorDictBase | None,
     tags: tuple[c.TagColumn, ...] = (),
     mode: str = "upsert",
+    *,
+    listed: bool = False,
 ) -> Operation[c.Committed]:
     """Put into a partition that is made if it is not there. Values of a field that do not fit its live rows go to its
     hidden column, as objects; those of these rows that are in the other column go with the same commit."""
@@ -236,7 +232,8 @@ def put(
 
     while True:
         try:
-            return (yield from ops.put_rows(desk, names, ids, partition, encoded, tags, mode, declare))[1]
+            done = yield from ops.put_rows(desk, names, ids, partition, encoded, tags, mode, declare, listed=listed)
+            return done[1]
         except PartitionNotFoundError:
             yield declare()
         except SchemaError as error:

@@ -126,6 +126,8 @@ class Commit(Command, frozen=True, kw_only=True):
 
     With `located`, the number of a Locate that still pins its cells: those cells must be where it found them
     (`expected`, which it answered for the same samples), or still missing, else `RowsChangedError`.
+
+    With `listed` the answer has fields and tags of the samples, as a List right after the commit would.
     """
 
     partition: str
@@ -137,6 +139,7 @@ class Commit(Command, frozen=True, kw_only=True):
     tags: tuple[TagColumn, ...] = ()
     located: int | None = None
     expected: tuple[FieldLocations, ...] = ()
+    listed: bool = False
 
 
 class Locate(Command, frozen=True, kw_only=True):

@@ -63,13 +63,16 @@ class AllocatedAhead(Result, frozen=True, kw_only=True):
 
 class Committed(Result, frozen=True, kw_only=True):
     """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for room ahead. `born` of the
-    samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples."""
+    samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples.
+    `fields` and `tags` are as in `Listed`, if they were asked for."""
 
     rows: Int64s
     births: Int64s
     evicted: tuple[str, ...] = ()
     born: int = 0
     overwritten_bytes: int = 0
+    fields: tuple[str, ...] = ()
+    tags: tuple[TagColumn, ...] = ()
 
 
 class Located(Result, frozen=True, kw_only=True):
