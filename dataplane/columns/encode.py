@@ -316,7 +316,7 @@ class _FieldEncoder:
         if kind is FieldKind.OBJECT:
             raise self._differs(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
         if is_jagged(value):
-            if kind is FieldKind.RAGGED:
+            if kind is FieldKind.RAGGED or (kind is FieldKind.DENSE and self.spec.settled):
                 return self._tensor_list([self._plain(row, i) for i, row in enumerate(value.unbind())])
             return self._nested(value)
         if kind is None and self.per_token and value.dim() > 1:

@@ -20,8 +20,8 @@ class Limits:
     and fields, tasks, tags or enumerations of a partition.
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or unit. tag_bytes:
     characters of one string tag. path_bytes: characters of a path or endpoint that a client or unit tells.
-    ahead_part: what a session asks for ahead at a time is at most this part (1/ahead_part) of what new rows may take
-    in a unit.
+    ahead_part: one request of a session for room ahead is for at most this part (1/ahead_part) of what new rows may
+    take in a unit.
     steps: steps of a task whose shares are remembered.
     saves: what one session has taken with `Save` and not released, at once; each holds 20 bytes a cell.
     interests: (task, fields) combinations per partition whose ready samples are tracked; more are tracked in turns.

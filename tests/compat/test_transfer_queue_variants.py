@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
-from dataplane import DataPlaneClient, connect
+from dataplane import DataPlaneClient, FieldSpec, connect
 from dataplane.errors import FieldNotProducedError, SchemaError
 from dataplane.ledger import commands as c
 from dataplane.operations import ask
@@ -43,6 +43,17 @@ def test_a_row_is_of_the_dtype_it_was_put_with(native: DataPlaneClient) -> None:
     together = tq.kv_batch_get(["b", "a"], "p", "x")["x"]
     assert together.dtype == torch.float32
     assert [row.tolist() for row in together.unbind()] == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_fit_a_field_that_a_native_client_declared_go_there(native: DataPlaneClient, count: int) -> None:
+    dense = FieldSpec("dense", "float32", (3,))  # type: ignore[arg-type]
+    native.register_partition("p", {"x": dense}, None, [])
+    keys = ["a", "b"][:count]
+    tq.kv_batch_put(keys, "p", TensorDict({"x": torch.ones(count, 3)}, batch_size=count))
+    assert native.get_samples(keys, "p", ["x"])["x"].tolist() == [[1, 1, 1]] * count
+    tq.kv_batch_put(keys, "p", TensorDict({"x": torch.ones(count, 4)}, batch_size=count))
+    assert [rows_of(key).tolist() for key in keys] == [[1, 1, 1, 1]] * count
 
 
 def test_two_columns_count_as_one_field(native: DataPlaneClient) -> None:

@@ -17,6 +17,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     SampleExistsError,
     SampleNotFoundError,
+    SchemaError,
 )
 from tests.lives import wait_until
 
@@ -150,6 +151,18 @@ def test_dense_into_a_jagged_field_is_rows_of_one_length(client: DataPlaneClient
     value = torch.arange(12).reshape(3, 4)
     client.put_samples(ids(3), partition, {"input_ids": value})
     assert same_rows(client.get_samples(ids(3), partition, ["input_ids"])["input_ids"], list(value))
+
+
+def test_nested_rows_of_one_length_fit_a_dense_field(client: DataPlaneClient, partition: str) -> None:
+    value = torch.arange(12).reshape(3, 4)
+    client.put_samples(ids(3), partition, {"values": value})
+    client.put_samples(ids(2), partition, {"values": torch.nested.as_nested_tensor([value[1], value[2]])})
+    nested = torch.nested.nested_tensor([value[0], value[0]], layout=torch.jagged)
+    client.put_samples(ids(3)[1:], partition, {"values": nested})
+    assert same(client.get_samples(ids(3), partition, ["values"])["values"], value[[1, 0, 0]])
+    rows = torch.nested.nested_tensor([value[0], value[0][:3]], layout=torch.jagged)
+    with pytest.raises(SchemaError, match=r"shapes \[4\] \(row 0\) and \[3\] \(row 1\)"):
+        client.put_samples(ids(2), partition, {"values": rows})
 
 
 def test_views_without_copying(client: DataPlaneClient, partition: str) -> None:
