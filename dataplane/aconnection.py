@@ -92,6 +92,8 @@ class AsyncConnection:
                 self._channel.post(command)
             case Work():
                 begin_copy(self._copies, lock)
+                if step.brief():
+                    return step.run()
                 return await self._work(step, operation, lock)
         return None
 

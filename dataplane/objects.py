@@ -224,8 +224,9 @@ def _tensor(tensor: Tensor) -> Ext:
 
 
 def plain_tensor(tensor: Tensor) -> Tensor | None:
-    """`tensor` detached and with conjugation and negation done; None if it is not an ordinary strided tensor with
-    memory of its own and a dtype that columns carry (sparse, quantized, meta, DTensor and other wrappers are not)."""
+    """`tensor` outside autograd and with conjugation and negation done; None if it is not an ordinary strided tensor
+    with memory of its own and a dtype that columns carry (sparse, quantized, meta, DTensor and other wrappers are
+    not)."""
     if type(tensor) is not Tensor:
         if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
             return None
@@ -234,7 +235,7 @@ def plain_tensor(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def describe_tensor(tensor: Tensor) -> str:

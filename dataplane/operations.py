@@ -306,7 +306,11 @@ def _store_ahead(
     """Copy into the part, commit."""
     room = part.room
     write = partial(_write, desk, part.placements(encoded), encoded, room.number, set(), room.checksums)
-    written: Sequence[EncodedColumn] = yield Work(write)
+
+    def brief() -> bool:
+        return desk.roads.mapped([room.unit]) and all(column.values.on_host for column in encoded)
+
+    written: Sequence[EncodedColumn] = yield Work(write, brief)
     failpoints.hit("put.before_commit")
     return (yield from naming(ids, _with_columns(commit, written, room.number, part.offset))).result  # type: ignore[no-any-return]
 

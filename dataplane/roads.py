@@ -174,6 +174,11 @@ class Roads:
         """A unit whose arena is mapped here; None before anything was written or read there."""
         return next((unit for unit, found in list(self._connections.items()) if found.local), None)
 
+    def mapped(self, units: Iterable[int]) -> bool:
+        """Whether the arenas of these units are mapped here, not to be forced to a disk: copies wait for nobody."""
+        found = [self._connections.get(unit) for unit in units]
+        return all(each is not None and each.local and not each.info.forced for each in found)
+
     def write(
         self,
         placements: Sequence[c.Placement],

@@ -41,13 +41,20 @@ class Post:
     command: Command
 
 
+def never() -> bool:
+    """The `brief` of work that may take long."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Run `run` to its end, whatever happens to the caller: it copies bytes that nobody may take back meanwhile, or
     sees to it that nobody copies them any more. An operation that has begun one may begin more while the client closes.
-    Outcome: what it returns."""
+    Outcome: what it returns. `brief` says whether it waits for nothing and takes less than to have another thread do
+    it: then the async client runs it on its event loop."""
 
     run: Callable[[], Any]
+    brief: Callable[[], bool] = never
 
 
 Step = Send | Post | Work

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from dataplane import (
     AsyncDataPlaneClient,
@@ -21,6 +22,7 @@ from dataplane import (
     connect_async,
     serve,
 )
+from dataplane.roads import Roads
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -154,3 +156,29 @@ def test_a_connection_that_failed_in_one_loop_is_tried_again_in_another(server: 
     asyncio.run(fails())
     asyncio.run(fails())
     asyncio.run(client.close())
+
+
+def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hand a few kilobytes to another thread takes longer than to copy them; more would hold up the loop."""
+    copied_by: dict[str, int] = {}
+    write = Roads._write
+
+    def seen(self: Roads, placements: Any, columns: Any, *more: Any) -> None:
+        copied_by[columns[0].name] = threading.get_ident()
+        write(self, placements, columns, *more)
+
+    monkeypatch.setattr(Roads, "_write", seen)
+
+    async def puts() -> None:
+        async with connect_async(server.address) as client:
+            await client.register_partition("copies", ["small", "large"], None, [])
+            for turn in range(3):  # from the second on there is room ahead
+                await client.put_samples([f"s{turn}"], "copies", {"small": torch.zeros(1, 100)})
+            await client.put_samples(["s0"], "copies", {"large": torch.zeros(1, 100_000)})
+            await client.clear_samples(None, "copies")
+
+    asyncio.run(puts())
+    assert copied_by["small"] == threading.get_ident()
+    assert copied_by["large"] != threading.get_ident()

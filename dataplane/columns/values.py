@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,13 +32,14 @@ _WORTH_A_BUFFER_BYTES = 16384
 """Rows shorter than this on average are joined for `buffers`: a frame of its own costs more than the copy."""
 
 
-_NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
-
-
 class Values(Protocol):
     """What the module's docstring says."""
 
     sizes: Int64s
+
+    @property
+    def on_host(self) -> bool:
+        """Whether they are in CPU memory: to copy them waits for no accelerator."""
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None: ...
 
@@ -56,6 +57,10 @@ class FlatValues:
         self.memory = memory
         self.starts = starts
         self.sizes = sizes
+
+    @property
+    def on_host(self) -> bool:
+        return True
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target, later=later)
@@ -93,6 +98,10 @@ class TensorValues:
         self.step_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
         self.sizes: Int64s = counts * self.step_bytes
 
+    @property
+    def on_host(self) -> bool:
+        return self.tensor.is_cpu
+
     def _pieces(self, first: int, last: int) -> Iterator[Tensor]:
         _, starts, stops = merge_runs(None, self.starts[first:last], self.counts[first:last])
         return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
@@ -121,6 +130,10 @@ class ListValues:
         self.tensors = tensors
         self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
 
+    @property
+    def on_host(self) -> bool:
+        return all(tensor.is_cpu for tensor in self.tensors)
+
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         chosen = self.tensors[first:last]
         if not target.nbytes:
@@ -143,15 +156,7 @@ class ListValues:
         return ListValues([self.tensors[k] for k in which.tolist()])
 
     def checksums(self) -> UInt32s:
-        return settled([xxhash.xxh3_64_intdigest(_buffer(tensor.cpu().contiguous())) for tensor in self.tensors])
-
-
-def _buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; as `byte_view`, in a tenth of the time for types that numpy has too."""
-    if tensor.dtype in _NOT_NUMPYS:
-        return byte_view(tensor).data
-    array: np.ndarray[Any, Any] = tensor.detach().numpy()
-    return array.data
+        return settled([xxhash.xxh3_64_intdigest(byte_view(tensor.cpu().contiguous()).data) for tensor in self.tensors])
 
 
 def _on_one_device(tensors: list[Tensor]) -> Tensor:
@@ -167,6 +172,10 @@ class RaggedValues:
         self.sizes: Int64s = np.array(
             [_aligned(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
         )
+
+    @property
+    def on_host(self) -> bool:
+        return all(tensor.is_cpu for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         position = 0

@@ -156,7 +156,9 @@ def test_dense_into_a_jagged_field_is_rows_of_one_length(client: DataPlaneClient
 def test_nested_rows_of_one_length_fit_a_dense_field(client: DataPlaneClient, partition: str) -> None:
     value = torch.arange(12).reshape(3, 4)
     client.put_samples(ids(3), partition, {"values": value})
-    client.put_samples(ids(2), partition, {"values": torch.nested.as_nested_tensor([value[1], value[2]])})
+    client.put_samples(
+        ids(2), partition, {"values": torch.nested.as_nested_tensor([value[1], value[2]], layout=torch.jagged)}
+    )
     nested = torch.nested.nested_tensor([value[0], value[0]], layout=torch.jagged)
     client.put_samples(ids(3)[1:], partition, {"values": nested})
     assert same(client.get_samples(ids(3), partition, ["values"])["values"], value[[1, 0, 0]])

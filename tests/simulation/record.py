@@ -152,7 +152,7 @@ class Recorder:
             case Tick(now=now):
                 self.now = now
                 for session, heard in self.heard.items():
-                    if now - heard >= TIMEOUT_S and not self.attached[session] & self.connected:
+                    if now >= heard + TIMEOUT_S and not self.attached[session] & self.connected:
                         self.over.add(session)
             case Restarted():
                 self.restarted()

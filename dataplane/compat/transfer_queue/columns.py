@@ -77,7 +77,7 @@ def _column(value: Any) -> Any:
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
-    rows = value.detach()
+    rows = value.detach() if value.requires_grad else value
     if rows.dim() == JAGGED_DIMENSIONS and len(rows):
         return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than its copy
     return rows
