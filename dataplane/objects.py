@@ -72,12 +72,11 @@ def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) 
         start = len(buffer)
         try:
             _encoder.encode_into(_checked(value, MAX_DEPTH), buffer, start)
-        except _RefusedValue as refused:
+        except (_RefusedValue, UnicodeEncodeError, OverflowError, ValueError) as error:
             if not pickles:
+                refused = error if isinstance(error, _RefusedValue) else _RefusedValue(f"this value ({error})")
                 raise UnsupportedValueError(field=field, row=row, got=refused.got, hint=refused.hint) from None
             _encoder.encode_into(Ext(_PICKLE, _pickled(value, field, row)), buffer, start)
-        except (UnicodeEncodeError, OverflowError, ValueError) as error:
-            raise UnsupportedValueError(field=field, row=row, got=f"this value ({error})", hint=_HINT) from error
         sizes.append(len(buffer) - start)
         if sizes[-1] > MAX_ROW_BYTES:
             raise UnsupportedValueError(

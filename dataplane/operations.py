@@ -34,10 +34,10 @@ from dataplane.ledger import commands as c
 from dataplane.meta import KVBatchMeta
 from dataplane.patience import know, patient
 from dataplane.roads import chosen, units_of
-from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns
+from dataplane.samples import Names, ids_of, meta_of, samples_of, tag_columns, tags_of
 from dataplane.schema import EVICTED_SAMPLES
 from dataplane.steps import Operation, Post, Send, Work
-from dataplane.types import FieldKind
+from dataplane.types import FieldKind, Scalar
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,9 @@ def put(
 ) -> Operation[KVBatchMeta]:
     """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
     ids = ids_of(names)
-    stored = yield from put_rows(desk, names, ids, partition, fields, tag_columns(tags, len(ids)), mode)
-    return _put_meta(ids, partition, tags, *stored)
+    told = tag_columns(tags, len(ids))
+    encoded, committed = yield from put_rows(desk, names, ids, partition, fields, told, mode)
+    return _put_meta(ids, partition, None if tags is None else tags_of(told, len(ids)), encoded, committed)
 
 
 Stored = tuple[Sequence[EncodedColumn], c.Committed]
@@ -337,7 +338,7 @@ def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] 
 def _put_meta(
     ids: list[str],
     partition: str,
-    tags: Sequence[Mapping[str, Any]] | None,
+    tags: list[dict[str, Scalar]] | None,
     encoded: Sequence[EncodedColumn],
     committed: c.Committed,
 ) -> KVBatchMeta:
@@ -353,7 +354,7 @@ def _put_meta(
         sample_ids=ids,
         fields=[column.name for column in encoded] or None,
         sequence_lengths=lengths[0].tolist() if agreed else None,
-        tags=[dict(tag) for tag in tags] if tags is not None else None,
+        tags=tags,
     )
     if committed.evicted:
         meta.extra_info[EVICTED_SAMPLES] = list(committed.evicted)

@@ -268,6 +268,7 @@ def test_an_answer_that_makes_no_sense_is_an_internal_error(body: bytes) -> None
         (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("\udc80", 1),)), "tag name: the text"),
         (c.Register(partition="p", fields={"\udc80": FieldSpec()}, num_samples=None, tasks=()), "fields: the text"),
         (c.Seal(partition="\udc80"), "Seal: partition: the text .* Replace it"),
+        (c.Seal(partition=3), "Seal: partition=3: expected a string, got int"),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_that_no_message_can_hold_is_named(command: c.Command, message: str) -> None:

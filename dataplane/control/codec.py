@@ -183,7 +183,7 @@ def _unfit(value: c.Value, error: Exception) -> InvalidRequestError:
     if isinstance(error, InvalidRequestError):
         return error
     what = type(value).__name__
-    why = _no_integer(value) or next(_not_unicode(what, value), None) or str(error)
+    why = _no_integer(value) or _no_text(value) or next(_not_unicode(what, value), None) or str(error)
     return InvalidRequestError(f"{what}: {why}")
 
 
@@ -197,6 +197,15 @@ def _no_integer(value: c.Value) -> str | None:
             return f"{name}={found!r}: expected an integer, got {type(found).__name__}"
         if not -(1 << 63) <= int(found) < 1 << 63:
             return f"{name}={found!r}: expected an integer of 64 bits"
+    return None
+
+
+def _no_text(value: c.Value) -> str | None:
+    """The same for a field that is to be a text."""
+    for name, hint in get_type_hints(type(value)).items():
+        found = getattr(value, name)
+        if found is not None and hint in (str, str | None) and not isinstance(found, str):
+            return f"{name}={found!r}: expected a string, got {type(found).__name__}"
     return None
 
 

@@ -167,9 +167,11 @@ def test_settings_that_nobody_has_are_refused(start: Start) -> None:
 
 def test_the_metrics_are_where_it_says(start: Start) -> None:
     assert tq.get_metrics_endpoint() is None
-    tq.init({"metrics": {"enabled": True}, "dataplane": SMALL})
+    settings = tq.init({"metrics": {"enabled": True}, "dataplane": SMALL})
     tq.kv_put("a", "p", tag={"n": 1})
     endpoint = tq.get_metrics_endpoint()
+    assert settings is not None
+    assert settings["metrics"]["endpoint"] == endpoint
     with urlopen(f"http://{endpoint}/metrics", timeout=30) as answer:
         assert b'partition="p"' in answer.read()
 
@@ -453,6 +455,14 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(client: tq.Transfer
 def test_arguments_of_another_kind_are_named(start: Start) -> None:
     with pytest.raises(TypeError, match="conf=3: expected a mapping of settings or None, got int"):
         tq.init(3)  # type: ignore[arg-type]
+    for conf, named in (
+        ({"controller": None}, "controller=None: expected a mapping of settings"),
+        ({"strict_reads": "false"}, "strict_reads='false': expected True or False, got str"),
+        ({"controller": {"polling_mode": 1}}, "controller.polling_mode=1: expected True or False, got int"),
+        ({"metrics": {"enabled": "no"}}, "metrics.enabled='no'"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            tq.init(conf)
     start()
     client = tq.get_client()
     meta = client.put(TensorDict({"x": torch.ones(4, 1)}, batch_size=4), partition_id="p")

@@ -11,7 +11,10 @@ import torch
 from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
+from dataplane import connect
+from dataplane.compat.transfer_queue.tags import ENCODED
 from dataplane.control.calls import Calls
+from dataplane.errors import InvalidRequestError, UnsupportedValueError
 
 pytestmark = pytest.mark.integration
 
@@ -67,6 +70,27 @@ def test_tags_come_back_as_the_service_has_them_and_are_the_callers_own(client: 
     made.tags[0]["new"] = 1
     assert items == [1]
     assert "new" not in tag
+
+
+def test_a_text_of_a_native_client_that_looks_like_a_value_is_that_text(client: tq.TransferQueueClient) -> None:
+    texts = [f"{ENCODED}{rest}" for rest in ("zzz", "", "kgE=", "\u00e4", "wQ==")]
+    with connect(client.config.address or "") as native:
+        native.register_partition("p", ["x"], None, [])
+        native.put_samples(list("abcde"), "p", {"x": torch.ones(5)}, tags=[{"v": text} for text in texts])
+    assert [tag["v"] for tag in tq.kv_list("p")["p"].values()] == texts
+    assert [tag["v"] for tag in client.get_meta(["x"], 5, "p", task_name="t").custom_meta] == texts
+    tq.kv_put("f", "p", tag={"v": texts[0]})
+    assert tq.kv_list("p")["p"]["f"] == {"v": texts[0]}
+
+
+def test_a_tag_that_is_refused_says_what_tags_are(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"tag v', row 1.*complex.*Tags are scalars, and lists and dicts"):
+        tq.kv_batch_put(["a", "b"], "p", tags=[{}, {"v": 1j}])
+
+
+def test_a_partition_that_is_no_text_is_named(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(InvalidRequestError, match="partition=3: expected a string, got int"):
+        tq.kv_put("a", 3, {"x": torch.tensor(1)})  # type: ignore[arg-type]
 
 
 def test_one_row_of_any_kind_is_a_row_like_others(client: tq.TransferQueueClient) -> None:

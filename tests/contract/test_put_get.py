@@ -252,6 +252,13 @@ def test_a_field_that_differs_says_both(client: DataPlaneClient, partition: str)
     client.put_samples(["t0"], partition, {"x": torch.zeros(1, 4, dtype=torch.float64)})
 
 
+def test_a_put_says_its_tags_as_they_are_stored(client: DataPlaneClient, partition: str) -> None:
+    meta = client.put_samples(ids(1), partition, tags=[{"n": torch.tensor(2), "f": np.float32(0.1), "b": np.True_}])
+    assert meta.tags == client.list_samples(partition).tags
+    assert meta.tags is not None
+    assert [type(value) for value in meta.tags[0].values()] == [int, float, bool]
+
+
 def test_tags_merge(client: DataPlaneClient, partition: str) -> None:
     client.put_samples(ids(2), partition, {"x": torch.arange(2)}, tags=[{"a": 1, "b": "x"}, {"a": 2.5}])
     client.put_samples(ids(2), partition, tags=[{"b": None}, {"c": True}])

@@ -76,9 +76,10 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     starts; processes of these jobs that give no name use it, too. Settings that concern all processes are those of the
     process that starts the service, which keeps them. Each process that uses a sampler of its own class passes it here.
 
-    Returns the merged settings where it started a service, with its address in `controller.zmq_info`, else `conf` as it
-    is. A second call changes nothing. ValueError for an unknown sampler or backend, and for a name in a process that is
-    in no Ray cluster.
+    Returns the merged settings where it started a service, with its address in `controller.zmq_info` and what
+    `get_metrics_endpoint` says in `metrics.endpoint`, else `conf` as it is. A second call changes nothing. ValueError
+    for an unknown sampler or backend, and for a name in a process that is in no Ray cluster; TypeError for settings of
+    another type.
     """
     with _current.guard:
         if _current.session is not None:
@@ -88,6 +89,7 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
         if not _current.session.started:
             return conf
         settings.controller.zmq_info = _current.session.client.config
+        settings.metrics.endpoint = get_metrics_endpoint()
         return settings
 
 

@@ -32,11 +32,19 @@ class Settings(dict[str, Any]):
 
     @classmethod
     def of(cls, conf: Mapping[str, Any] | None) -> Settings:
-        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. TypeError for anything else,
-        ValueError for a storage backend that the original has not."""
+        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. TypeError for anything else, also in
+        its place for a mapping or a bool; ValueError for a storage backend that the original has not."""
         if conf is not None and not isinstance(conf, Mapping):
             raise TypeError(f"conf={conf!r}: expected a mapping of settings or None, got {type(conf).__name__}")
         settings = cls(_merged(defaults(), conf or {}))
+        for section in ("controller", "metrics", "backend", "dataplane"):
+            _check(section, settings[section], Mapping, "a mapping of settings")
+        for place, value in (
+            ("strict_reads", settings.strict_reads),
+            ("controller.polling_mode", settings.controller.polling_mode),
+            ("metrics.enabled", settings.metrics.enabled),
+        ):
+            _check(place, value, bool, "True or False")
         backend = settings.backend.storage_backend
         if backend not in BACKENDS:
             raise ValueError(f"backend.storage_backend={backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -101,6 +109,11 @@ def attach_config(named: Any) -> DataPlaneConfig:
     if isinstance(named, DataPlaneConfig | Mapping):
         return DataPlaneConfig.of(named).with_environment()
     raise TypeError(f"controller_info: expected an address, settings or a DataPlaneConfig, got {type(named).__name__}")
+
+
+def _check(place: str, value: Any, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{place}={value!r}: expected {expected}, got {type(value).__name__}")
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from dataplane import samples
+from dataplane.errors import InternalError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from dataplane.objects import decode_object, encode_object
 
@@ -25,7 +26,12 @@ def _stored(name: str, row: int, value: Any) -> Any:
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
         return samples.scalar(name, row, value.item())  # a scalar of numpy's or torch's
-    return ENCODED + base64.b64encode(encode_object(value, field=f"tag {name}")).decode("ascii")
+    try:
+        encoded = encode_object(value, field=f"tag {name}")
+    except UnsupportedValueError as error:
+        hint = "Tags are scalars, and lists and dicts of them; put anything else as a field."
+        raise UnsupportedValueError(**{**error.facts, "row": row, "hint": hint}) from None
+    return ENCODED + base64.b64encode(encoded).decode("ascii")
 
 
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
@@ -36,8 +42,16 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
             for mine in tags:
                 value = mine.get(column.name)
                 if _is_encoded(value):
-                    mine[column.name] = decode_object(base64.b64decode(value.removeprefix(ENCODED)))
+                    mine[column.name] = _decoded(value)
     return tags
+
+
+def _decoded(text: str) -> Any:
+    """The value; the text itself where it is a native client's own and says no value."""
+    try:
+        return decode_object(base64.b64decode(text.removeprefix(ENCODED), validate=True))
+    except (ValueError, InternalError, UnsupportedValueError):
+        return text
 
 
 def _is_encoded(value: Any) -> TypeGuard[str]:
