@@ -85,6 +85,28 @@ def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoo
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.Call, c.Call, c.SessionSilent]
 
 
+def test_the_end_of_a_connection_is_not_told_before_what_came_just_before_it(
+    door: ZmqDoor, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes in the middle of a look."""
+    taken = Taken()
+    real, told = zmq_door.recv_monitor_message, list[dict[str, Any]]()
+
+    def ends_now(_: Any) -> bool:
+        if not dealer.closed:
+            dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
+            dealer.close(linger=WAIT_MS)
+            while not told or told[-1]["event"] != zmq.EVENT_DISCONNECTED:
+                assert door.monitor.poll(WAIT_MS)
+                told.append(dict(real(door.monitor)))
+        return bool(told)
+
+    monkeypatch.setattr(zmq_door, "readable", ends_now)
+    monkeypatch.setattr(zmq_door, "recv_monitor_message", lambda _: told.pop(0))
+    door.notice_disconnects(taken)
+    assert [type(item) for item in taken.items] == [c.Heartbeat, c.SessionSilent]
+
+
 def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_end_of_a_session(
     door: ZmqDoor, dealer: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,9 @@ from dataplane.zap import Admission
 log = logging.getLogger(__name__)
 
 BEFORE_DISCONNECTS = 256
-"""At most so many requests are handled before the ends of connections are."""
+"""At most so many requests are handled at a look at the ends of connections, and before these are."""
+LOOKS = 8
+"""Connections that begin or end while requests are handled are looked at so often."""
 BACKLOG = 4096
 """A client connects twice, and a thousand may come in one second."""
 GOODBYE_MS = 500
@@ -107,13 +109,16 @@ class ZmqDoor:
     def notice_disconnects(self, handler: Handler) -> None:
         """Handle which connections have ended, whenever `monitor` is readable, after what came through them before.
         Does not block."""
-        for _ in range(BEFORE_DISCONNECTS):
-            if not self.serve(handler):
-                break
         events: list[tuple[int, int]] = []
-        while readable(self.monitor):
-            told = recv_monitor_message(self.monitor)
-            events.append((int(told["event"]), int(told["value"])))
+        for _ in range(LOOKS):
+            # What came through a connection was there before its end was told, and its beginning before that.
+            told = self._told()
+            if not told:
+                break
+            events += told
+            for _ in range(BEFORE_DISCONNECTS):
+                if not self.serve(handler):
+                    break
         later = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
         for event, descriptor in events:
             match event:
@@ -128,6 +133,14 @@ class ZmqDoor:
                     replaced = later[descriptor] > 0 and descriptor in self._heard
                     self._end_connection(handler, descriptor, replaced)
         self._heard.clear()
+
+    def _told(self) -> list[tuple[int, int]]:
+        """What the monitor says: events, each with its descriptor."""
+        events = []
+        while readable(self.monitor):
+            told = recv_monitor_message(self.monitor)
+            events.append((int(told["event"]), int(told["value"])))
+        return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
         peer = self._unauthenticated.ended(descriptor)
