@@ -425,7 +425,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
             assert (report.live, report.born) == (len(partition.samples), partition.born)
             assert report.sealed == partition.sealed
             for name, count in report.produced.items():
-                assert count == sum(name in s.cells for s in partition.samples.values())
+                assert count == sum(name in s.fields for s in partition.samples.values())
             assert report.waiting_claims == sum(isinstance(self.model.commands[n], Claim) for n in self.parked)
 
 

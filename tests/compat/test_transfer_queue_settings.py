@@ -95,23 +95,21 @@ def test_helpers_of_the_package() -> None:
 
 def test_a_setting_that_is_not_used_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
-    conf = {
-        "backend": {
-            "storage_backend": "MooncakeStore",
-            "SimpleStorage": {"total_storage_size": 7, "num_data_storage_units": 2, "zmq_info": {"a": 1}},
-            "MooncakeStore": {"protocol": "rdma", "offload": {"enabled": True}, "hard_pin": None},
-        }
+    backend = {
+        "SimpleStorage": {"total_storage_size": 7, "num_data_storage_units": 2, "zmq_info": {"a": 1}},
+        "MooncakeStore": {"protocol": "rdma", "offload": {"enabled": True}, "hard_pin": None},
     }
-    for _ in range(2):
-        Settings.of(conf)
+    for _ in range(2):  # those of the backend that is chosen: frameworks fill in the others, too
+        Settings.of({"backend": backend})
+        Settings.of({"backend": {"storage_backend": "MooncakeStore", **backend}})
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition("=")[0] for text in said] == [
-        "backend.storage_backend",
         "backend.SimpleStorage.total_storage_size",
+        "backend.storage_backend",
         "backend.MooncakeStore.protocol",
         "backend.MooncakeStore.offload.enabled",
     ]
-    assert "dataplane.capacity_bytes" in said[1]
+    assert "dataplane.capacity_bytes" in said[0]
     assert "dataplane.mooncake_protocol" in said[2]
 
 

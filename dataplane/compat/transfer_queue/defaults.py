@@ -90,8 +90,12 @@ def defaults() -> dict[str, Any]:
 
 
 def warn_of_unused(conf: Mapping[str, Any]) -> None:
-    """Say once of each setting of `backend` that differs from its default that it is not used, and what is instead."""
-    for path, value in _differing(conf.get("backend"), _BACKEND, "backend"):
+    """Say once of each setting of `backend` that differs from its default that it is not used, and what is instead.
+    Those of a backend that was not chosen the original does not use either."""
+    backend = conf.get("backend") or {}
+    chosen = backend.get("storage_backend") or _BACKEND["storage_backend"]
+    given = {name: value for name, value in backend.items() if name == chosen or name not in BACKENDS}
+    for path, value in _differing(given, _BACKEND, "backend"):
         if not path.startswith("backend.SimpleStorage.zmq_info"):
             warn_once(f"{path}={value!r} is not used: {_instead(path)}")
 
