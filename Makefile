@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
 FLOORS_VENV := .venv-floors
+VERL_VENV := .venv-verl
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 FAST := not integration and not slow and not ray and not browser and not gpu
@@ -12,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-async test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -34,6 +35,18 @@ demo: setup ## GRPO of a small transformer, every tensor through the data plane
 
 demo-async: setup ## the same, asynchronously: rollouts go on while the policy trains
 	@$(BIN)/python examples/grpo_async.py $(ARGS)
+
+demo-verl: $(VERL_VENV)/.ready ## the trainer of verl itself on CPUs, with the package TransferQueue and with this project, and whether both train alike
+	@$(VERL_VENV)/bin/python tests/frameworks/verl/train.py $(ARGS)
+
+$(VERL_VENV)/.ready: pyproject.toml tests/frameworks/verl/requirements.txt
+	@echo "setting up $(VERL_VENV) (first time: a few minutes)"
+	@rm -rf $(VERL_VENV)
+	@python3.11 -m venv $(VERL_VENV)
+	@$(VERL_VENV)/bin/pip install -q $(PIP_ARGS) torch==2.13.0
+	@$(VERL_VENV)/bin/pip install -q $(PIP_ARGS) --no-deps -r tests/frameworks/verl/requirements.txt
+	@$(VERL_VENV)/bin/pip install -q $(PIP_ARGS) --no-deps -e .
+	@touch $@
 
 test coverage: export TQ_EXAMPLES ?= 0.2
 test: setup ## the test suite

@@ -116,6 +116,7 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
         return wait(futures, num_returns=num_returns, timeout_s=min(timeout_s, 0.0625))
 
     monkeypatch.setattr(module, "wait", wait_a_moment)
+    monkeypatch.setattr(module, "jittered", lambda value, least, most: value)
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=time.sleep)  # only waits take time
     monkeypatch.setattr(module, "time", clock)
     before = standing()
@@ -132,7 +133,7 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
         assert part in str(caught.value)
     said = told(caplog)
     assert len(said) == len(waits) - 1 >= 1
-    assert waits[1] > waits[0]
+    assert waits[1] == 2 * waits[0]
     assert all("waiting for another" in line for line in said)
     assert nothing_but(before)
 

@@ -1,0 +1,246 @@
+"""Trains with an unmodified verl on CPUs, once with each queue, and compares what it logs:
+
+    python train.py                                   # one worker, GRPO
+    python train.py --workers 2 --critic --validate   # two FSDP2 workers, PPO with a critic
+    python train.py --mode colocate_async --set trainer.save_freq=2
+    python train.py --mode separate_async --apart 1 --parts 2
+
+`original` is the package TransferQueue, `adapter` is `dataplane.compat.transfer_queue` by its switch. Nothing of verl
+is edited, and no function of it that touches the queue is replaced: `verl_cpu` registers a platform, a rollout that
+samples from the trained model, engines and seeds in verl's own registries. In `sync` mode every number that does not
+depend on clocks is to be the same to the last bit; the asynchronous modes depend on timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+UNCOMPARED = re.compile(r"^(timing_|perf/)|/(mfu|time)|memory|throughput")
+"""What depends on clocks and on what else the machine does, and not on the training."""
+LIMIT_S = 1800.0
+"""A training takes minutes, most of which are imports and the start of Ray."""
+NOT_STARTED = "The current node timed out during startup"
+"""What Ray says on a machine that is too busy for it."""
+
+
+def overrides(options: argparse.Namespace, work: Path) -> list[str]:
+    """verl's configuration."""
+    data, model = work / "data", "actor_rollout_ref.model"
+    actor, rollout, ref = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+    exact = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+    sampler = "OrderedReplayBuffer" if options.mode == "sync" else "OrderedReplayBufferAsync"
+    settings = [
+        # data
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/val.parquet",
+        f"data.train_batch_size={options.prompts}",
+        "data.max_prompt_length=32",
+        "data.max_response_length=12",
+        "data.shuffle=false",
+        "data.dataloader_num_workers=0",
+        # models
+        f"{model}.path={data}/model",
+        f"{model}.external_lib=verl_cpu.uids",
+        f"{model}.use_remove_padding=false",
+        f"{model}.enable_gradient_checkpointing=false",
+        f"+{model}.override_config.attn_implementation=eager",
+        f"{actor}.strategy={options.strategy}",
+        f"{actor}.ppo_mini_batch_size={options.prompts // options.parts}",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2",
+        f"{actor}.use_torch_compile=false",
+        f"{actor}.use_kl_loss=true",
+        f"{actor}.optim.lr=1e-3",
+        f"{actor}.fsdp_config.use_torch_compile=false",
+        f"+{actor}.fsdp_config.mixed_precision={exact}",
+        f"{ref}.log_prob_micro_batch_size_per_gpu=2",
+        f"{ref}.fsdp_config.use_torch_compile=false",
+        f"+{ref}.fsdp_config.mixed_precision={exact}",
+        f"{ref}.fsdp_config.model_dtype=fp32",
+        # rollout
+        f"{rollout}.name=transformers",
+        f"{rollout}.n=2",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.load_format=auto",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=2",
+        f"{rollout}.agent.num_workers=1",
+        f"{rollout}.agent.default_agent_loop=seeded",
+        f"{rollout}.agent.agent_loop_config_path={HERE}/agent.yaml",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={HERE}/verl_cpu/reward.py",
+        # the trainer
+        f"algorithm.adv_estimator={'gae' if options.critic else 'grpo'}",
+        "trainer.device=cpu",
+        f"trainer.v1.trainer_mode={options.mode}",
+        f"trainer.v1.sampler.custom_sampler.path={HERE}/verl_cpu/sampler.py",
+        f"trainer.v1.sampler.custom_sampler.name={sampler}",
+        f"trainer.n_gpus_per_node={options.workers}",
+        f"trainer.total_training_steps={options.steps}",
+        "trainer.total_epochs=100",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={work}/checkpoints",
+        "trainer.resume_mode=disable",
+        f"trainer.val_before_train={str(options.validate).lower()}",
+        f"trainer.test_freq={options.steps if options.validate else -1}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        # Ray
+        "ray_kwargs.ray_init.num_cpus=16",
+        f"+ray_kwargs.ray_init.num_gpus={options.workers + options.apart}",
+        f"+ray_kwargs.ray_init._temp_dir={work}/ray",
+        "+ray_kwargs.ray_init.include_dashboard=false",
+        f"+ray_kwargs.ray_init.object_store_memory={256 << 20}",
+        f"hydra.run.dir={work}/hydra",
+    ]
+    if options.critic:
+        settings += [
+            f"critic.model.path={data}/model",
+            "critic.model.use_remove_padding=false",
+            "critic.model.enable_gradient_checkpointing=false",
+            "+critic.model.override_config.attn_implementation=eager",
+            f"critic.strategy={options.strategy}",
+            f"critic.ppo_mini_batch_size={options.prompts // options.parts}",
+            "critic.ppo_micro_batch_size_per_gpu=2",
+            "critic.optim.lr=1e-3",
+            "critic.fsdp.use_torch_compile=false",
+            f"+critic.fsdp.mixed_precision={exact}",
+        ]
+    if options.mode == "separate_async":
+        settings += [
+            f"{rollout}.nnodes=1",
+            f"{rollout}.n_gpus_per_node={options.apart}",
+            f"{rollout}.checkpoint_engine.backend=ray_actor",
+            f"{rollout}.checkpoint_engine.custom_backend_module=verl_cpu.weights",
+            f"trainer.v1.separate_async.parameter_sync_step={options.parts}",
+        ]
+    return settings + options.set
+
+
+def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One training, and the metrics of its steps."""
+    work = options.work
+    log, metrics = work / f"{queue}.log", work / f"{queue}.jsonl"
+    digests = work / f"{queue}.weights.jsonl"
+    for file in (metrics, digests):
+        file.unlink(missing_ok=True)
+    environment = dict(os.environ) | {
+        "PYTHONPATH": str(HERE),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "VERL_CPU_DIGESTS": str(digests),  # one line for each time that the rollout gets weights
+        "RAY_raylet_start_wait_time_s": "180",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    environment.pop("TQ_REPLACE", None)
+    switch = ["-m", "dataplane.compat.transfer_queue"] if queue == "adapter" else []
+    command = [sys.executable, *switch, "-m", "verl.trainer.main_ppo", *overrides(options, work)]
+    print(f"{queue}: training, a few minutes; its log is {log}", flush=True)
+    begin = time.monotonic()
+    why = run(command, environment, log)
+    if why and NOT_STARTED in log.read_text():
+        print(f"{queue}: Ray did not start in time; once more", flush=True)
+        why = run(command, environment, log)
+    if why:
+        raise SystemExit(f"verl with the queue {queue!r} {why}; the end of {log}:\n{log.read_text()[-2000:]}")
+    print(f"{queue}: done after {time.monotonic() - begin:.0f} s", flush=True)
+    return read(queue, work)
+
+
+def run(command: list[str], environment: dict[str, str], log: Path) -> str:
+    """What went wrong with the command; empty if nothing."""
+    with log.open("w") as output:
+        try:
+            done = subprocess.run(
+                command, env=environment, cwd=log.parent, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"was not done after {LIMIT_S:.0f} s"
+    return f"ended with exit code {done.returncode}" if done.returncode else ""
+
+
+def read(queue: str, work: Path) -> list[dict[str, Any]]:
+    """A run's metrics, with the checksums of the weights that its rollouts had got by then."""
+    lines = (work / f"{queue}.jsonl").read_text().splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    for line in (work / f"{queue}.weights.jsonl").read_text().splitlines():
+        digest = json.loads(line)
+        for record in records:
+            if record["step"] == digest["step"]:
+                record["data"][f"weights/{digest['replica']}"] = digest["sha256"]
+    return records
+
+
+def show_seconds(queue: str, records: list[dict[str, Any]]) -> None:
+    """What verl timed in each step."""
+    for record in records:
+        timed = {name.removeprefix("timing_s/"): value for name, value in record["data"].items() if "timing_s/" in name}
+        if timed:
+            print(f"{queue}, step {record['step']}: {', '.join(f'{name} {s:.2f} s' for name, s in timed.items())}")
+
+
+def compare(runs: dict[str, list[dict[str, Any]]]) -> bool:
+    """Whether both runs logged the same, but for what is `UNCOMPARED`; prints what differs."""
+    (left, first), (right, second) = runs.items()
+    if len(first) != len(second):
+        print(f"{left} logged {len(first)} times, {right} {len(second)} times")
+        return False
+    same, differing = set(), set()
+    for one, other in zip(first, second, strict=True):
+        for name in sorted(one["data"].keys() | other["data"].keys()):
+            if UNCOMPARED.search(name):
+                continue
+            values = [repr(step["data"].get(name)) for step in (one, other)]
+            (same if values[0] == values[1] else differing).add(name)
+            if values[0] != values[1]:
+                print(f"step {one['step']}: {name} is {values[0]} with {left}, {values[1]} with {right}")
+    alike = len(same - differing)
+    print(f"{alike} metrics are the same to the last bit in all {len(first)} steps, {len(differing)} differ")
+    return not differing and bool(same)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--queues", default="original,adapter", help="one of them, or both")
+    add("--mode", default="sync", choices=["sync", "colocate_async", "separate_async"], help="verl's trainer")
+    add("--workers", type=int, default=1)
+    add("--apart", type=int, default=0, help="logical GPUs for rollouts of their own (separate_async)")
+    add("--parts", type=int, default=1, help="mini-batches of a step")
+    add("--steps", type=int, default=3)
+    add("--prompts", type=int, default=4, help="of a step; each has two responses")
+    add("--critic", action="store_true", help="PPO with a critic; without, GRPO")
+    add("--validate", action="store_true")
+    add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
+    add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
+    add("--set", action="append", default=[], help="a further setting of verl's configuration")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
+    if not (options.work / "data").exists():
+        subprocess.run([sys.executable, HERE / "prepare.py", options.work / "data"], check=True)
+    runs = {queue: train(queue, options) for queue in options.queues.split(",")}
+    for queue, records in runs.items():
+        show_seconds(queue, records)
+    if len(runs) > 1 and not compare(runs) and options.mode == "sync":
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
