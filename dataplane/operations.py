@@ -42,7 +42,7 @@ from dataplane.types import FieldKind, Scalar
 log = logging.getLogger(__name__)
 
 APPEND = "append"
-"""The mode of a put that is no mode of a commit."""
+"""A mode of puts only: its commit updates what was read before, or makes what was not there."""
 
 PUT_TRIES = 8
 """How often a put is encoded because the schema, or what an append builds on, was changed by another client."""

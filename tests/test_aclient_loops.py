@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import dataplane.ahead as ahead
 from dataplane import (
     AsyncDataPlaneClient,
     ClientClosedError,
@@ -19,6 +18,7 @@ from dataplane import (
     KVBatchMeta,
     Server,
     ServiceUnavailableError,
+    ahead,
     connect,
     connect_async,
     serve,

@@ -26,8 +26,8 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def error_of(kinds: object, name: str, facts: dict[str, Any]) -> DataPlaneError:
-    """The error that a class of that name, in the module `kinds` or of the data plane, makes of these facts. Where
-    there is no such class, or it makes none of them: an `InternalError` that says what came."""
+    """The error of that name with these facts; its class is in the module `kinds`, or one of the data plane's. An
+    `InternalError` that shows both where there is no such class, or it does not take the facts."""
     kind = getattr(kinds, name, ERROR_TYPES.get(name))
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):

@@ -27,9 +27,9 @@ from dataplane.zap import Admission
 log = logging.getLogger(__name__)
 
 BEFORE_DISCONNECTS = 256
-"""At most so many requests are handled at a look at the ends of connections, and before these are."""
+"""The most requests that are handled in one look at the ends of connections, before those ends are."""
 LOOKS = 8
-"""Connections that begin or end while requests are handled are looked at so often."""
+"""The most looks in one call: connections may begin or end while the requests of a look are handled."""
 BACKLOG = 4096
 """A client connects twice, and a thousand may come in one second."""
 GOODBYE_MS = 500

@@ -93,6 +93,12 @@ def test_helpers_of_the_package() -> None:
     assert logger.level == logging.INFO
 
 
+@pytest.mark.parametrize("dataplane", [DataPlaneConfig(http_port=7), {"http_port": 7}])
+def test_settings_of_the_service_are_a_mapping_or_a_config(dataplane: Any) -> None:
+    assert Settings.of({"dataplane": dataplane}).service().http_port == 7
+    assert Settings.of({"dataplane": None}).service() == DataPlaneConfig()
+
+
 def test_a_setting_that_is_not_used_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     backend = {

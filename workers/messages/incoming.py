@@ -136,8 +136,8 @@ class Incoming:
                 self._attempt(self._meet, _first(self._postings, key), arrival)
 
     def _attempt(self, work: Callable[[Posting, Arrival], None], posting: Posting, arrival: Arrival) -> None:
-        """Whoever brought the two together, a defect fails this receive and its message, and leaves the others as they
-        are."""
+        """Do `work`. An error in it fails this receive, and this message at its sender; all others are left as they
+        are, also the receive of the caller."""
         try:
             work(posting, arrival)
         except Exception as defect:

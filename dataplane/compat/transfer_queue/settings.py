@@ -37,7 +37,7 @@ class Settings(dict[str, Any]):
         if conf is not None and not isinstance(conf, Mapping):
             raise TypeError(f"conf={conf!r}: expected a mapping of settings or None, got {type(conf).__name__}")
         settings = cls(_merged(defaults(), conf or {}))
-        for section in ("controller", "metrics", "backend", "dataplane"):
+        for section in ("controller", "metrics", "backend"):
             _check(section, settings[section], Mapping, "a mapping of settings")
         for place, value in (
             ("strict_reads", settings.strict_reads),

@@ -33,17 +33,7 @@ class CpuModule(ModuleType):
     def max_memory_allocated(device: object = None) -> int:
         return 0
 
-    @staticmethod
-    def max_memory_reserved(device: object = None) -> int:
-        return 0
-
-    @staticmethod
-    def memory_allocated(device: object = None) -> int:
-        return 0
-
-    @staticmethod
-    def memory_reserved(device: object = None) -> int:
-        return 0
+    max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
 
     @staticmethod
     def empty_cache() -> None:
@@ -53,9 +43,7 @@ class CpuModule(ModuleType):
     def manual_seed(seed: int) -> None:
         torch.manual_seed(seed)
 
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     @staticmethod
     def get_rng_state(device: object = None) -> torch.Tensor:
