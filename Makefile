@@ -39,7 +39,7 @@ demo-async: setup ## the same, asynchronously: rollouts go on while the policy t
 demo-verl: $(VERL_VENV)/.ready ## the trainer of verl itself on CPUs, with the package TransferQueue and with this project, and whether both train alike
 	@$(VERL_VENV)/bin/python tests/frameworks/verl/train.py $(ARGS)
 
-$(VERL_VENV)/.ready: pyproject.toml tests/frameworks/verl/requirements.txt
+$(VERL_VENV)/.ready: tests/frameworks/verl/requirements.txt
 	@echo "setting up $(VERL_VENV) (first time: a few minutes)"
 	@rm -rf $(VERL_VENV)
 	@python3.11 -m venv $(VERL_VENV)
@@ -101,12 +101,14 @@ coverage: setup ## the test suite, and the share of each module's lines that it 
 	@$(BIN)/coverage report --sort=cover
 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
-soak: setup ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the test suite with random delays, test-floors
+soak: setup $(VERL_VENV)/.ready ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the tests that CI leaves out, the test suite with random delays, test-floors
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
-	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 -m "not soak" -n 2 \
+		tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -m soak -n 2
 	@PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-floors
 

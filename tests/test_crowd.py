@@ -79,6 +79,7 @@ def hear(pipe: Connection) -> object:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, Connection]]) -> None:
     pipes = [pipe for _, pipe in members]

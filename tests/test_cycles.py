@@ -20,7 +20,7 @@ from tests.alone import alone
 from tests.ledger_driver import Client, Driver
 from tests.lives import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 KIB = 1024
 FIELDS = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ()), "y": FieldSpec(FieldKind.JAGGED, "uint8", ())}

@@ -31,7 +31,7 @@ from tests.profiles import LONG, budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

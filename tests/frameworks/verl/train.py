@@ -4,11 +4,13 @@
     python train.py --workers 2 --critic --validate   # two FSDP2 workers, PPO with a critic
     python train.py --mode colocate_async --set trainer.save_freq=2
     python train.py --mode separate_async --apart 1 --parts 2
+    python train.py --filter --fail-every 5           # DAPO's filter, groups that fail and are replaced
 
 `original` is the package TransferQueue, `adapter` is `dataplane.compat.transfer_queue` by its switch. Nothing of verl
 is edited, and no function of it that touches the queue is replaced: `verl_cpu` registers a platform, a rollout that
 samples from the trained model, engines and seeds in verl's own registries. In `sync` mode every number that does not
-depend on clocks is to be the same to the last bit; the asynchronous modes depend on timing.
+depend on clocks is to be the same to the last bit. The asynchronous modes and the filter depend on timing: there the
+number of steps and of samples is to be the same. In all of them no sample may be trained twice.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ NOT_STARTED = "The current node timed out during startup"
 """What Ray says on a machine that is too busy for it."""
 
 
-def overrides(options: argparse.Namespace, work: Path) -> list[str]:
+def overrides(queue: str, options: argparse.Namespace) -> list[str]:
     """verl's configuration."""
+    work = options.work
     data, model = work / "data", "actor_rollout_ref.model"
     actor, rollout, ref = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
     exact = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -114,6 +117,33 @@ def overrides(options: argparse.Namespace, work: Path) -> list[str]:
             "critic.fsdp.use_torch_compile=false",
             f"+critic.fsdp.mixed_precision={exact}",
         ]
+    if options.filter:
+        # One prompt is fetched at a time: verl wants that of a trainer that replaces groups.
+        buffer = "trainer.v1.sampler.sampler_kwargs"
+        settings += [
+            "data.gen_batch_size=1",
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=reward",
+            "trainer.v1.sampler.sync_refill_failed_groups=true",
+            f"+{buffer}.filter_groups_metric=reward",
+            f"+{buffer}.sync_refill_failed_groups=true",
+            f"+{buffer}.train_batch_size={options.prompts}",
+            f"+{buffer}.gen_batch_size=1",
+            f"+{buffer}.max_inflight_gen_batches=2",
+        ]
+    if options.dump:
+        settings += [
+            f"trainer.rollout_data_dir={work}/{queue}-rollouts",
+            f"trainer.validation_data_dir={work}/{queue}-validation",
+        ]
+    if options.skip:
+        # The first step's rollouts are written to files, and are those of all later steps.
+        settings += [
+            "skip.rollout_tq.enable=true",
+            f"skip.rollout_tq.dump_dir={work}/{queue}-skip",
+            f"skip.rollout_tq.steps={list(range(1, options.steps + 1))}".replace(" ", ""),
+            "skip.rollout_tq.action=repeat",
+        ]
     if options.mode == "separate_async":
         settings += [
             f"{rollout}.nnodes=1",
@@ -129,8 +159,8 @@ def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One training, and the metrics of its steps."""
     work = options.work
     log, metrics = work / f"{queue}.log", work / f"{queue}.jsonl"
-    digests = work / f"{queue}.weights.jsonl"
-    for file in (metrics, digests):
+    digests, sampled = work / f"{queue}.weights.jsonl", work / f"{queue}.sampled.jsonl"
+    for file in (metrics, digests, sampled):
         file.unlink(missing_ok=True)
     environment = dict(os.environ) | {
         "PYTHONPATH": str(HERE),
@@ -141,13 +171,15 @@ def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "VERL_CPU_DIGESTS": str(digests),  # one line for each time that the rollout gets weights
+        "VERL_CPU_SAMPLED": str(sampled),  # one for each batch
+        "VERL_CPU_FAIL_EVERY": str(options.fail_every),
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     environment.pop("TQ_REPLACE", None)
     switch = ["-m", "dataplane.compat.transfer_queue"] if queue == "adapter" else []
-    command = [sys.executable, *switch, "-m", "verl.trainer.main_ppo", *overrides(options, work)]
+    command = [sys.executable, *switch, "-m", "verl.trainer.main_ppo", *overrides(queue, options)]
     print(f"{queue}: training, a few minutes; its log is {log}", flush=True)
     begin = time.monotonic()
     why = run(command, environment, log)
@@ -192,7 +224,7 @@ def show_seconds(queue: str, records: list[dict[str, Any]]) -> None:
             print(f"{queue}, step {record['step']}: {', '.join(f'{name} {s:.2f} s' for name, s in timed.items())}")
 
 
-def compare(runs: dict[str, list[dict[str, Any]]]) -> bool:
+def compare(runs: dict[str, list[dict[str, Any]]], show: bool) -> bool:
     """Whether both runs logged the same, but for what is `UNCOMPARED`; prints what differs."""
     (left, first), (right, second) = runs.items()
     if len(first) != len(second):
@@ -205,11 +237,59 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> bool:
                 continue
             values = [repr(step["data"].get(name)) for step in (one, other)]
             (same if values[0] == values[1] else differing).add(name)
-            if values[0] != values[1]:
+            if show and values[0] != values[1]:
                 print(f"step {one['step']}: {name} is {values[0]} with {left}, {values[1]} with {right}")
     alike = len(same - differing)
     print(f"{alike} metrics are the same to the last bit in all {len(first)} steps, {len(differing)} differ")
     return not differing and bool(same)
+
+
+def sampled(queue: str, work: Path) -> list[tuple[str, int, list[str]]]:
+    """The batches of a run: partition, step and keys. No sample may be in two."""
+    lines = (work / f"{queue}.sampled.jsonl").read_text().splitlines()
+    batches = [(batch["partition"], batch["step"], batch["keys"]) for batch in map(json.loads, lines)]
+    seen: set[tuple[str, str]] = set()
+    for partition, step, keys in batches:
+        twice = [key for key in keys if (partition, key) in seen]
+        if twice or len(set(keys)) < len(keys):
+            raise SystemExit(f"{queue}, step {step}: samples came twice, such as {(twice or keys)[:3]} of {partition}")
+        seen |= {(partition, key) for key in keys}
+    print(f"{queue}: {len(seen)} samples in {len(batches)} batches, none twice")
+    return batches
+
+
+def dumped(queue: str, work: Path) -> dict[str, bytes]:
+    """The files of generations that a run wrote."""
+    folders = [work / f"{queue}-{kind}" for kind in ("rollouts", "validation")]
+    return {
+        str(file.relative_to(work)).removeprefix(queue): file.read_bytes()
+        for folder in folders
+        for file in sorted(folder.glob("*"))
+    }
+
+
+def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> bool:
+    """Whether both runs trained alike: on the same samples, to the last bit where nothing depends on timing."""
+    exact = options.mode == "sync" and not options.filter
+    batches = {queue: sampled(queue, options.work) for queue in runs}
+    if len(runs) < 2:
+        return True
+    alike = compare(runs, exact)
+    left, right = batches.values()
+    if exact:
+        files = {queue: dumped(queue, options.work) for queue in runs}
+        (first, second) = files.values()
+        different = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+        print(f"{len(first)} dumped files, {len(different)} of them different {different[:3]}")
+        if bool(first) != options.dump or different:
+            return False
+        if left != right:
+            print("the batches have different samples")
+        return alike and left == right
+    counts = [[(partition, step, len(keys)) for partition, step, keys in each] for each in (left, right)]
+    if counts[0] != counts[1]:
+        print(f"numbers of samples (partition, step, samples): {counts[0]} and {counts[1]}")
+    return counts[0] == counts[1]
 
 
 def arguments() -> argparse.Namespace:
@@ -224,6 +304,10 @@ def arguments() -> argparse.Namespace:
     add("--prompts", type=int, default=4, help="of a step; each has two responses")
     add("--critic", action="store_true", help="PPO with a critic; without, GRPO")
     add("--validate", action="store_true")
+    add("--filter", action="store_true", help="DAPO's filter of groups; those that fail are replaced, too")
+    add("--fail-every", type=int, default=0, help="of each so many prompts one fails")
+    add("--dump", action="store_true", help="write generations to files, and compare these")
+    add("--skip", action="store_true", help="all steps after the first train on its rollouts, read from files")
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
     add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
     add("--set", action="append", default=[], help="a further setting of verl's configuration")
@@ -238,8 +322,8 @@ def main() -> None:
     runs = {queue: train(queue, options) for queue in options.queues.split(",")}
     for queue, records in runs.items():
         show_seconds(queue, records)
-    if len(runs) > 1 and not compare(runs) and options.mode == "sync":
-        raise SystemExit(1)
+    if not agree(options, runs):
+        raise SystemExit("the two queues did not train alike")
 
 
 if __name__ == "__main__":

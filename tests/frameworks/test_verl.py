@@ -1,0 +1,47 @@
+"""verl's own trainer, unmodified, trains alike with the package TransferQueue and with the adapter.
+
+`make soak` makes the environment that they need (`.venv-verl`); elsewhere the tests are skipped without one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+LIMIT_S = 3600.0
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.soak,
+    pytest.mark.timeout(LIMIT_S + 60),
+    pytest.mark.skipif(not (ROOT / ".venv-verl" / ".ready").exists(), reason="no .venv-verl: make demo-verl makes it"),
+]
+
+VARIANTS = {
+    "two workers, critic, KL in the reward, rollout correction, dumps": [
+        *("--workers", "2", "--critic", "--validate", "--dump"),
+        *("--set", "algorithm.use_kl_in_reward=true"),
+        *("--set", "algorithm.rollout_correction.rollout_is=token"),
+        *("--set", "actor_rollout_ref.rollout.calculate_log_probs=true"),
+    ],
+    "groups that fail": ["--fail-every", "3"],
+    "dynamic filter, failed groups are replaced": ["--filter", "--fail-every", "5"],
+    "skipped rollouts": ["--skip"],
+    "separate_async": ["--mode", "separate_async", "--apart", "1", "--parts", "2"],
+    "colocate_async": ["--mode", "colocate_async"],
+}
+
+
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+def test_both_queues_train_alike(arguments: list[str]) -> None:
+    train = ROOT / "tests" / "frameworks" / "verl" / "train.py"
+    with tempfile.TemporaryDirectory(prefix="verl-", dir="/tmp") as work:  # a short path: Ray has sockets in it
+        command = [PYTHON, train, "--work", work, *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-6000:]
