@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,20 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
     return settings + options.set
 
 
-def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One training, and the metrics of its steps."""
-    work = options.work
-    log, metrics = work / f"{queue}.log", work / f"{queue}.jsonl"
-    digests, sampled = work / f"{queue}.weights.jsonl", work / f"{queue}.sampled.jsonl"
+@dataclass(frozen=True)
+class Training:
+    """A command that trains, and the file of what it says. Its other files have the same name with other endings."""
+
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+
+
+def training(queue: str, options: argparse.Namespace, name: str = "", **more: str) -> Training:
+    """With that queue. `name` is of its files (default: the queue's), `more` are variables of its environment."""
+    work, name = options.work, name or queue
+    log = work / f"{name}.log"
+    metrics, digests, sampled = (work / f"{name}.{kind}jsonl" for kind in ("", "weights.", "sampled."))
     for file in (metrics, digests, sampled):
         file.unlink(missing_ok=True)
     environment = dict(os.environ) | {
@@ -176,32 +186,47 @@ def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        **more,
     }
     environment.pop("TQ_REPLACE", None)
     switch = ["-m", "dataplane.compat.transfer_queue"] if queue == "adapter" else []
     command = [sys.executable, *switch, "-m", "verl.trainer.main_ppo", *overrides(queue, options)]
-    print(f"{queue}: training, a few minutes; its log is {log}", flush=True)
-    begin = time.monotonic()
-    why = run(command, environment, log)
-    if why and NOT_STARTED in log.read_text():
+    print(f"{name}: training, a few minutes; its log is {log}", flush=True)
+    return Training(command, environment, log)
+
+
+def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One training, and the metrics of its steps."""
+    begun, begin = training(queue, options), time.monotonic()
+    why = run(begun)
+    if why and NOT_STARTED in begun.log.read_text():
         print(f"{queue}: Ray did not start in time; once more", flush=True)
-        why = run(command, environment, log)
+        why = run(begun)
     if why:
-        raise SystemExit(f"verl with the queue {queue!r} {why}; the end of {log}:\n{log.read_text()[-2000:]}")
+        raise SystemExit(
+            f"verl with the queue {queue!r} {why}; the end of {begun.log}:\n{begun.log.read_text()[-2000:]}"
+        )
     print(f"{queue}: done after {time.monotonic() - begin:.0f} s", flush=True)
-    return read(queue, work)
+    return read(queue, options.work)
 
 
-def run(command: list[str], environment: dict[str, str], log: Path) -> str:
-    """What went wrong with the command; empty if nothing."""
-    with log.open("w") as output:
+def start(begun: Training) -> subprocess.Popen[bytes]:
+    """Its process."""
+    with begun.log.open("w") as output:
+        return subprocess.Popen(
+            begun.command, env=begun.environment, cwd=begun.log.parent, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def run(begun: Training) -> str:
+    """What went wrong with a training; empty if nothing."""
+    with start(begun) as process:
         try:
-            done = subprocess.run(
-                command, env=environment, cwd=log.parent, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
-            )
+            code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
+            process.kill()
             return f"was not done after {LIMIT_S:.0f} s"
-    return f"ended with exit code {done.returncode}" if done.returncode else ""
+    return f"ended with exit code {code}" if code else ""
 
 
 def read(queue: str, work: Path) -> list[dict[str, Any]]:
@@ -244,10 +269,19 @@ def compare(runs: dict[str, list[dict[str, Any]]], show: bool) -> bool:
     return not differing and bool(same)
 
 
-def sampled(queue: str, work: Path) -> list[tuple[str, int, list[str]]]:
-    """The batches of a run: partition, step and keys. No sample may be in two."""
-    lines = (work / f"{queue}.sampled.jsonl").read_text().splitlines()
-    batches = [(batch["partition"], batch["step"], batch["keys"]) for batch in map(json.loads, lines)]
+Batches = list[tuple[str, int, list[str]]]
+"""Partition, step and keys of each."""
+
+
+def sampled(name: str, work: Path) -> Batches:
+    """What a run has trained on so far."""
+    file = work / f"{name}.sampled.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(batch["partition"], batch["step"], batch["keys"]) for batch in map(json.loads, lines)]
+
+
+def check(queue: str, batches: Batches) -> None:
+    """No sample may be in two."""
     seen: set[tuple[str, str]] = set()
     for partition, step, keys in batches:
         twice = [key for key in keys if (partition, key) in seen]
@@ -255,7 +289,6 @@ def sampled(queue: str, work: Path) -> list[tuple[str, int, list[str]]]:
             raise SystemExit(f"{queue}, step {step}: samples came twice, such as {(twice or keys)[:3]} of {partition}")
         seen |= {(partition, key) for key in keys}
     print(f"{queue}: {len(seen)} samples in {len(batches)} batches, none twice")
-    return batches
 
 
 def dumped(queue: str, work: Path) -> dict[str, bytes]:
@@ -272,6 +305,8 @@ def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) ->
     """Whether both runs trained alike: on the same samples, to the last bit where nothing depends on timing."""
     exact = options.mode == "sync" and not options.filter
     batches = {queue: sampled(queue, options.work) for queue in runs}
+    for queue, each in batches.items():
+        check(queue, each)
     if len(runs) < 2:
         return True
     alike = compare(runs, exact)
@@ -292,9 +327,12 @@ def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) ->
     return counts[0] == counts[1]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str, **more: Any) -> argparse.Namespace:
+    """Of the command line; `more` are an own option of the caller, and what its values are."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    for name, choices in more.items():
+        add(f"--{name}", choices=choices, required=True)
     add("--queues", default="original,adapter", help="one of them, or both")
     add("--mode", default="sync", choices=["sync", "colocate_async", "separate_async"], help="verl's trainer")
     add("--workers", type=int, default=1)
@@ -311,14 +349,15 @@ def arguments() -> argparse.Namespace:
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
     add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
     add("--set", action="append", default=[], help="a further setting of verl's configuration")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = arguments()
+    options = parser.parse_args()
     options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
     if not (options.work / "data").exists():
         subprocess.run([sys.executable, HERE / "prepare.py", options.work / "data"], check=True)
+    return options
+
+
+def main() -> None:
+    options = arguments(str(__doc__))
     runs = {queue: train(queue, options) for queue in options.queues.split(",")}
     for queue, records in runs.items():
         show_seconds(queue, records)
