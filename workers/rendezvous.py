@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,10 +64,20 @@ class RayRendezvous:
                 leaving.callback(service.shutdown)
                 leaving.callback(_end, found)
                 found = service.config
-            if name is not None and (of_job := _claimed(actor_name(None))) is not None:
-                leaving.callback(_end, of_job)
-                ray.get(of_job.tell.remote(found), timeout=START_TIMEOUT_S)
+            if name is not None and (forget := self.share(found)) is not None:
+                leaving.callback(forget)
             return Meeting(config=found, started=started, close=leaving.pop_all().close)
+
+    def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:
+        """See `Rendezvous.share`."""
+        if not ray.is_initialized() or (there := _claimed(actor_name(None))) is None:
+            return None
+        try:
+            ray.get(there.tell.remote(config), timeout=START_TIMEOUT_S)
+        except BaseException:
+            _end(there)
+            raise
+        return lambda: _end(there)
 
 
 def actor_name(name: str | None) -> str:

@@ -44,6 +44,10 @@ class Rendezvous(Protocol):
         it is found by the other processes of this job without one, too, until this process leaves it. None: this
         process has no part in the place."""
 
+    def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:
+        """Let the other processes of this job find the service that `config` attaches to, until what is returned is
+        called or this process ends. None: they find one already, or this process has no part in the place."""
+
 
 _made: dict[str, Callable[[], Rendezvous]] = {}
 

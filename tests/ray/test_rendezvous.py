@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import dataplane.compat.transfer_queue as tq
+from dataplane import serve
 from dataplane.config import DataPlaneConfig
 from tests.children import Child
 from tests.ray.jobs import ROOT
@@ -75,6 +76,24 @@ def test_a_service_that_cannot_be_prepared_is_ended_and_not_found() -> None:
     with pytest.raises(RuntimeError, match="not prepared"):
         place.meet(DataPlaneConfig.of(SMALL), fail)
     assert place.find() is None
+
+
+@pytest.mark.slow
+def test_a_service_that_is_given_by_its_address_is_found_by_the_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that calls `init()` without an address would start an empty one of its own else."""
+    for variable in ("TQ_ADDRESS", "TQ_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    with serve({**SMALL, "token": "secret"}) as server:
+        where = {"address": server.address, "token": "secret"}
+        tq.init({"controller": {"polling_mode": True}, "dataplane": where})
+        found = RayRendezvous().find()
+        assert found is not None
+        assert (found.address, found.token) == (server.address, "secret")
+        remote = ray.remote(num_cpus=0, max_calls=1)(job)
+        assert ray.get(remote.remote("a"), timeout=PROCESS_S) == {"a": {"from": "a"}}
+        assert set(tq.kv_list("p")["p"]) == {"a"}
+        tq.close()
+        assert RayRendezvous().find() is None
 
 
 Driver = Callable[..., Any]

@@ -97,12 +97,15 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     """A session of the service that is named or found, or else started. given: whether somebody chose these settings,
     so that a service that has none yet may keep them. `NotInitializedError` where there is none to attach to and
     `start` is False."""
-    sampler, name, found = sampler_of(settings.controller.sampler), settings.shared_name(), settings.address()
-    if found is None and (name is None or not start):
-        found = _found(name)
+    sampler, name = sampler_of(settings.controller.sampler), settings.shared_name()
+    named = settings.address() or (_environment() if name is None else None)
+    found = named or (_known(name) if name is None or not start else None)
     settings.objects = settings.objects_with(found)
     if found is not None:
-        return _attached(found, sampler, kept_of(settings) if given else None)
+        session = _attached(found, sampler, kept_of(settings) if given else None)
+        if named is not None and start:
+            session.meeting = _shared(session)
+        return session
     if not start:
         raise NotInitializedError(
             "TransferQueue is not initialized, and no service was found: start one first (in a Ray cluster, in this "
@@ -133,7 +136,7 @@ def current_client() -> TransferQueueClient:
         return session.client
     with _current.guard:
         if _current.session is None:
-            found = _found()
+            found = _environment() or _known()
             if found is None:
                 raise NotInitializedError(
                     "TransferQueue is not initialized, and no service was found: call init() first; one of another Ray "
@@ -154,12 +157,27 @@ def get_metrics_endpoint() -> str | None:
     return None if kept is None else kept.get("metrics")
 
 
-def _found(name: str | None = None) -> DataPlaneConfig | None:
-    """The service that has this name; without one, that the environment names, or a rendezvous knows."""
+def _environment() -> DataPlaneConfig | None:
+    """The service that the environment names."""
     named = DataPlaneConfig().with_environment()
-    if name is None and named.address is not None:
-        return named
+    return None if named.address is None else named
+
+
+def _known(name: str | None = None) -> DataPlaneConfig | None:
+    """The service of this name, or of this process's job, that a rendezvous knows."""
     return next((found for place in known() if (found := place.find(name)) is not None), None)
+
+
+def _shared(session: Session) -> Meeting | None:
+    """The session's service, which was given by its address, is from now on found by processes of this job that are
+    given none. None where a rendezvous knows one already, and where there is no rendezvous."""
+    config = session.client.config
+    try:
+        forget = next((forget for place in known() if (forget := place.share(config)) is not None), None)
+    except BaseException:
+        session.close()
+        raise
+    return None if forget is None else Meeting(config=config, started=False, close=forget)
 
 
 def _attached(
