@@ -38,10 +38,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
-def test_both_queues_train_alike(arguments: list[str]) -> None:
-    train = ROOT / "tests" / "frameworks" / "verl" / "train.py"
+def run(script: str, *arguments: str) -> None:
+    program = ROOT / "tests" / "frameworks" / "verl" / script
     with tempfile.TemporaryDirectory(prefix="verl-", dir="/tmp") as work:  # a short path: Ray has sockets in it
-        command = [PYTHON, train, "--work", work, *arguments]
+        command = [PYTHON, program, "--work", work, *arguments]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+def test_both_queues_train_alike(arguments: list[str]) -> None:
+    run("train.py", *arguments)
+
+
+@pytest.mark.parametrize("fault", ["resume", "unit", "controller"])
+def test_no_sample_is_lost_or_trained_twice(fault: str) -> None:
+    run("faults.py", "--queues", "adapter", "--fault", fault)

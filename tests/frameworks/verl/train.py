@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -169,8 +171,9 @@ def training(queue: str, options: argparse.Namespace, name: str = "", **more: st
     """With that queue. `name` is of its files (default: the queue's), `more` are variables of its environment."""
     work, name = options.work, name or queue
     log = work / f"{name}.log"
-    metrics, digests, sampled = (work / f"{name}.{kind}jsonl" for kind in ("", "weights.", "sampled."))
-    for file in (metrics, digests, sampled):
+    kinds = ("", "weights.", "sampled.", "calls.")
+    files = metrics, digests, sampled, calls = [work / f"{name}.{kind}jsonl" for kind in kinds]
+    for file in files:
         file.unlink(missing_ok=True)
     environment = dict(os.environ) | {
         "PYTHONPATH": str(HERE),
@@ -183,6 +186,7 @@ def training(queue: str, options: argparse.Namespace, name: str = "", **more: st
         "VERL_CPU_DIGESTS": str(digests),  # one line for each time that the rollout gets weights
         "VERL_CPU_SAMPLED": str(sampled),  # one for each batch
         "VERL_CPU_FAIL_EVERY": str(options.fail_every),
+        "VERL_CPU_CALLS": str(calls) if options.calls else "",  # one for each call of the queue
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -247,6 +251,18 @@ def show_seconds(queue: str, records: list[dict[str, Any]]) -> None:
         timed = {name.removeprefix("timing_s/"): value for name, value in record["data"].items() if "timing_s/" in name}
         if timed:
             print(f"{queue}, step {record['step']}: {', '.join(f'{name} {s:.2f} s' for name, s in timed.items())}")
+
+
+def show_calls(queue: str, work: Path) -> None:
+    """Median, number and slowest of each call of the queue."""
+    calls: dict[str, list[float]] = defaultdict(list)
+    for line in (work / f"{queue}.calls.jsonl").read_text().splitlines():
+        call = json.loads(line)
+        calls[call["call"]].append(call["ms"])
+    for name, times in sorted(calls.items()):
+        print(
+            f"{queue}: {name:14} median {median(times):7.2f} ms of {len(times)} calls, the slowest {max(times):.0f} ms"
+        )
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], show: bool) -> bool:
@@ -344,6 +360,7 @@ def arguments(description: str, **more: Any) -> argparse.Namespace:
     add("--validate", action="store_true")
     add("--filter", action="store_true", help="DAPO's filter of groups; those that fail are replaced, too")
     add("--fail-every", type=int, default=0, help="of each so many prompts one fails")
+    add("--calls", action="store_true", help="show how long calls of the queue take")
     add("--dump", action="store_true", help="write generations to files, and compare these")
     add("--skip", action="store_true", help="all steps after the first train on its rollouts, read from files")
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
@@ -361,6 +378,8 @@ def main() -> None:
     runs = {queue: train(queue, options) for queue in options.queues.split(",")}
     for queue, records in runs.items():
         show_seconds(queue, records)
+        if options.calls:
+            show_calls(queue, options.work)
     if not agree(options, runs):
         raise SystemExit("the two queues did not train alike")
 

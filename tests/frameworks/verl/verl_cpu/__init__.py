@@ -6,6 +6,10 @@ import os
 from verl_cpu import platform, registering
 
 registering.rollouts()
+if file := os.environ.get("VERL_CPU_CALLS"):
+    from verl_cpu.calls import time_calls
+
+    time_calls(file)
 if "RANK" in os.environ:  # a training worker: it alone builds engines, whose modules take seconds to import
     registering.engines()
 
