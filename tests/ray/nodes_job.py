@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 import dataplane
 from tests.ray.patience import be_patient
@@ -112,7 +113,8 @@ def wait_until_free(**wanted: float) -> None:
     end = time.monotonic() + 120
     while any(ray.available_resources().get(name, 0) < amount for name, amount in wanted.items()):
         if time.monotonic() > end:
-            raise TimeoutError(f"{wanted} was to be free, {ray.available_resources()} is")
+            groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+            raise TimeoutError(f"{wanted} was to be free, {ray.available_resources()} is; left are {groups}")
         time.sleep(0.05)
 
 
