@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
 from dataplane.compat.nemo_rl.adapter import TQDataPlaneClient
@@ -258,3 +260,26 @@ def test_metas() -> None:
             wrong()
     with pytest.raises(ValueError, match="'p'"):
         meta.concat(KVBatchMeta("q", None, []))
+
+
+@pytest.mark.integration
+def test_scalars_of_nemo_rl_are_read_with_one_dimension(driver: DataPlaneClient) -> None:
+    column = torch.tensor([[1.0], [0.0]])
+    fields = TensorDict({"total_reward": column, "sample_mask": column[:, 0], "other": column}, batch_size=[2])
+    driver.put_samples(["a", "b"], "train", fields)
+    read = driver.get_samples(["a", "b"], "train", ["total_reward", "sample_mask", "other"])
+    assert torch.equal(read["total_reward"], column[:, 0])
+    assert torch.equal(read["sample_mask"], column[:, 0])
+    assert torch.equal(read["other"], column)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(2, 2), torch.nested.as_nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)],
+    ids=["wide", "ragged"],
+)
+def test_a_scalar_of_nemo_rl_with_other_rows_is_a_value_error(driver: DataPlaneClient, rows: torch.Tensor) -> None:
+    driver.put_samples(["a", "b"], "train", TensorDict({"total_reward": rows}, batch_size=[2]))
+    with pytest.raises(ValueError, match=r"'total_reward' has .*expected one scalar per sample"):
+        driver.get_samples(["a", "b"], "train", ["total_reward"])

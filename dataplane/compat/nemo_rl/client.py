@@ -26,6 +26,9 @@ from dataplane.samples import tags_of
 from dataplane.schema import INPUT_LENGTHS
 from dataplane.steps import Operation, Send
 
+SCALARS = frozenset({"input_lengths", "sample_mask", "total_reward"})
+"""The fields that NeMo-RL reads as one scalar per sample (`PROMOTE_1D_FIELDS` of its `data_plane.schema`)."""
+
 
 class DataPlaneClient:
     """The methods of NeMo-RL's class of that name, as its TransferQueue adapter does them. Made by
@@ -133,7 +136,8 @@ class DataPlaneClient:
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         """These fields of exactly these samples, in this order: dense `[N, ...]` where all rows have one shape, else
-        nested; objects in a NonTensorStack. No task's claims change."""
+        nested; objects in a NonTensorStack. The fields of `SCALARS` are `[N]`, also where they were put as `[N, 1]`,
+        and a ValueError where their rows have another shape. No task's claims change."""
         if not len(sample_ids):
             return TensorDict({}, batch_size=(0,))
         return self._performer.do(_get, list(sample_ids), partition_id, list(select_fields))
@@ -207,9 +211,28 @@ def _claim(
 
 def _get(desk: Desk, ids: Sequence[str], partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
     data: TensorDict = yield from reads.get_keys(desk, ids, partition, fields, True)
-    values = {name: dense_if_even(value) for name, value in data.items()}
+    values = {name: _as_read(str(name), value) for name, value in data.items()}
     made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
     return made
+
+
+def _as_read(name: str, value: Any) -> Any:
+    value = dense_if_even(value)
+    if name not in SCALARS:
+        return value
+    if isinstance(value, Tensor) and not value.is_nested:
+        if value.dim() == 1:
+            return value
+        if value.dim() == 2 and value.shape[1] == 1:
+            return value.squeeze(1)
+    found = (
+        f"rows of shape {list(value.shape[1:])}"
+        if isinstance(value, Tensor) and not value.is_nested
+        else "rows of several shapes"
+    )
+    raise ValueError(
+        f"get_samples: field {name!r} has {found}, expected one scalar per sample: put it as [N] or [N, 1]"
+    )
 
 
 def dense_if_even(value: Any) -> Any:
