@@ -220,19 +220,13 @@ def _as_read(name: str, value: Any) -> Any:
     value = dense_if_even(value)
     if name not in SCALARS:
         return value
-    if isinstance(value, Tensor) and not value.is_nested:
-        if value.dim() == 1:
-            return value
-        if value.dim() == 2 and value.shape[1] == 1:
-            return value.squeeze(1)
-    found = (
-        f"rows of shape {list(value.shape[1:])}"
-        if isinstance(value, Tensor) and not value.is_nested
-        else "rows of several shapes"
-    )
-    raise ValueError(
-        f"get_samples: field {name!r} has {found}, expected one scalar per sample: put it as [N] or [N, 1]"
-    )
+    if not isinstance(value, Tensor) or value.is_nested:
+        found = "rows of several shapes"
+    elif value.dim() == 1 or value.shape[1:] == (1,):
+        return value.flatten()
+    else:
+        found = f"rows of shape {list(value.shape[1:])}"
+    raise ValueError(f"get_samples: field {name!r} has {found}, expected one scalar per sample ([N] or [N, 1])")
 
 
 def dense_if_even(value: Any) -> Any:
