@@ -99,14 +99,18 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
         f"trainer.val_before_train={str(options.validate).lower()}",
         f"trainer.test_freq={options.steps if options.validate else -1}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        # Ray
-        "ray_kwargs.ray_init.num_cpus=16",
-        f"+ray_kwargs.ray_init.num_gpus={options.workers + options.apart}",
-        f"+ray_kwargs.ray_init._temp_dir={work}/ray",
-        "+ray_kwargs.ray_init.include_dashboard=false",
-        f"+ray_kwargs.ray_init.object_store_memory={256 << 20}",
         f"hydra.run.dir={work}/hydra",
     ]
+    if not options.cluster:
+        settings += [
+            "ray_kwargs.ray_init.num_cpus=16",
+            f"+ray_kwargs.ray_init.num_gpus={options.workers + options.apart}",
+            f"+ray_kwargs.ray_init._temp_dir={work}/ray",
+            "+ray_kwargs.ray_init.include_dashboard=false",
+            f"+ray_kwargs.ray_init.object_store_memory={256 << 20}",
+        ]
+    else:
+        settings.append(f"+ray_kwargs.ray_init.address={options.cluster}")
     if options.critic:
         settings += [
             f"critic.model.path={data}/model",
@@ -366,6 +370,7 @@ def arguments(description: str, **more: Any) -> argparse.Namespace:
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
     add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
     add("--set", action="append", default=[], help="a further setting of verl's configuration")
+    parser.set_defaults(cluster="")  # the address of a Ray cluster that runs already
     options = parser.parse_args()
     options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
     if not (options.work / "data").exists():
