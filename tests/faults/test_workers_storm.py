@@ -106,6 +106,7 @@ def test_every_kind_of_fault_comes_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_short_storm() -> None:
     command = [sys.executable, "-m", "tests.faults.workers_storm", "--seed", "11", "--faults", "3"]

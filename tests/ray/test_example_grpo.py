@@ -24,7 +24,7 @@ from examples.arithmetic.task import Task
 from examples.arithmetic.weights import SendingWorker
 from tests.ray.standing import call_until_dead
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(1200)]
 
 STEPS = 10
 TRAIN_FIELDS = [*ROLLOUT_FIELDS, "prev_logprobs", "reference_policy_logprobs", "advantages"]
