@@ -26,8 +26,12 @@ from tests.faults.weather import AT_START, CONTROLLER_AT_START, UNIT_AT_START, F
 
 LONG_S = 2.5
 """Longer than a session is waited for, a lease lasts, or a hurried client waits for anything."""
-POKE_S = 3.0
-"""How long somebody has to come by a place before the first poke; before each further one, twice as long."""
+POKE_S, POKE_MOST_S = 3.0, 12.0
+"""How long somebody has to come by a place before the first poke; before each further one, twice as long, up to the
+second."""
+POKED_TIMES = 3
+"""A poke is a matter of chance (a producer is killed between two puts, and there is nothing to fence): somebody who is
+poked has so many times as long."""
 CALM_EVERY = 40
 SAY_EVERY_S = 20.0
 MOST_ASLEEP = 3
@@ -172,7 +176,8 @@ class Storm:
         poke = POKES.get(order.at)
         if poke and player.name == "south":
             poke = poke.replace("-near", "-far")
-        limit_s = order.nth * PROGRESS_S  # on a busy machine a saver takes half a minute from one time to the next
+        # On a busy machine a saver takes half a minute from one time to the next.
+        limit_s = (POKED_TIMES if poke else order.nth) * PROGRESS_S
         end, patience_s = time.monotonic() + limit_s, POKE_S if poke else limit_s
         while not player.await_obeyed(before, patience_s):
             code = player.process.exitcode
@@ -181,7 +186,7 @@ class Storm:
             if code is not None or time.monotonic() > end:
                 raise StormError(f"{player.name} did not come to {order.at} (exit code {code})")
             if poke:
-                patience_s *= 2
+                patience_s = min(2 * patience_s, POKE_MOST_S)
                 poked = self.scene.everybody[poke]
                 poked.kill()
                 poked.start()  # it may not get ready before `player` goes on
