@@ -103,13 +103,13 @@ coverage: setup ## the test suite, and the share of each module's lines that it 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
-soak: setup $(VERL_VENV)/.ready ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the tests that CI leaves out, the test suite with random delays, test-floors
+soak: setup $(VERL_VENV)/.ready ## half an hour of faults under rising load, ten minutes of faults of workers, the ledger's model test and simulator with twenty times the examples, the tests that CI leaves out, the test suite with all examples and random delays, test-floors
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 -m "not soak" -n 2 \
 		tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -m soak -n 2
-	@PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@TQ_EXAMPLES=1 PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-floors
 
 faults: setup ## every process of a working service, and of a job of workers, dies and stops, links break; ARGS="--seed N" again
