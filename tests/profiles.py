@@ -1,5 +1,5 @@
 """How long property tests search. `TQ_EXAMPLES` multiplies their examples: below 1 for `make test-fast` and
-`make test`, 1 in CI, above 1 for `make soak`, which draws other examples on each run."""
+`make test`, 1 or more in `make soak`. Above 1 other examples are drawn on each run."""
 
 from __future__ import annotations
 
