@@ -27,11 +27,10 @@ from tests.faults.weather import AT_START, CONTROLLER_AT_START, UNIT_AT_START, F
 LONG_S = 2.5
 """Longer than a session is waited for, a lease lasts, or a hurried client waits for anything."""
 POKE_S, POKE_MOST_S = 3.0, 12.0
-"""How long somebody has to come by a place before the first poke; before each further one, twice as long, up to the
-second."""
+"""Seconds before the first poke. The pause doubles after each poke, up to `POKE_MOST_S`."""
 POKED_TIMES = 3
-"""A poke is a matter of chance (a producer is killed between two puts, and there is nothing to fence): somebody who is
-poked has so many times as long."""
+"""Factor on `PROGRESS_S` for places that need a poke. A poke can miss: a producer that is killed between two puts
+leaves nothing to fence."""
 CALM_EVERY = 40
 SAY_EVERY_S = 20.0
 MOST_ASLEEP = 3

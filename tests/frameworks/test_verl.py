@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.faults.hosts import missing
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verl" / "bin" / "python"
@@ -41,8 +44,14 @@ VARIANTS = {
 def run(script: str, *arguments: str) -> None:
     program = ROOT / "tests" / "frameworks" / "verl" / script
     with tempfile.TemporaryDirectory(prefix="verl-", dir="/tmp") as work:  # a short path: Ray has sockets in it
-        command = [PYTHON, program, "--work", work, *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [PYTHON, program, "--work", work, *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+        )
     assert done.returncode == 0, done.stdout[-6000:]
 
 
@@ -54,3 +63,8 @@ def test_both_queues_train_alike(arguments: list[str]) -> None:
 @pytest.mark.parametrize("fault", ["resume", "unit", "controller"])
 def test_no_sample_is_lost_or_trained_twice(fault: str) -> None:
     run("faults.py", "--queues", "adapter", "--fault", fault)
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"no hosts can be made here: {missing()}")
+def test_both_queues_train_alike_on_two_hosts() -> None:
+    run("nodes.py")

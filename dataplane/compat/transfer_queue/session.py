@@ -169,8 +169,8 @@ def _known(name: str | None = None) -> DataPlaneConfig | None:
 
 
 def _shared(session: Session) -> Meeting | None:
-    """The session's service, which was given by its address, is from now on found by processes of this job that are
-    given none. None where a rendezvous knows one already, and where there is no rendezvous."""
+    """Publish the service of a session that was given its address, so that processes of this job without an address
+    attach to it. Returns None if the job already has a service, or if there is no rendezvous."""
     config = session.client.config
     try:
         forget = next((forget for place in known() if (forget := place.share(config)) is not None), None)

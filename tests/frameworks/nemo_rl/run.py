@@ -18,7 +18,8 @@ from pathlib import Path
 from tests.frameworks.suites import Framework, main
 
 PACKAGE = "Metadata-Version: 2.1\nName: nemo-rl\nVersion: 0.0.0\nRequires-Dist: TransferQueue==0.1.11\n"
-"""NeMo-RL's adapter reads which TransferQueue is to be installed for actors of NeMo-RL's package, which is no wheel."""
+"""NeMo-RL's adapter reads the required TransferQueue version from the metadata of the installed package `nemo-rl`. A
+clone has no such metadata."""
 
 NEMO_RL = Framework(
     name="nemo_rl",

@@ -11,16 +11,17 @@ No sample may be lost or trained twice. The adapter's service has a state direct
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
+from typing import NoReturn, Self
 from uuid import UUID
 
 import psutil
-from train import Batches, Training, arguments, check, sampled, start, training
+from train import Batches, arguments, check, sampled, start, training
+
+from dataplane.config import DataPlaneConfig
+from dataplane.kept import discard
+from dataplane.unit import sweep_leftovers
 
 SAVE_EVERY = 2
 LIMIT_S = 900.0
@@ -36,93 +37,93 @@ NAMES = {
 """How Ray names the process of a part of a queue."""
 
 
-def processes(begun: Training, name: str = "") -> list[psutil.Process]:
-    """Those of a run, or those of them whose command begins with a name."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("VERL_CPU_SAMPLED") == begun.environment["VERL_CPU_SAMPLED"]
-            if ours and " ".join(process.cmdline()).startswith(name):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+class Run:
+    """A training that is under way, as a context manager. All of its processes are killed at the end."""
 
+    def __init__(self, queue: str, options: argparse.Namespace, name: str = "", **more: str) -> None:
+        self.name, self._work = name or queue, options.work
+        self._training = training(queue, options, self.name, **more)
+        self._process = start(self._training)
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], begun: Training, what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            state = "runs" if process.poll() is None else f"ended with exit code {process.poll()}"
-            raise SystemExit(f"no {what}: the run {state}; the end of {begun.log}:\n{begun.log.read_text()[-3000:]}")
-        time.sleep(0.2)
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        while left := self.processes():
+            for each in left:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            time.sleep(0.5)
 
-def step(name: str, options: argparse.Namespace) -> int:
-    """The last one that a run has samples for."""
-    return max((step for _, step, _ in sampled(name, options.work)), default=0)
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Those whose command begins with `name`."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                marker = process.environ().get("VERL_CPU_SAMPLED")
+                ours = marker == self._training.environment["VERL_CPU_SAMPLED"]
+                if ours and " ".join(process.cmdline()).startswith(name):
+                    found.append(process)
+        return found
 
+    def step(self) -> int:
+        """The last step whose samples were read."""
+        return max((step for _, step, _ in self.batches()), default=0)
 
-def end(begun: Training, process: subprocess.Popen[bytes]) -> None:
-    """The whole run is killed."""
-    process.kill()
-    process.wait()
-    while left := processes(begun):
-        for each in left:
-            try:
-                each.kill()
-            except psutil.NoSuchProcess:
-                continue
-        time.sleep(0.5)
+    def batches(self) -> Batches:
+        return sampled(self.name, self._work)
+
+    def reaches(self, step: int) -> None:
+        """Waits until that step reads its samples."""
+        end = time.monotonic() + LIMIT_S
+        while self.step() < step:
+            if self._process.poll() is not None or time.monotonic() > end:
+                self._fail(f"no samples for step {step}")
+            time.sleep(0.2)
+
+    def ends(self) -> None:
+        """Waits until the training is done."""
+        if self._process.wait(LIMIT_S):
+            self._fail("the training failed")
+
+    def _fail(self, what: str) -> NoReturn:
+        code, log = self._process.poll(), self._training.log
+        raise SystemExit(f"{self.name}: {what} (exit code {code}); the end of {log}:\n{log.read_text()[-3000:]}")
 
 
 def resume(queue: str, options: argparse.Namespace) -> Batches:
     """What both runs trained on; of the first, up to the checkpoint."""
     options.set = [*options.set, f"trainer.save_freq={SAVE_EVERY}"]
-    first, second = f"{queue}-first", f"{queue}-resumed"
-    begun = training(queue, options, first)
-    process = start(begun)
-    try:
-        wait_until(lambda: step(first, options) > SAVE_EVERY, process, begun, f"samples for step {SAVE_EVERY + 1}")
-    finally:
-        end(begun, process)
-    latest = options.work / "checkpoints" / "latest_checkpointed_iteration.txt"
-    saved = int(latest.read_text())
-    print(f"{first}: killed in step {step(first, options)}; there is a checkpoint of step {saved}", flush=True)
+    with Run(queue, options, f"{queue}-first") as first:
+        first.reaches(SAVE_EVERY + 1)
+    saved = int((options.work / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    print(f"{first.name}: killed in step {first.step()}; the last checkpoint is of step {saved}", flush=True)
     options.set = [*options.set, "trainer.resume_mode=auto"]
-    begun = training(queue, options, second, VERL_CPU_FIRST_UID=str(RESUMED))
-    process, killed = start(begun), time.monotonic()
-    try:
-        wait_until(lambda: step(second, options) > 0, process, begun, "samples after the resume")
-        print(f"{second}: first samples {time.monotonic() - killed:.0f} s after its start", flush=True)
-        code = process.wait(LIMIT_S)
-    finally:
-        end(begun, process)
-    if code:
-        raise SystemExit(f"{second}: exit code {code}; the end of {begun.log}:\n{begun.log.read_text()[-3000:]}")
-    return [batch for batch in sampled(first, options.work) if batch[1] <= saved] + sampled(second, options.work)
+    begin = time.monotonic()
+    with Run(queue, options, f"{queue}-resumed", VERL_CPU_FIRST_UID=str(RESUMED)) as second:
+        second.reaches(saved + 1)
+        print(f"{second.name}: first samples {time.monotonic() - begin:.0f} s after its start", flush=True)
+        second.ends()
+    return [batch for batch in first.batches() if batch[1] <= saved] + second.batches()
 
 
 def kill(queue: str, options: argparse.Namespace) -> Batches:
     """What the run trained on, a part of whose queue was killed in step 2."""
-    begun = training(queue, options)
-    process = start(begun)
-    try:
-        wait_until(lambda: step(queue, options) > 1, process, begun, "samples for step 2")
-        parts = processes(begun, NAMES[queue, options.fault])
+    name = NAMES[queue, options.fault]
+    with Run(queue, options) as run:
+        run.reaches(2)
+        parts = run.processes(name)
         if not parts:
-            raise SystemExit(f"no process {NAMES[queue, options.fault]} of {begun.log}")
-        os.kill(parts[0].pid, signal.SIGKILL)
+            raise SystemExit(f"{queue}: no process is called {name}")
+        parts[0].kill()
         killed = time.monotonic()
-        print(f"{queue}: killed {parts[0].pid}, {NAMES[queue, options.fault]}", flush=True)
-        wait_until(lambda: step(queue, options) > 2, process, begun, "samples for step 3")
+        print(f"{queue}: killed {parts[0].pid}, {name}", flush=True)
+        run.reaches(3)
         print(f"{queue}: samples for step 3 {time.monotonic() - killed:.1f} s after that", flush=True)
-        code = process.wait(LIMIT_S)
-    finally:
-        end(begun, process)
-    if code:
-        raise SystemExit(f"{queue}: exit code {code}; the end of {begun.log}:\n{begun.log.read_text()[-3000:]}")
-    return sampled(queue, options.work)
+        run.ends()
+    return run.batches()
 
 
 def nothing_lost(queue: str, options: argparse.Namespace, batches: Batches) -> None:
@@ -147,11 +148,17 @@ def main() -> None:
     options = arguments(str(__doc__), fault=["resume", "unit", "controller"])
     options.mode = "colocate_async"
     options.steps = max(options.steps, 5)
-    state = Path(options.work) / "state"
+    state = options.work / "state"
     for queue in options.queues.split(","):
         if queue == "adapter":
             options.set = [*options.set, f"+transfer_queue.dataplane.state_dir={state}"]
-        batches = resume(queue, options) if options.fault == "resume" else kill(queue, options)
+        try:
+            batches = resume(queue, options) if options.fault == "resume" else kill(queue, options)
+        finally:
+            if queue == "adapter":
+                # A service that is killed leaves its arenas for its next start, its clients their locks.
+                discard(state, ["/dev/shm"])
+                sweep_leftovers(DataPlaneConfig())
         nothing_lost(queue, options, batches)
 
 

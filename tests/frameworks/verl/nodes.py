@@ -10,20 +10,20 @@ cable.
 
 from __future__ import annotations
 
-import argparse
 import os
+import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train import LIMIT_S, Training, agree, arguments, read, show_seconds, training
+from train import Training, agree, arguments, read, run, show_seconds, training
 
 from tests.faults.cable import DEVICE
-from tests.faults.hosts import Host, Hosts, missing
+from tests.faults.hosts import Hosts, missing, wait_until
 
 PORT = 6379
 STORE_BYTES = 80 << 20
@@ -45,42 +45,19 @@ def nodes(begun: Training, hosts: Hosts, work: Path) -> Iterator[None]:
     head = [f"--node-ip-address={hosts.one.address}", "--head", f"--port={PORT}", "--include-dashboard=false"]
     joins = [f"--node-ip-address={hosts.two.address}", f"--address={hosts.one.address}:{PORT}"]
     running = [hosts.one.run(*variables(begun), *ray, *head, f"--temp-dir={work}/ray")]
-    status = hosts.one.inside(*ray[:1], "status", f"--address={hosts.one.address}:{PORT}")
+    status = hosts.one.inside(*variables(begun), *ray[:1], "status", f"--address={hosts.one.address}:{PORT}")
     try:
-        wait_until(lambda: succeeds(status), "the head of Ray runs")
+        wait_until(lambda: b"/1.0 GPU" in answer(status), "the head of Ray runs")
         running.append(hosts.two.run(*variables(begun), *ray, *joins))
-        wait_until(lambda: b"/2.0 GPU" in subprocess.run(status, capture_output=True).stdout, "both nodes are there")
+        wait_until(lambda: b"/2.0 GPU" in answer(status), "both nodes are there")
         yield
     finally:
         for each in reversed(running):
             each.end()
 
 
-def succeeds(command: list[str]) -> bool:
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
-def wait_until(come: Any, what: str) -> None:
-    end = time.monotonic() + 240
-    while not come():
-        if time.monotonic() > end:
-            raise SystemExit(f"it did not come to: {what}")
-        time.sleep(1)
-
-
-def train(queue: str, options: argparse.Namespace, host: Host, begun: Training) -> list[dict[str, Any]]:
-    """The driver runs on the host."""
-    with begun.log.open("w") as output:
-        done = subprocess.run(
-            host.inside(*variables(begun), *begun.command),
-            env=os.environ | begun.environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
-        )
-    if done.returncode:
-        raise SystemExit(f"{queue}: exit code {done.returncode}; {begun.log}:\n{begun.log.read_text()[-3000:]}")
-    return read(queue, options.work)
+def answer(command: list[str]) -> bytes:
+    return subprocess.run(command, capture_output=True, check=False).stdout
 
 
 def main() -> None:
@@ -97,9 +74,14 @@ def main() -> None:
             options.set = [*own, "trainer.nnodes=2"]
             if queue == "adapter":
                 options.set.append(f"+transfer_queue.dataplane.capacity_bytes={UNIT_BYTES}")
-            begun = training(queue, options)
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # of both nodes and the driver
+            begun = training(queue, options, **token)
             with nodes(begun, hosts, folder):
-                runs[queue] = train(queue, options, hosts.one, begun)
+                command = hosts.one.inside("env", f"GLOO_SOCKET_IFNAME={DEVICE}", *begun.command)
+                why = run(replace(begun, command=command))
+        if why:
+            raise SystemExit(f"{queue}: the training {why}; the end of {begun.log}:\n{begun.log.read_text()[-3000:]}")
+        runs[queue] = read(queue, options.work)
         show_seconds(queue, runs[queue])
     if not agree(options, runs):
         raise SystemExit("the two queues did not train alike")

@@ -363,7 +363,7 @@ def arguments(description: str, **more: Any) -> argparse.Namespace:
     add("--critic", action="store_true", help="PPO with a critic; without, GRPO")
     add("--validate", action="store_true")
     add("--filter", action="store_true", help="DAPO's filter of groups; those that fail are replaced, too")
-    add("--fail-every", type=int, default=0, help="of each so many prompts one fails")
+    add("--fail-every", type=int, default=0, help="every Nth prompt fails; 0: none")
     add("--calls", action="store_true", help="show how long calls of the queue take")
     add("--dump", action="store_true", help="write generations to files, and compare these")
     add("--skip", action="store_true", help="all steps after the first train on its rollouts, read from files")

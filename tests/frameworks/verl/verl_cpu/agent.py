@@ -8,7 +8,7 @@ from uuid import UUID
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 FAILS = int(os.environ.get("VERL_CPU_FAIL_EVERY", "0"))
-"""Of each so many prompts of the training the last fails; 0: none."""
+"""Every Nth prompt fails; 0: none."""
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
