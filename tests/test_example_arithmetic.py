@@ -231,6 +231,7 @@ def _row(step: int) -> StepRow:
     )
 
 
+@pytest.mark.integration  # on a new machine matplotlib asks other programs for the fonts
 def test_a_run_is_shown_and_drawn(tmp_path: Path) -> None:
     console = Console(record=True, width=120, force_terminal=False)
     before, after = [0.0, 1.0] * 50, [1.0] * 75 + [0.0] * 25
