@@ -13,9 +13,23 @@ GLOO = ("test_workers_broadcast", "test_workers_mixin", "test_workers_mixin_pack
 """Modules that share the ranks of `tests/gloo.py`."""
 SHARING = ("tests/ui/", "tests/compat/test_nemo_rl", "tests/compat/test_transfer_queue")
 """Modules of a folder that share a browser, or what both packages were seen to do."""
-ALONE = ("tests/simulation/test_teeth", "tests/contract/test_drain", "tests/test_workers_channel_processes")
+ALONE = (
+    "tests/simulation/test_teeth",
+    "tests/contract/test_drain",
+    "tests/test_interrupts",
+    "tests/test_workers_channel_processes",
+)
 """Long modules without fixtures of their own: each of their tests may run in another process."""
-FIRST = ("tests/ray/", "tests/test_workers_", "tests/test_docs", "tests/compat/", "tests/simulation/", "tests/deploy/")
+FIRST = (
+    "tests/ray/",
+    "tests/test_workers_",
+    "tests/test_docs",
+    "tests/compat/",
+    "tests/simulation/",
+    "tests/deploy/",
+    "tests/test_interrupts",
+    "tests/test_ledger_model",
+)
 """What takes long begins first."""
 
 
