@@ -43,6 +43,7 @@ def _serve(connection: Connection, rank: int) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
+        _meet(rank, world)
         try:
             outcome = scenario(rank, *args)
         except Exception as error:
@@ -52,6 +53,13 @@ def _serve(connection: Connection, rank: int) -> None:
             failpoints.disarm()
             dist.destroy_process_group()
         connection.send(outcome)
+
+
+def _meet(rank: int, world: int) -> None:
+    """A rank whose scenario closes its connections may not do so while a sibling still makes them."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{rank} is connected", "yes")
+    store.wait([f"{other} is connected" for other in range(world)])
 
 
 class Pool:
@@ -91,6 +99,9 @@ class Pool:
 
     def _outcome(self, rank: int) -> Any:
         if not self._connections[rank].poll(WAIT_S):
+            for process in self._processes:  # the next scenario starts them again
+                process.kill()
+                process.join()
             raise AssertionError(f"rank {rank} did not come back within {WAIT_S} s")
         try:
             return self._connections[rank].recv()
