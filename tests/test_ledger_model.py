@@ -56,7 +56,7 @@ from tests.ledger_mover import MOVED, LedgerMover
 from tests.ledger_saver import LedgerSaver
 from tests.ledger_values import by_handles, by_ids, canonical, int64s
 from tests.ledger_writer import COLUMNS, SPECS, TASKS, LedgerWriter
-from tests.profiles import FACTOR, budget
+from tests.profiles import budget
 
 
 class LedgerMachine(LedgerSaver, LedgerCompactor):
@@ -433,20 +433,10 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = budget(60, steps=60)
 
 
-def walks(count: int) -> range:
-    """Seeds of random walks, in proportion to `TQ_EXAMPLES`."""
-    return range(round(count * FACTOR))
-
-
-def enough(count: int) -> int:
-    """How often something must have come in those walks: a few may miss it by chance."""
-    return round(count * FACTOR) if FACTOR >= 1 else 1
-
-
 def test_samples_are_evicted_as_they_may() -> None:
     """Enough are, of both kinds, and somebody asks for them."""
     EVICTED.clear()
-    for seed in walks(60):
+    for seed in range(60):
         machine, chance = LedgerEvictor(), Random(seed)
         machine.start([chance.choice([20, 33, 64])] * chance.randint(1, 2), 64)
         for policy in chance.sample([WhenFull.EVICT, WhenFull.EVICT_OLDEST, *WhenFull], 3):
@@ -455,13 +445,13 @@ def test_samples_are_evicted_as_they_may() -> None:
             machine.check_all()
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
-    assert min(EVICTED["consumed"], EVICTED["unconsumed"], EVICTED["told"]) >= enough(80), EVICTED
+    assert min(EVICTED["consumed"], EVICTED["unconsumed"], EVICTED["told"]) >= 80, EVICTED
 
 
 def test_cells_are_moved() -> None:
     """Enough are, also of values that are shared, and enough had been written or cleared meanwhile."""
     MOVED.clear()
-    for seed in walks(40):
+    for seed in range(40):
         machine, chance = LedgerMover(), Random(seed)
         machine.start([chance.choice([20, 33, 64]) for _ in range(2)], 64)
         for _ in range(3):
@@ -470,13 +460,13 @@ def test_cells_are_moved() -> None:
             machine.check_all()
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
-    assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) >= enough(101), MOVED
+    assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) > 100, MOVED
 
 
 def test_arenas_are_compacted() -> None:
     """Often enough, and enough of what was copied had been written or cleared meanwhile."""
     COMPACTED.clear()
-    for seed in walks(60):
+    for seed in range(60):
         machine, chance = LedgerCompactor(), Random(seed)
         machine.start([chance.choice([20, 33, 40])] * chance.choice([1, 1, 2]), 64)
         for _ in range(3):
@@ -485,4 +475,4 @@ def test_arenas_are_compacted() -> None:
             machine.check_all()
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
-    assert min(COMPACTED["orders"], COMPACTED["moved"], COMPACTED["gone"]) >= enough(21), COMPACTED
+    assert min(COMPACTED["orders"], COMPACTED["moved"], COMPACTED["gone"]) > 20, COMPACTED
