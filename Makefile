@@ -109,7 +109,8 @@ soak: setup $(VERL_VENV)/.ready ## half an hour of faults under rising load, ten
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 -m "not soak" -n 2 \
 		tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -m soak -n 2
-	@TQ_EXAMPLES=1 PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@TQ_EXAMPLES=1 PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest \
+		-m "not slow or (integration and not ray and not browser and not soak)" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-floors
 
 faults: setup ## every process of a working service, and of a job of workers, dies and stops, links break; ARGS="--seed N" again

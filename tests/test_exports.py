@@ -126,6 +126,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_dataplane_needs_no_ray() -> None:
     everything = "import dataplane\nfor name in dataplane.__all__: getattr(dataplane, name)"
     assert "ray" not in loaded_by(everything)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.lives import WAIT_S
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCENES = """
 import sys

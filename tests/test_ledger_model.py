@@ -9,6 +9,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -433,6 +434,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = budget(60, steps=60)
 
 
+@pytest.mark.slow
 def test_samples_are_evicted_as_they_may() -> None:
     """Enough are, of both kinds, and somebody asks for them."""
     EVICTED.clear()
@@ -448,6 +450,7 @@ def test_samples_are_evicted_as_they_may() -> None:
     assert min(EVICTED["consumed"], EVICTED["unconsumed"], EVICTED["told"]) >= 80, EVICTED
 
 
+@pytest.mark.slow
 def test_cells_are_moved() -> None:
     """Enough are, also of values that are shared, and enough had been written or cleared meanwhile."""
     MOVED.clear()
@@ -463,6 +466,7 @@ def test_cells_are_moved() -> None:
     assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) > 100, MOVED
 
 
+@pytest.mark.slow
 def test_arenas_are_compacted() -> None:
     """Often enough, and enough of what was copied had been written or cleared meanwhile."""
     COMPACTED.clear()

@@ -162,6 +162,7 @@ def driver(python: Path, cwd: Path, *command: str | Path, **environment: str) ->
     return saw
 
 
+@pytest.mark.soak
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_a_driver_switches_its_whole_job(installed: Path, cluster: str, tmp_path: Path) -> None:

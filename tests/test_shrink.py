@@ -82,6 +82,7 @@ def test_views_that_are_read_keep_their_memory(client: DataPlaneClient) -> None:
     assert client.shrink().given_bytes >= 0
 
 
+@pytest.mark.slow
 def test_shrinking_while_others_put_loses_no_row(server: Server, client: DataPlaneClient) -> None:
     """Each row's content derives from its id; memory is given back all the time."""
     wrong: list[str] = []

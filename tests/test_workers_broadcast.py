@@ -301,6 +301,7 @@ def die_with_the_store(rank: int) -> Exception:
         siblings._get_process_group_store = dist.distributed_c10d._get_process_group_store
 
 
+@pytest.mark.slow
 def test_a_leader_that_takes_the_store_with_it(pair: Ranks) -> None:
     leader, error = pair.run(die_with_the_store)
     assert isinstance(leader, RankDied)

@@ -105,6 +105,7 @@ def _works(channel: Channel) -> None:
     assert channel.get(key="k", timeout_s=30) == "a"
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.usefixtures("others")
 def test_it_is_made_of_the_others_and_stays_what_its_name_means(
@@ -134,6 +135,7 @@ def test_it_is_made_of_the_others_and_stays_what_its_name_means(
         back.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", [600_000], indirect=True)
 @pytest.mark.usefixtures("others")
 def test_one_that_the_directory_still_has_is_a_named_error(
@@ -159,6 +161,7 @@ def test_one_that_the_directory_still_has_is_a_named_error(
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("others")
 def test_a_part_that_stands_still_was_not_closed_and_can_be(directory: DirectoryClient, away: Away) -> None:
     there = Channel.create("c", distributed=True, directory=directory, here=AWAY)

@@ -138,6 +138,7 @@ def _get(channel: Channel) -> Any:
     return channel.get()
 
 
+@pytest.mark.slow
 def test_waiting_takes_no_processor_time(make: Callable[..., Channel], peer: Peer) -> None:
     channel = make()
     work = channel.get(key="a", async_op=True)

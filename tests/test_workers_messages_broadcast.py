@@ -117,6 +117,7 @@ def test_a_source_that_dies_fails_everywhere(here: Here) -> None:
                 work.wait()
 
 
+@pytest.mark.slow
 def test_the_source_is_told_of_a_receiver_that_died(here: Here) -> None:
     a, b = here.workers(2)
     names = [address(rank) for rank in range(3)]

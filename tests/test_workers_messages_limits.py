@@ -139,6 +139,7 @@ class _Count:
         threading.setprofile(None)
 
 
+@pytest.mark.slow
 def test_the_work_for_a_message_does_not_grow_with_their_number() -> None:
     def calls_per_message(count: int) -> float:
         with _Count() as counted:

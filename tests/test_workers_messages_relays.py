@@ -264,6 +264,7 @@ def _receive_until_killed(messenger: Messenger, pipe: Any) -> None:
     waiting.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_one_that_passes_on_and_dies_takes_nobody_along(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "RELAY_S", 0.2)

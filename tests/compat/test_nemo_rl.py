@@ -61,6 +61,7 @@ def test_the_methods_are_those_of_nemo_rl() -> None:
     assert found == METHODS
 
 
+@pytest.mark.soak
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)

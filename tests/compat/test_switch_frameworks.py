@@ -138,6 +138,7 @@ def test_a_job_that_is_written_for_nemo_rl(python: Path, tmp_path: Path) -> None
     assert json.loads(said.splitlines()[-1]) == ["dataplane.compat.nemo_rl.adapter", [3], ["grpo.seed=1"]]
 
 
+@pytest.mark.soak
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_a_job_that_is_written_for_rlinf(python: Path, tmp_path: Path) -> None:

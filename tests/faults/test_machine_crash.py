@@ -68,6 +68,7 @@ def tokens(number: int) -> torch.Tensor:
     return torch.arange(1000 * number, 1000 * number + 100)
 
 
+@pytest.mark.slow
 def test_rows_outlive_their_machine_and_damaged_ones_are_found(disk: Path, services: list[Service]) -> None:
     files = our_files()
     first = begin(disk)

@@ -85,6 +85,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     running.end()
 
 
+@pytest.mark.slow
 def test_a_service_outlives_thousands_of_damaged_messages(service: Service) -> None:
     works(service)
     before = service.sizes()

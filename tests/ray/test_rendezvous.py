@@ -122,6 +122,7 @@ def _told(child: Child, stack: ExitStack) -> Driver:
     return tell
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_jobs_of_a_cluster_have_a_service_each(drivers: list[Driver]) -> None:
     one, two = drivers
@@ -134,6 +135,7 @@ def test_two_jobs_of_a_cluster_have_a_service_each(drivers: list[Driver]) -> Non
     two("close")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_jobs_share_a_service_under_a_name_and_so_do_their_workers(drivers: list[Driver]) -> None:
     one, two = drivers

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ray.jobs import found_by
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def test_two_nodes_of_two_accelerators() -> None:
