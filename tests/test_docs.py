@@ -31,6 +31,8 @@ def starts_a_cluster(script: list[Block]) -> bool:
 
 
 CLUSTERS = [script for script in scripts() if starts_a_cluster(script)]
+LONG = "docs/trainer.md"
+"""The page with the longest of them."""
 OTHERS = [script for script in scripts() if not starts_a_cluster(script)]
 
 
@@ -94,7 +96,13 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("script", CLUSTERS, ids=lambda script: script[0].name)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, id=script[0].name, marks=[pytest.mark.soak] if script[0].page == LONG else [])
+        for script in CLUSTERS
+    ],
+)
 def test_python_that_starts_a_cluster(
     script: list[Block], runs: dict[str, Future[subprocess.CompletedProcess[str]]]
 ) -> None:

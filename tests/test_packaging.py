@@ -122,6 +122,7 @@ def bare(python: Path) -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "HOME": str(python.parents[2]), "RAY_AUTH_MODE": "token", **patience}
 
 
+@pytest.mark.soak
 def test_the_wheel_works_where_only_it_is(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [installed, "-P", ROOT / "tests" / "wheel_trial.py"],

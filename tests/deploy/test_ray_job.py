@@ -21,7 +21,7 @@ from tests.children import START_S
 from tests.deploy.manifests import DEPLOY, ROOT, documents
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
 PATIENT_RAY = """
 from ray.scripts.scripts import main
 from tests.ray.patience import be_patient

@@ -71,7 +71,6 @@ def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None
         assert len(metrics.labels("tq_unit_connected", "unit")) == len(ray.nodes())
 
 
-@pytest.mark.soak
 def test_the_service_takes_no_cpu(ray_cluster: None) -> None:
     """All CPUs that were free before it started can be used at once beside it."""
     free = ray.available_resources()["CPU"]
