@@ -397,7 +397,7 @@ def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection
 
 def test_a_payload_that_the_client_cannot_fetch_is_asked_for_in_frames(unit, connection, monkeypatch):
     unit.arena.data[: 9 * MIB] = noise(9 * MIB)
-    monkeypatch.setattr(ClientEngine, "_fetch", lambda *_: False)
+    monkeypatch.setattr(Slots, "fetched", lambda *_: False)
     for sizes in ([9 * MIB], [MIB]):
         got = connection.read([0], sizes, timeout_s=WAIT_S)
         assert got.range(0, sizes[0]).tobytes() == unit.arena.data[: sizes[0]].tobytes()
