@@ -12,8 +12,6 @@ PYTEST_ARGS ?= -n 4
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
 export PYTHONDONTWRITEBYTECODE :=
-# What is imported is compiled then; pip would compile all that it installs.
-export PIP_NO_COMPILE := 1
 
 .PHONY: demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help

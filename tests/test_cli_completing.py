@@ -60,7 +60,6 @@ HOSTILE += [f"train{part}" for part in (">x", "*", "?", "[a]", "{a,b}", "!x", "#
 HOSTILE += ["~train", "--yes", "-y", "=train"]
 
 
-@pytest.mark.slow
 def test_names_that_mean_something_to_a_shell_are_left_out(filled: DataPlaneClient) -> None:
     for name in HOSTILE:
         filled.register_partition(name, [name], None, [name])

@@ -106,7 +106,6 @@ def test_an_interrupt_before_it_is_dropped_does_not_say_that_nothing_was_done(
         )
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_drain_that_waits_for_room(filled: DataPlaneClient) -> None:
     with Child([*TQ, "drain", "unit-0", "--force"]) as process:
         wait_until(lambda: filled.stats().units[0].draining)

@@ -71,7 +71,6 @@ print(before == after, ray.is_initialized(), list(_resolvers), "torch" in sys.mo
     assert run(code) == "True False ['actor'] False"
 
 
-@pytest.mark.slow
 def test_an_actor_address_without_ray_is_a_named_error() -> None:
     code = """
 import dataplane, workers

@@ -242,7 +242,6 @@ def leader_dies(rank: int, address: str, metas: dict[int, KVBatchMeta]) -> Excep
     raise AssertionError("nobody raised")
 
 
-@pytest.mark.slow
 def test_a_leader_killed_in_the_middle(four: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
     leader, *siblings = four.run(leader_dies, server.address, shards(put(client, partition), "tp2 cp2"))
     assert isinstance(leader, RankDied)
