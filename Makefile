@@ -158,10 +158,10 @@ format: setup ## let ruff rewrite
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-proto: ## generate dataplane/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
+proto: ## generate dataplane/protocol/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
 	@test -x .venv-proto/bin/python || { $(PYTHON) -m venv .venv-proto && .venv-proto/bin/pip install -q $(PIP_ARGS) grpcio-tools==1.71.2; }
-	@.venv-proto/bin/python -m grpc_tools.protoc -I dataplane/pb=proto --python_out=. --grpc_python_out=. --pyi_out=. dataplane/pb/control.proto dataplane/pb/bulk.proto
-	@sha256sum proto/*.proto dataplane/pb/*_pb2*.py* > proto/SHA256SUMS
+	@.venv-proto/bin/python -m grpc_tools.protoc -I dataplane/protocol/pb=proto --python_out=. --grpc_python_out=. --pyi_out=. dataplane/protocol/pb/control.proto dataplane/protocol/pb/bulk.proto
+	@sha256sum proto/*.proto dataplane/protocol/pb/*_pb2*.py* > proto/SHA256SUMS
 
 clean: ## remove environments and caches
 	@rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out

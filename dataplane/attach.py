@@ -1,4 +1,4 @@
-"""Ways to get a client."""
+"""Ways to get a client: `connect`, `connect_async`, `build_data_plane_client`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dataplane.aclient import AsyncDataPlaneClient
-from dataplane.client import DataPlaneClient
+from dataplane.client.async_client import AsyncDataPlaneClient
+from dataplane.client.client import DataPlaneClient
+from dataplane.client.events import OnEvent
 from dataplane.config import DataPlaneConfig
-from dataplane.events import OnEvent
-from dataplane.server import serve
+from dataplane.service import serve
 
 
 def connect(address: str | None = None, *, on_event: OnEvent | None = None, **settings: Any) -> DataPlaneClient:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dataplane.durations import seconds
-from dataplane.types import Checksums
+from dataplane.core.durations import seconds
+from dataplane.core.types import Checksums
 
 MIB = 1 << 20
 LONGEST_S = 2_000_000.0
@@ -90,7 +90,8 @@ class DataPlaneConfig:
         where a client and a unit both say so and have it. It encrypts nothing and admits anybody: docs/transports.md.
         mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (by commas; "": any).
         mooncake_host: what others call this process's engine, where it is not the address that leads to them.
-    objects: what a client does with objects that no column carries (`dataplane.objects`): "refuse", or "pickle": it
+    objects: what a client does with objects that no column carries (`dataplane.data.object_codec`): "refuse", or
+    "pickle": it
         pickles those that it puts, and unpickles those that it reads, so that a client that puts can have this process
         run anything. Only with a token or TLS, which keep others out. The service itself unpickles nothing.
     force_remote: never use shared memory, even on the same host (tests, measurements).

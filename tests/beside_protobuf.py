@@ -13,10 +13,10 @@ import grpc
 from google.protobuf import __version__
 
 from dataplane.config import DataPlaneConfig
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.core.types import PROTOCOL_VERSION
 from tests.lives import WAIT_S
 
-OURS, THEIRS = "dataplane.control.grpc_door", "grpc_health.v1.health_pb2_grpc"
+OURS, THEIRS = "dataplane.controller.grpc_server", "grpc_health.v1.health_pb2_grpc"
 
 
 def main(version: str, first: str) -> None:
@@ -24,7 +24,7 @@ def main(version: str, first: str) -> None:
     for name in (OURS, THEIRS) if first == "ours" else (THEIRS, OURS):
         assert name not in sys.modules
         importlib.import_module(name)
-    controller = importlib.import_module("dataplane.control.controller")
+    controller = importlib.import_module("dataplane.controller.controller")
     with (
         controller.Controller(DataPlaneConfig(), epoch=1) as service,
         grpc.insecure_channel(service.address) as channel,
@@ -35,8 +35,8 @@ def main(version: str, first: str) -> None:
 
 
 def assert_commands(channel: grpc.Channel) -> None:
-    pb = importlib.import_module("dataplane.pb.control_pb2")
-    control = importlib.import_module("dataplane.pb.control_pb2_grpc").ControlStub(channel)
+    pb = importlib.import_module("dataplane.protocol.pb.control_pb2")
+    control = importlib.import_module("dataplane.protocol.pb.control_pb2_grpc").ControlStub(channel)
     opening = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
     session = control.OpenSession(opening, timeout=WAIT_S).session
     header = pb.Header(session=session, number=1, watermark=1)

@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 import zmq
 
-from dataplane.arena import Arena
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.payloads import UnitPayloads
-from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
+from dataplane.core.addresses import boot_id
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import from_wire
-from dataplane.host import boot_id
 from dataplane.ledger.commands import Input, UnitInfo
-from dataplane.pb import bulk_pb2 as pb
-from dataplane.proof import Ticket
-from dataplane.types import PROTOCOL_VERSION
-from dataplane.zap import present
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.zap import present
+from dataplane.storage.arena import Arena
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import BulkServer
+from dataplane.storage.transport.interface import UnitPayloads
 
 WAIT_S = 60.0
 TOKEN = "sesame"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataplane.ledger.space import FreeSpace
-from workers.channel import wire
-from workers.channel.state import Broker, Effects
+from dataplane.ledger.state.free_space import FreeSpace
+from workers.channels import wire
+from workers.channels.queues import Broker, Effects
 
 CAPACITY = 4096
 KEY = b"k"

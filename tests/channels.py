@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.channel_peer import Peer
-from workers.channel import Channel, ChannelBroker, line, link, pump
-from workers.channel import broker as broker_module
-from workers.channel.endpoint import Endpoint
-from workers.channel.hosted import HostedBroker
-from workers.channel.settings import Settings
+from workers.channels import Channel, ChannelBroker, background, connection, connection_pool
+from workers.channels import broker as broker_module
+from workers.channels.endpoint import Endpoint
+from workers.channels.hosted import HostedBroker
+from workers.channels.settings import ChannelSettings
 from workers.directory import DirectoryClient
-from workers.messages.work import AsyncWork
+from workers.messages.async_work import AsyncWork
 
 MIB = 1 << 20
 CAPACITY = 32 * MIB
@@ -26,7 +26,9 @@ ROADS = ("shared", "tcp", "local")
 WAIT_S = 60.0
 
 # On a busy machine a broker may stand still for longer than users wait for one.
-line.CONNECT_S = line.GRACE_S = link.GRACE_S = pump.GRACE_S = broker_module.STOP_WAIT_S = WAIT_S
+connection.CONNECT_S = connection.GRACE_S = connection_pool.GRACE_S = background.GRACE_S = broker_module.STOP_WAIT_S = (
+    WAIT_S
+)
 
 
 def elsewhere(endpoint: str) -> str:
@@ -62,7 +64,7 @@ def make(broker: ChannelBroker, request: pytest.FixtureRequest) -> Iterator[Call
             made.append(Channel.create("c", maxsize=maxsize, local=True, **more))
             return made[-1]
         endpoint = broker.endpoint if road == "shared" else elsewhere(broker.endpoint)
-        settings = Settings(
+        settings = ChannelSettings(
             name="c", ident=f"c{len(made)}", maxsize=maxsize, distributed=False, nodes=(0,), endpoints=(endpoint,)
         )
         made.append(Channel(settings, **more))

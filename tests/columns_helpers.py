@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane.columns import Column, EncodedColumn, RowSource, decode, encode_fields
-from dataplane.jagged import byte_view
-from dataplane.types import FieldSpec
+from dataplane.core.types import FieldSpec
+from dataplane.data.columns import Column, EncodedColumn, RowSource, decode, encode_fields
+from dataplane.data.jagged import byte_view
 
 GUARD = 64
 

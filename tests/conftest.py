@@ -19,10 +19,10 @@ from hypothesis.internal.conjecture import providers
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from dataplane import failpoints
 from dataplane.config import DataPlaneConfig
-from dataplane.control.grpc_import import import_grpc_door
-from dataplane.lockfile import is_unheld
+from dataplane.core import failpoints
+from dataplane.core.file_locks import is_unheld
+from dataplane.protocol.grpc_loader import import_with_grpc
 from tests.children import START_S
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
@@ -37,7 +37,7 @@ IMPURE = ("integration", "slow", "ray", "gpu", "browser")
 
 # As a service of ours does it, before a test imports grpc itself: with gRPC's fork support, which is on by default, a
 # forked child dies now and then.
-import_grpc_door()
+import_with_grpc("dataplane.controller.grpc_server")
 
 # A test process may stand still on a busy machine for longer than users wait for a connection.
 DataPlaneConfig.__init__.__kwdefaults__["connect_timeout_s"] = WAIT_S

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from dataplane.client.rpc import async_channel, handshake, pending_calls
+from dataplane.client.rpc import channel as sync_channel
+from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import DataPlaneConfig
-from dataplane.control import achannel, calls, opening
-from dataplane.control import channel as sync_channel
-from dataplane.control.channel import Channel
-from dataplane.control.controller import Controller
+from dataplane.controller.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from tests.lives import NO_HEARTBEATS, WAIT_S
@@ -23,7 +23,7 @@ NEVER_S = 600.0
 STILL = replace(QUICK, **NO_HEARTBEATS)
 """No heartbeat comes, so none is late on a busy machine, which would have the session looked for and calls repeated."""
 
-Open = Callable[..., Channel]
+Open = Callable[..., ControllerChannel]
 Answer = Callable[[c.Call], c.Result | DataPlaneError | None]
 
 
@@ -108,11 +108,11 @@ def add_unit(cookie: str = "cookie", name: str = "unit") -> c.AddUnit:
 @pytest.fixture
 def open_channel() -> Iterator[Open]:
     """Opens channels to a controller; they are closed afterwards."""
-    channels: list[Channel] = []
+    channels: list[ControllerChannel] = []
 
-    def connect(controller: Controller, **changes: object) -> Channel:
+    def connect(controller: Controller, **changes: object) -> ControllerChannel:
         config = replace(QUICK, address=controller.address, **changes)  # type: ignore[arg-type]
-        channels.append(Channel.open(config))
+        channels.append(ControllerChannel.open(config))
         return channels[-1]
 
     yield connect
@@ -124,9 +124,9 @@ def open_channel() -> Iterator[Open]:
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A channel does nothing only because the machine is slow: it repeats no call, goes round no door and leaves no
     goodbye unanswered. `STILL` says that of its heartbeats."""
-    monkeypatch.setattr(calls, "RESEND_S", NEVER_S)
-    monkeypatch.setattr(opening, "IPC_WAIT_S", 60.0)
-    for module in (sync_channel, achannel):
+    monkeypatch.setattr(pending_calls, "RESEND_S", NEVER_S)
+    monkeypatch.setattr(handshake, "IPC_WAIT_S", 60.0)
+    for module in (sync_channel, async_channel):
         monkeypatch.setattr(module, "CLOSE_S", 60.0)
 
 

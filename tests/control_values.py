@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec, Scalar
 from dataplane.ledger import commands as c
-from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec, Scalar
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXT = st.text(max_size=8)
@@ -35,8 +35,8 @@ def samples(draw: st.DrawFn) -> c.Samples:
     if draw(st.booleans()):
         return c.Samples(ids=tuple(draw(st.lists(TEXT, max_size=4))))
     pairs = draw(st.lists(st.tuples(INT64, INT64), max_size=4))
-    rows, births = zip(*pairs, strict=True) if pairs else ((), ())
-    return c.Samples(rows=np.array(rows, np.int64), births=np.array(births, np.int64))
+    rows, generations = zip(*pairs, strict=True) if pairs else ((), ())
+    return c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
 
 
 @st.composite

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dataplane import AsyncDataPlaneClient, connect_async
-from dataplane.descriptors import allow_more
+from dataplane.protocol.fd_limits import allow_more
 
 PATIENCE_S = 400.0
 PATIENT: dict[str, Any] = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dataplane.bulk import by_engine
-from dataplane.bulk.contacts import Contacts
-from dataplane.bulk.engine import Engine, EngineError, EngineSettings
-from dataplane.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.transport.mooncake import engine_transport
+from dataplane.storage.transport.mooncake.engine import Engine, EngineError, EngineSettings
+from dataplane.storage.transport.mooncake.peers import Contacts
 
 TRIAL_S = 60.0
 
@@ -36,7 +36,7 @@ def use_at_once(patch: pytest.MonkeyPatch) -> Counter[str]:
     """From now on every payload, however small, goes by engine from the first call on. Counts those `stored` by units,
     and those `fetched` by clients."""
     counts: Counter[str] = Counter()
-    ready, fill, fetch = Contacts.ready, by_engine._fill, by_engine.ClientEngine._fetch
+    ready, fill, fetch = Contacts.ready, engine_transport._fill, engine_transport.ClientEngine._fetch
 
     def ready_soon(contacts: Contacts, source: pb.Memory) -> bool:
         if ready(contacts, source):
@@ -54,7 +54,7 @@ def use_at_once(patch: pytest.MonkeyPatch) -> Counter[str]:
         return is_there
 
     patch.setattr(Contacts, "ready", ready_soon)
-    patch.setattr(by_engine, "FROM_BYTES", 1)
-    patch.setattr(by_engine, "_fill", counting_fill)
-    patch.setattr(by_engine.ClientEngine, "_fetch", counting_fetch)
+    patch.setattr(engine_transport, "FROM_BYTES", 1)
+    patch.setattr(engine_transport, "_fill", counting_fill)
+    patch.setattr(engine_transport.ClientEngine, "_fetch", counting_fetch)
     return counts

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.host import split_address
+from dataplane.core.addresses import split_address
 from tests.channels import broker
 from tests.lives import Proxy
-from workers.channel import Channel, ChannelBroker
-from workers.channel.endpoint import Endpoint
-from workers.channel.settings import Settings
+from workers.channels import Channel, ChannelBroker
+from workers.channels.endpoint import Endpoint
+from workers.channels.settings import ChannelSettings
 
 
 @pytest.fixture
@@ -27,7 +27,9 @@ def proxy(broker: ChannelBroker) -> Iterator[Proxy]:
 @pytest.fixture
 def near_and_far(broker: ChannelBroker, proxy: Proxy) -> Iterator[tuple[Channel, Channel]]:
     """One channel, used from the broker's host and from another."""
-    settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,))
+    settings = ChannelSettings(
+        name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,)
+    )
     beyond = dataclasses.replace(Endpoint.parse(broker.endpoint), host="another", address=f"127.0.0.1:{proxy.port}")
     far = dataclasses.replace(settings, endpoints=(str(beyond),))
     channels = Channel(settings), Channel(far)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane import failpoints
+from dataplane.core import failpoints
 from tests.children import START_S
 
 WAIT_S = 90.0

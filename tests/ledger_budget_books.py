@@ -26,7 +26,7 @@ from dataplane.ledger.commands import (
     Samples,
     WhenFull,
 )
-from dataplane.ledger.extents import FREE
+from dataplane.ledger.state.extents import FREE
 from tests.ledger_claim_model import Held, Name, Partition, Sample
 from tests.ledger_model import Model, granules_of, handles
 from tests.ledger_values import placement_ranges
@@ -40,9 +40,9 @@ class BudgetBooks:
     """`gone` are the samples that were evicted from each life of a partition and live no more, by id; `unsaid` the
     unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was refused.
 
-    `targets` are the samples that puts name, by partition: their ids, each with its birth if named by handle, else 0.
-    Of the input under way: those that puts may have been under way for (`named`), and those (`kept`) that they surely
-    were for until its end, each by the put's name."""
+    `targets` are the samples that puts name, by partition: their ids, each with its generation if named by handle, else
+    0. Of the input under way: those that puts may have been under way for (`named`), and those (`kept`) that they
+    surely were for until its end, each by the put's name."""
 
     def __init__(self, model: Model, reserve: float) -> None:
         self.model = model
@@ -69,7 +69,7 @@ class BudgetBooks:
             if partition is not None:
                 targets = {(each, 0) for each in asked.samples.ids or ()}
                 if asked.samples.ids is None:
-                    targets = {(sample.id, sample.birth) for sample in self.model.named(partition, asked.samples)}
+                    targets = {(sample.id, sample.generation) for sample in self.model.named(partition, asked.samples)}
                 self.targets[name] = (asked.partition, partition.life), targets
                 self.named.add(name)
                 self.kept |= {name} if isinstance(asked, Allocate) else set()
@@ -95,8 +95,8 @@ class BudgetBooks:
             if partition is None:
                 continue
             self.lost(name)
-            births = set(kept.evicted.births.values())
-            gone = [sample for sample in partition.in_order() if sample.birth in births]
+            generations = set(kept.evicted.generations.values())
+            gone = [sample for sample in partition.in_order() if sample.generation in generations]
             before = self.counted.get((name, partition.life), (0, 0))
             counted = self.counted[name, partition.life] = (kept.evicted.consumed, kept.evicted.unconsumed)
             assert sum(counted) - sum(before) == len(gone), (name, counted, before, gone)
@@ -108,7 +108,7 @@ class BudgetBooks:
         """`count` of these had been consumed; their holders have had their answers, nobody reads them, and no put under
         way names them."""
         kept = self.targets_of(self.kept, (name, partition.life))
-        targets = [(sample.id, birth) for sample in gone for birth in (0, sample.birth)]
+        targets = [(sample.id, generation) for sample in gone for generation in (0, sample.generation)]
         assert kept.isdisjoint(targets), f"puts under way name {kept}, and {gone} were evicted"
         assert partition.when_full in EVICTING, f"{gone} were evicted by policy {partition.when_full}"
         consumed = [sample for sample in gone if self.is_consumed(partition, sample)]
@@ -117,7 +117,7 @@ class BudgetBooks:
         assert count == len(gone) or partition.when_full is WhenFull.EVICT_OLDEST, f"unconsumed ones went: {gone}"
         for sample in gone:
             assert is_doubtful(sample) or self.may_go(sample), f"{sample} was evicted"
-            del partition.samples[sample.id], partition.live[sample.row, sample.birth]
+            del partition.samples[sample.id], partition.live[sample.row, sample.generation]
         named = self.targets_of(self.named, (name, partition.life))
         self.check_order(partition, gone, {each for each, _ in named})
         self.gone.setdefault((name, partition.life), {}).update({sample.id: sample for sample in gone})
@@ -133,7 +133,7 @@ class BudgetBooks:
                 assert self.rank(partition, sample) > last, f"{sample} stayed, though {gone} went"
 
     def rank(self, partition: Partition, sample: Sample) -> tuple[bool, int]:
-        return not self.is_consumed(partition, sample), sample.birth
+        return not self.is_consumed(partition, sample), sample.generation
 
     def is_consumed(self, partition: Partition, sample: Sample) -> bool:
         held = [sample.claims.get(task) for task in partition.tasks]
@@ -177,9 +177,9 @@ class BudgetBooks:
         if samples.ids is not None:
             expected = sum(each in gone and each not in partition.samples for each in samples.ids)
         else:
-            births = {sample.birth for sample in gone.values()}
+            generations = {sample.generation for sample in gone.values()}
             stale = [handle for handle in handles(samples) if handle not in partition.live]
-            expected = sum(birth in births for _, birth in stale)
+            expected = sum(generation in generations for _, generation in stale)
         assert error.evicted == expected, (samples, error, gone)
         assert not expected or f"{expected} of them evicted" in str(error), error
         EVICTED["told"] += bool(expected)

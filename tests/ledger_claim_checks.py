@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from dataplane.ledger import Ledger, Limits, shares
+from dataplane.ledger import Ledger, Limits
+from dataplane.ledger.claims import shares
 from dataplane.ledger.commands import Claim, Claimed
-from dataplane.ledger.tasks import Task
+from dataplane.ledger.state.tasks import Task
 from tests.ledger_claim_model import Held, Name, Selection
 from tests.ledger_model import Model
 
@@ -103,8 +104,8 @@ class ClaimChecks(RuleBasedStateMachine):
         fixed = self.fixed.get((kept, command.step or 0))
         if fixed is None:
             return None
-        births = {sample.birth: sample for sample in partition.samples.values()}
-        chosen = [births[birth] for birth in fixed.births.tolist()]
+        generations = {sample.generation: sample for sample in partition.samples.values()}
+        chosen = [generations[generation] for generation in fixed.generations.tolist()]
         for sample in chosen:
             held = sample.claims.get(command.task)
             assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by step {command.step}"
@@ -133,7 +134,7 @@ class ClaimChecks(RuleBasedStateMachine):
         claims = [claim for session in state.sessions.values() for claim in session.unconfirmed.values()]
         for partition in state.partitions.values():
             for task in partition.tasks.values():
-                assert task.unconfirmed == {claim.stamp for claim in claims if claim.task is task}
+                assert task.unconfirmed == {claim.claim_id for claim in claims if claim.task is task}
 
     @invariant()
     def each_sample_is_available_held_leased_or_consumed(self) -> None:
@@ -141,7 +142,7 @@ class ClaimChecks(RuleBasedStateMachine):
             kept = self.ledger._state.partitions[name]
             for task in partition.tasks:
                 rows = [sample.row for sample in partition.samples.values()]
-                assert kept.tasks[task].claimed == np.count_nonzero(kept.tasks[task].stamps[rows])
+                assert kept.tasks[task].claimed == np.count_nonzero(kept.tasks[task].claim_ids[rows])
                 states = [state_of(kept.tasks[task], row) for row in rows]
                 counts = (states.count("leased"), states.count("held"))
                 assert counts == (kept.tasks[task].leased, kept.tasks[task].held)
@@ -154,7 +155,7 @@ class ClaimChecks(RuleBasedStateMachine):
 def state_of(task: Task, row: int) -> str:
     """What a sample is to a task by the ledger's books."""
     owner = int(task.owners_of(np.array([row]))[0])
-    if not task.stamps[row]:
+    if not task.claim_ids[row]:
         assert not owner, f"row {row} is available and owned by {owner}"
         return "available"
     return "held" if owner < 0 else "leased" if owner else "consumed"

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.ledger import samplers
+from dataplane.core.schema import field_of
+from dataplane.core.types import FieldSpec, Scalar
+from dataplane.ledger.claims import samplers
 from dataplane.ledger.commands import Claim, Command, Order, Predicate, WhenFull
-from dataplane.schema import field_of
-from dataplane.types import FieldSpec, Scalar
 
 Name = tuple[int, int]
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -61,7 +61,7 @@ class Held:
 class Sample:
     id: str
     row: int
-    birth: int
+    generation: int
     since: float = 0.0
     cells: dict[str, Place] = field(default_factory=dict)
     tags: dict[str, Scalar] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Partition:
         return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
 
     def in_order(self) -> list[Sample]:
-        return sorted(self.samples.values(), key=lambda sample: sample.birth)
+        return sorted(self.samples.values(), key=lambda sample: sample.generation)
 
     def spec_of(self, name: str) -> FieldSpec | None:
         """What a put of the field must agree with."""
@@ -238,14 +238,14 @@ class ClaimModel:
             free |= held is None or held.name == fixed.name
             lost |= held is not None and held.name != fixed.name and held.name not in had
         if unsure:
-            faults.may |= {"ShareTakenError", "InvalidRequestError"}
+            faults.may |= {"ShareConflictError", "InvalidRequestError"}
         elif lost:
-            faults.must.add("ShareTakenError")
+            faults.must.add("ShareConflictError")
         elif had and not free:
             faults.must.add("InvalidRequestError")
 
     def living_share(self, partition: Partition, fixed: Selection, rank: int) -> list[Sample]:
-        return [s for s in fixed.shares[rank] if partition.live.get((s.row, s.birth)) is s]
+        return [s for s in fixed.shares[rank] if partition.live.get((s.row, s.generation)) is s]
 
     def fix(self, command: Claim, units: list[list[Sample]], most: int) -> Selection:
         """The selection of the command's step is these units from now on."""

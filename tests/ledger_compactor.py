@@ -7,6 +7,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import (
     Abort,
     Allocate,
@@ -14,7 +15,6 @@ from dataplane.ledger.commands import (
     Clear,
     ColumnSizes,
 )
-from dataplane.types import GRANULE_BYTES
 from tests.ledger_evictor import OPEN
 from tests.ledger_mover import LedgerMover
 from tests.ledger_values import by_handles, int64s
@@ -51,7 +51,7 @@ class LedgerCompactor(LedgerMover):
     def clear_rows(self, chance: Random) -> None:
         if self.rows():
             row = chance.choice(self.rows())
-            self.call(self.pick(chance), Clear(partition="p", samples=by_handles([(row.row, row.birth)])))
+            self.call(self.pick(chance), Clear(partition="p", samples=by_handles([(row.row, row.generation)])))
 
     def let_time_pass(self, chance: Random) -> None:
         self.pass_time(chance.choice([0.3, 1.1]))

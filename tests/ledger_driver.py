@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dataplane.core.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 from tests.ledger_oracle import overlooked
 
 R = TypeVar("R", bound=c.Result)
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def handles(meta: c.Committed | c.Claimed | c.Listed | c.Located) -> c.Samples:
-    return c.Samples(rows=meta.rows, births=meta.births)
+    return c.Samples(rows=meta.rows, generations=meta.generations)
 
 
 def by_ids(*ids: str) -> c.Samples:
@@ -29,7 +29,7 @@ def by_ids(*ids: str) -> c.Samples:
 def part_of(got: c.Claimed, *ids: str) -> dict[str, Any]:
     """How a command about a claim names what that got: all of it, or these samples."""
     places = [got.ids.index(name) for name in ids] if ids else list(range(len(got.ids)))
-    samples = c.Samples(rows=got.rows[places], births=got.births[places])
+    samples = c.Samples(rows=got.rows[places], generations=got.generations[places])
     return {"samples": samples, "claims": np.full(len(places), got.claim, np.int64)}
 
 

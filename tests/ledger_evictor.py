@@ -7,6 +7,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import (
     Abort,
     Ack,
@@ -25,7 +26,6 @@ from dataplane.ledger.commands import (
     Samples,
     WhenFull,
 )
-from dataplane.types import GRANULE_BYTES
 from tests.ledger_claim_checks import Client
 from tests.ledger_claim_model import Sample
 from tests.ledger_lives import LedgerLives
@@ -94,7 +94,7 @@ class LedgerEvictor(LedgerLives):
     def update(self, chance: Random) -> None:
         if self.rows():
             row = chance.choice(self.rows())
-            self.put_column(chance, by_handles([(row.row, row.birth)]), Mode.UPDATE)
+            self.put_column(chance, by_handles([(row.row, row.generation)]), Mode.UPDATE)
 
     def write_back_by_ids(self, chance: Random) -> None:
         """More of one or two rows that live, by their ids."""
@@ -184,7 +184,7 @@ class LedgerEvictor(LedgerLives):
         readers = [name for name in self.model.pins if self.clients[name[0]].speaks and name not in self.books.taken]
         if leased and chance.random() < 0.5:
             row, task, held = chance.choice(leased)
-            samples = by_handles([(row.row, row.birth)])
+            samples = by_handles([(row.row, row.generation)])
             ack = Ack(partition="p", task=task, samples=samples, claims=int64s([held.claim]))
             self.call(self.clients[held.name[0]], ack)
         elif readers:
@@ -196,7 +196,7 @@ class LedgerEvictor(LedgerLives):
         rows = [row for row in self.rows() if "a" in row.cells][:3]
         if rows:
             row = chance.choice(rows)
-            handle = by_handles([(row.row, row.birth)])
+            handle = by_handles([(row.row, row.generation)])
             self.call(self.pick(chance), Locate(partition="p", samples=handle, fields=("a",)))
 
     # --- who is told, and who is not held up
@@ -206,7 +206,7 @@ class LedgerEvictor(LedgerLives):
         gone = list(self.budgets.lost("p").values())
         if gone:
             chosen = chance.sample(gone, min(len(gone), 2))
-            handles = by_handles([(sample.row, sample.birth) for sample in chosen])
+            handles = by_handles([(sample.row, sample.generation) for sample in chosen])
             samples = handles if chance.random() < 0.5 else by_ids([sample.id for sample in chosen])
             self.call(self.pick(chance), Locate(partition="p", samples=samples, fields=()))
 

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import AddUnit, Bye, Mode, OnFull, Register, SessionSilent, Tick, UnitAdded, WhenFull
-from dataplane.types import GRANULE_BYTES
 from tests.ledger_machine import HOSTS
 from tests.ledger_space_checks import Unit
 from tests.ledger_values import by_ids, canonical

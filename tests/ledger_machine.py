@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis.stateful import invariant
 
+from dataplane.core.types import PROTOCOL_VERSION, Checksums
 from dataplane.errors import DataPlaneError, SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
@@ -71,7 +72,6 @@ from dataplane.ledger.commands import (
     WhenFull,
     WhyBlocked,
 )
-from dataplane.types import PROTOCOL_VERSION, Checksums
 from tests.ledger_budget_books import BudgetBooks, given_bytes
 from tests.ledger_claim_checks import LIMITS, Client
 from tests.ledger_claim_model import Name
@@ -193,10 +193,10 @@ class LedgerDriver(RoomChecks):
                 "TaskNotFoundError": isinstance(command, Claim),
                 "RequestTooLargeError": isinstance(command, Allocate),
                 "InvalidRequestError": isinstance(command, Claim),
-                "ShareTakenError": isinstance(command, Claim),
+                "ShareConflictError": isinstance(command, Claim),
             }
             assert allowed.get(kind), (name, command, error)
-            if kind in ("InvalidRequestError", "ShareTakenError"):
+            if kind in ("InvalidRequestError", "ShareConflictError"):
                 faults = self.model.parked_faults(command)
                 assert kind in faults.must | faults.may, (name, command, error)
 

@@ -10,6 +10,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from dataplane.core.schema import field_of, variants_of
+from dataplane.core.types import GRANULE_BYTES, Scalar
 from dataplane.ledger.commands import (
     Ack,
     Allocate,
@@ -42,8 +44,6 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
-from dataplane.schema import field_of, variants_of
-from dataplane.types import GRANULE_BYTES, Scalar
 from tests.ledger_claim_model import Faults, Held, Name, Partition, Place, Sample, matches
 from tests.ledger_copy_model import CopyModel
 from tests.ledger_values import placement_ranges, value_places
@@ -59,7 +59,7 @@ class Model(CopyModel):
         self.reserved_in: dict[Name, int] = {}
         self.ahead: set[Name] = set()
         self.pins: dict[Name, set[Place]] = {}
-        self.births: dict[str, set[int]] = {}
+        self.generations: dict[str, set[int]] = {}
         self.below: dict[int, int] = {}
         self.told: set[Name] = set()
         self.found: dict[Name, list[Place]] = {}
@@ -252,24 +252,24 @@ class Model(CopyModel):
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
         partition = self.partitions[command.partition]
-        births = self.births.setdefault(command.partition, set())
-        pairs = list(zip(result.rows.tolist(), result.births.tolist(), strict=True))
+        generations = self.generations.setdefault(command.partition, set())
+        pairs = list(zip(result.rows.tolist(), result.generations.tolist(), strict=True))
         assert len(pairs) == len(command.samples)
         samples = []
-        for i, (row, birth) in enumerate(pairs):
+        for i, (row, generation) in enumerate(pairs):
             if command.samples.ids is None:
-                samples.append(partition.live[row, birth])
-                assert handles(command.samples)[i] == (row, birth)
+                samples.append(partition.live[row, generation])
+                assert handles(command.samples)[i] == (row, generation)
                 continue
             sample = partition.samples.get(command.samples.ids[i])
             if sample is None:
-                assert birth not in births, f"birth {birth} given twice"
-                assert (row, birth) not in partition.live
-                births.add(birth)
-                sample = Sample(command.samples.ids[i], row, birth, self.now)
-                partition.samples[sample.id] = partition.live[row, birth] = sample
+                assert generation not in generations, f"generation {generation} given twice"
+                assert (row, generation) not in partition.live
+                generations.add(generation)
+                sample = Sample(command.samples.ids[i], row, generation, self.now)
+                partition.samples[sample.id] = partition.live[row, generation] = sample
                 partition.born += 1
-            assert (sample.row, sample.birth) == (row, birth)
+            assert (sample.row, sample.generation) == (row, generation)
             samples.append(sample)
         if command.offset is not None:
             self.cut_ahead(name, command)
@@ -317,8 +317,8 @@ class Model(CopyModel):
 
     def located(self, name: Name, command: Locate, result: Located) -> None:
         samples = self.named(self.partitions[command.partition], command.samples)
-        pairs = list(zip(result.rows.tolist(), result.births.tolist(), strict=True))
-        assert pairs == [(s.row, s.birth) for s in samples]
+        pairs = list(zip(result.rows.tolist(), result.generations.tolist(), strict=True))
+        assert pairs == [(s.row, s.generation) for s in samples]
         assert [found.name for found in result.fields] == list(command.fields)
         self.pins[name] = set()
         for found in result.fields:
@@ -338,8 +338,10 @@ class Model(CopyModel):
         assert len(sure) <= result.cells <= len(sure) + sum(not cell.nbytes for cell in live)
         assert len(result.rows) or not result.cells, "there are cells, and none was found"
         self.found[name], self.pins[name] = [], set()
-        for row, birth, k in zip(*(a.tolist() for a in (result.rows, result.births, result.index)), strict=True):
-            cell = self.partitions[result.partition].live[row, birth].cells[result.field]
+        for row, generation, k in zip(
+            *(a.tolist() for a in (result.rows, result.generations, result.index)), strict=True
+        ):
+            cell = self.partitions[result.partition].live[row, generation].cells[result.field]
             assert (cell.length, cell.spec) == (int(result.lengths[k]), result.spec)
             assert not cell.nbytes or (cell.unit, cell.offset) == (command.unit, int(result.offsets[k]))
             assert cell.checksum == (0 if result.checksums is None else int(result.checksums[k]))
@@ -356,8 +358,8 @@ class Model(CopyModel):
         found, sizes = self.found[name[0], command.located], self.commands[reservation].columns[0].sizes.tolist()  # type: ignore[attr-defined]
         (places,) = value_places([sizes], self.granted[reservation])
         count = 0
-        for i, (row, birth) in enumerate(zip(command.rows.tolist(), command.births.tolist(), strict=True)):
-            sample, k = partition.live.get((row, birth)), int(command.index[i])
+        for i, (row, generation) in enumerate(zip(command.rows.tolist(), command.generations.tolist(), strict=True)):
+            sample, k = partition.live.get((row, generation)), int(command.index[i])
             if sample is not None and sample.cells.get(command.field) == found[i]:
                 unit, offset = places[k]
                 value = (reservation, command.field, k)
@@ -374,9 +376,9 @@ class Model(CopyModel):
         if fixed is not None:
             late |= fixed.late
         samples = []
-        for row, birth in zip(result.rows.tolist(), result.births.tolist(), strict=True):
-            assert (row, birth) in partition.live, f"{name} claimed a sample that is not live"
-            sample = partition.live[row, birth]
+        for row, generation in zip(result.rows.tolist(), result.generations.tolist(), strict=True):
+            assert (row, generation) in partition.live, f"{name} claimed a sample that is not live"
+            sample = partition.live[row, generation]
             held = sample.claims.get(command.task)
             assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by {name}"
             assert set(command.fields) <= sample.fields, f"{sample.id} was claimed before {command.fields}"
@@ -387,7 +389,7 @@ class Model(CopyModel):
             until = None if command.lease_s is None else self.now + command.lease_s
             held = sample.claims[command.task] = Held(name, until, result.claim)
             if command.partition == "p":
-                self.past.append((command.task, (sample.row, sample.birth), held.claim))
+                self.past.append((command.task, (sample.row, sample.generation), held.claim))
         self.check_view(samples, result)
         if command.group_size is not None:
             groups = [s.tags.get(command.group_by) for s in samples]
@@ -418,11 +420,11 @@ class Model(CopyModel):
             assert result.count == len(partition.samples)
             del self.partitions[command.partition]
             return
-        gone = {s.birth: s for s in self.named(partition, command.samples)}
+        gone = {s.generation: s for s in self.named(partition, command.samples)}
         assert result.count == len(gone)
         for sample in gone.values():
             del partition.samples[sample.id]
-            del partition.live[sample.row, sample.birth]
+            del partition.live[sample.row, sample.generation]
 
     def give_back(self, wanted: Callable[[Held], bool]) -> None:
         """The claims that `wanted` picks are over."""
@@ -460,8 +462,8 @@ def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | Non
 
 def handles(samples: Samples) -> list[tuple[int, int]]:
     assert samples.rows is not None
-    assert samples.births is not None
-    return list(zip(samples.rows.tolist(), samples.births.tolist(), strict=True))
+    assert samples.generations is not None
+    return list(zip(samples.rows.tolist(), samples.generations.tolist(), strict=True))
 
 
 def granules_of(nbytes: int) -> int:

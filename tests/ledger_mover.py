@@ -143,7 +143,7 @@ class LedgerMover(LedgerEvictor):
             field=found.field,
             unit=unit,
             rows=found.rows,
-            births=found.births,
+            generations=found.generations,
             index=found.index,
             offsets=offsets,
             lengths=found.lengths,
@@ -159,7 +159,7 @@ class LedgerMover(LedgerEvictor):
         """Something becomes of a cell that was found: it is cleared, written anew, or its id is born again."""
         partition = self.model.partitions.get(found.partition)
         place = chance.randrange(len(found.rows))
-        handle = found.rows.tolist()[place], found.births.tolist()[place]
+        handle = found.rows.tolist()[place], found.generations.tolist()[place]
         sample = partition.live.get(handle) if partition is not None else None
         if sample is None or not self.speaking():
             return

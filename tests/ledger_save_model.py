@@ -132,7 +132,9 @@ class SaveBooks:
                 for sample, bit in zip(partition.in_order(), bits_of(task.claimed, wanted.live), strict=True):
                     if bit:
                         sample.claims[task.name] = Held(FOR_GOOD, None)
-            model.births.setdefault(wanted.partition, set()).update(sample.birth for sample in partition.in_order())
+            model.generations.setdefault(wanted.partition, set()).update(
+                sample.generation for sample in partition.in_order()
+            )
             model.partitions[wanted.partition] = partition
 
 

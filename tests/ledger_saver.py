@@ -100,7 +100,7 @@ class LedgerSaver(LedgerWriter):
             made = self.call(client, commit)
             if made is None or not isinstance(made.result, Committed):
                 return []
-            handles += zip(made.result.rows.tolist(), made.result.births.tolist(), strict=True)
+            handles += zip(made.result.rows.tolist(), made.result.generations.tolist(), strict=True)
         return handles
 
     def copy_cells(

@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis.stateful import invariant
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import Allocate, Allocated, Answer, Output
-from dataplane.types import GRANULE_BYTES
 from tests.ledger_budget_books import BudgetBooks, wanted_bytes
 from tests.ledger_claim_checks import ClaimChecks
 from tests.ledger_claim_model import Name

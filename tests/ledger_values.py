@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import Allocated, Placement, Samples
-from dataplane.types import FieldKind, FieldSpec
 
 BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
 WORDS = FieldSpec(FieldKind.JAGGED, "int64", ())
@@ -41,9 +41,9 @@ def by_ids(ids: Iterable[str]) -> Samples:
 
 
 def by_handles(handles: Iterable[tuple[int, int]]) -> Samples:
-    """`handles` are (row, birth) pairs."""
+    """`handles` are (row, generation) pairs."""
     pairs = list(handles)
-    return Samples(rows=int64s(row for row, _ in pairs), births=int64s(birth for _, birth in pairs))
+    return Samples(rows=int64s(row for row, _ in pairs), generations=int64s(generation for _, generation in pairs))
 
 
 def value_places(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[list[tuple[int, int]]]:

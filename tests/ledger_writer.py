@@ -7,6 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from dataplane.core.schema import variants_of
+from dataplane.core.types import GRANULE_BYTES, FieldKind, FieldSpec
 from dataplane.ledger.commands import (
     Abort,
     Ack,
@@ -31,8 +33,6 @@ from dataplane.ledger.commands import (
     Waits,
     WhyBlocked,
 )
-from dataplane.schema import variants_of
-from dataplane.types import GRANULE_BYTES, FieldKind, FieldSpec
 from tests.ledger_claim_checks import Client, expected_state
 from tests.ledger_claim_model import is_ready, matches
 from tests.ledger_machine import LedgerDriver
@@ -62,10 +62,10 @@ class LedgerWriter(LedgerDriver):
         how = how or data.draw(st.sampled_from(["live", "handles", "any"]))
         if not live or how == "any":
             return by_ids(data.draw(st.lists(st.sampled_from(IDS), min_size=1, max_size=5, unique=True)))
-        chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique_by=lambda s: s.birth))
+        chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique_by=lambda s: s.generation))
         if how == "live":
             return by_ids([s.id for s in chosen])
-        pairs = [(s.row, s.birth) for s in chosen]
+        pairs = [(s.row, s.generation) for s in chosen]
         if self.rarely(data, 12):
             pairs = [*pairs[1:], (pairs[0][0], pairs[0][1] + data.draw(st.sampled_from([-1, 1])))]
         return by_handles(pairs)
@@ -290,7 +290,7 @@ class LedgerWriter(LedgerDriver):
         held = sample.claims[task]
         owner = self.clients.get(held.name[0])
         client = owner if owner is not None and owner.speaks else self.draw_client(data)
-        samples = by_handles([(sample.row, sample.birth)])
+        samples = by_handles([(sample.row, sample.generation)])
         match data.draw(st.sampled_from(["ack", "nack", "again"])):
             case "ack":
                 self.call(client, Ack(partition="p", task=task, samples=samples, claims=int64s([held.claim])))

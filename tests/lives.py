@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.control.controller import Controller
-from dataplane.host import lasting_port
-from dataplane.ports import require_free_port
-from dataplane.unit import StorageUnit
+from dataplane.controller.controller import Controller
+from dataplane.core.addresses import lasting_port
+from dataplane.core.ports import require_free_port
+from dataplane.storage.unit import StorageUnit
 
 WAIT_S = 60.0
 CONFIG = DataPlaneConfig(

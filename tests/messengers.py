@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.children import START_S
-from workers.address import WorkerAddress
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
+from workers.directory.address import WorkerAddress
 from workers.messages import Messenger, outgoing
-from workers.messages.wire import Want
+from workers.messages.wire import WantMessage
 
 WAIT_S = 60.0
 _spawn = multiprocessing.get_context("spawn")
@@ -39,10 +39,10 @@ def address(rank: int, group: str = "g") -> WorkerAddress:
     return WorkerAddress(group, rank)
 
 
-def want_of(source: str, **facts: Any) -> Want:
+def want_of(source: str, **facts: Any) -> WantMessage:
     """A request to one that passes on what `source` sent."""
     usual = {"stream": b"s", "number": 1, "serial": 1, "incarnation": 1, "asker": 1, "receiver": 1, "nbytes": 1}
-    return Want(source=source, start=0, **(usual | facts))
+    return WantMessage(source=source, start=0, **(usual | facts))
 
 
 class Here:

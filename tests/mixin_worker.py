@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import dataplane
-from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, schema
-from workers.mixin import TQWorkerMixin
-from workers.sharding import NamedSharding
+from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta
+from dataplane.core import schema
+from workers.placement.sharding import NamedSharding
+from workers.training.mixin import TQWorkerMixin
 
 NEVER_S = 3600.0
 """The deadline of fetches whose errors must not wait for it: longer than `tests.gloo` waits for a scenario."""

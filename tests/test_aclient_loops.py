@@ -18,12 +18,12 @@ from dataplane import (
     KVBatchMeta,
     Server,
     ServiceUnavailableError,
-    ahead,
     connect,
     connect_async,
     serve,
 )
-from dataplane.roads import Roads
+from dataplane.client import preallocated
+from dataplane.client.unit_connections import UnitConnections
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -164,17 +164,17 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
 ) -> None:
     """To hand a few kilobytes to another thread takes longer than to copy them; more would hold up the loop."""
     copied_by: dict[str, int] = {}
-    write = Roads._write
+    write = UnitConnections._write
 
-    def seen(self: Roads, placements: Any, columns: Any, *more: Any) -> None:
+    def seen(self: UnitConnections, placements: Any, columns: Any, *more: Any) -> None:
         copied_by[columns[0].name] = threading.get_ident()
         write(self, placements, columns, *more)
 
-    monkeypatch.setattr(Roads, "_write", seen)
+    monkeypatch.setattr(UnitConnections, "_write", seen)
     # On a busy machine puts count as soon after one another, too, and those ask again who ask before the service knows
     # that this client is on the unit's host.
-    monkeypatch.setattr(ahead, "SOON_S", 600.0)
-    monkeypatch.setattr(ahead.RoomAhead, "refused", lambda self: None)
+    monkeypatch.setattr(preallocated, "SOON_S", 600.0)
+    monkeypatch.setattr(preallocated.PreallocatedBuffer, "refused", lambda self: None)
 
     async def puts() -> None:
         async with connect_async(server.address) as client:

@@ -2,9 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane import ahead
-from dataplane.ahead import ASKS, LEAST_BYTES, MOST_BYTES, PUTS_AHEAD, SMALL_BYTES, SOON_S, Part, RoomAhead, bytes_of
-from dataplane.columns import encode_fields
+from dataplane.client import preallocated
+from dataplane.client.preallocated import (
+    ASKS,
+    LEAST_BYTES,
+    MOST_BYTES,
+    PUTS_AHEAD,
+    SMALL_BYTES,
+    SOON_S,
+    PreallocatedBuffer,
+    PreallocatedPart,
+    bytes_of,
+)
+from dataplane.data.columns import encode_fields
 from dataplane.ledger.commands import AllocateAhead
 
 UNIT = 3
@@ -23,24 +33,24 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def rooms(clock: Clock) -> RoomAhead:
-    rooms = RoomAhead(clock)
+def rooms(clock: Clock) -> PreallocatedBuffer:
+    rooms = PreallocatedBuffer(clock)
     rooms.wish(64, UNIT)
     return rooms
 
 
-def add(rooms: RoomAhead, number: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
+def add(rooms: PreallocatedBuffer, number: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
     rooms.add(number, AllocateAhead(unit=UNIT, nbytes=nbytes), offset)
 
 
-def take(rooms: RoomAhead, nbytes: int) -> Part | None:
-    taken: list[Part] = []
+def take(rooms: PreallocatedBuffer, nbytes: int) -> PreallocatedPart | None:
+    taken: list[PreallocatedPart] = []
     assert rooms.take(nbytes, taken) is bool(taken)
     return taken[0] if taken else None
 
 
 def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(clock: Clock) -> None:
-    rooms = RoomAhead(clock)
+    rooms = PreallocatedBuffer(clock)
     assert rooms.wish(64, UNIT) is None
     wish = rooms.wish(64, UNIT)
     assert (wish.unit, wish.nbytes) == (UNIT, LEAST_BYTES)
@@ -48,19 +58,19 @@ def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(cloc
     assert rooms.wish(64, UNIT) is None
 
 
-def test_room_is_for_several_puts_within_bounds(rooms: RoomAhead) -> None:
+def test_room_is_for_several_puts_within_bounds(rooms: PreallocatedBuffer) -> None:
     assert rooms.wish(64_000, UNIT).nbytes == PUTS_AHEAD * 64_000
     assert rooms.wish(SMALL_BYTES, UNIT).nbytes == MOST_BYTES
 
 
 @pytest.mark.parametrize(("nbytes", "unit"), [(SMALL_BYTES + 1, UNIT), (0, UNIT), (64, None)])
 def test_nothing_is_asked_for_large_or_empty_puts_or_without_a_mapped_arena(
-    rooms: RoomAhead, nbytes: int, unit: int | None
+    rooms: PreallocatedBuffer, nbytes: int, unit: int | None
 ) -> None:
     assert rooms.wish(nbytes, unit) is None
 
 
-def test_a_refusal_stands_for_a_while(rooms: RoomAhead, clock: Clock) -> None:
+def test_a_refusal_stands_for_a_while(rooms: PreallocatedBuffer, clock: Clock) -> None:
     rooms.refused()
     assert rooms.wish(64, UNIT) is None
     clock.now += SOON_S / 2
@@ -69,13 +79,13 @@ def test_a_refusal_stands_for_a_while(rooms: RoomAhead, clock: Clock) -> None:
     assert rooms.wish(64, UNIT) is not None
 
 
-def test_parts_follow_one_another_until_the_room_is_used_up(rooms: RoomAhead) -> None:
+def test_parts_follow_one_another_until_the_room_is_used_up(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     assert [take(rooms, n).offset for n in (64, 128, 64)] == [1024, 1088, 1216]
     assert take(rooms, 64) is None
 
 
-def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: RoomAhead) -> None:
+def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: PreallocatedBuffer) -> None:
     add(rooms, number=7)
     first, second = take(rooms, 64), take(rooms, 64)
     assert take(rooms, 256) is None
@@ -89,7 +99,7 @@ def test_a_room_goes_back_once_replaced_and_no_longer_in_use(rooms: RoomAhead) -
     assert take(rooms, 64).room.number == 8
 
 
-def test_room_that_several_puts_asked_for_is_used_by_the_next_ones(rooms: RoomAhead) -> None:
+def test_room_that_several_puts_asked_for_is_used_by_the_next_ones(rooms: PreallocatedBuffer) -> None:
     add(rooms, number=7, nbytes=128)
     add(rooms, number=8, nbytes=128)
     taken = [take(rooms, 64) for _ in range(5)]
@@ -97,7 +107,7 @@ def test_room_that_several_puts_asked_for_is_used_by_the_next_ones(rooms: RoomAh
     assert list(rooms.returned) == []
 
 
-def test_of_puts_that_begin_at_once_some_ask_for_room_ahead(rooms: RoomAhead) -> None:
+def test_of_puts_that_begin_at_once_some_ask_for_room_ahead(rooms: PreallocatedBuffer) -> None:
     assert [rooms.wish(64, UNIT) is not None for _ in range(ASKS + 1)] == [True] * ASKS + [False]
     rooms.answered()
     assert rooms.wish(64, UNIT) is not None
@@ -106,7 +116,7 @@ def test_of_puts_that_begin_at_once_some_ask_for_room_ahead(rooms: RoomAhead) ->
     assert rooms.wish(64, UNIT) is not None, "as many as there were before an interrupt lost count"
 
 
-def test_after_a_failure_the_room_is_given_up_once_nobody_writes_to_it(rooms: RoomAhead) -> None:
+def test_after_a_failure_the_room_is_given_up_once_nobody_writes_to_it(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     failed, other = take(rooms, 64), take(rooms, 64)
     rooms.finish(failed, failed=True)
@@ -116,7 +126,7 @@ def test_after_a_failure_the_room_is_given_up_once_nobody_writes_to_it(rooms: Ro
     assert list(rooms.returned) == [7]
 
 
-def test_two_failures_give_a_room_back_once(rooms: RoomAhead) -> None:
+def test_two_failures_give_a_room_back_once(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     first, second = take(rooms, 64), take(rooms, 64)
     rooms.finish(first, failed=True)
@@ -124,7 +134,7 @@ def test_two_failures_give_a_room_back_once(rooms: RoomAhead) -> None:
     assert list(rooms.returned) == [7]
 
 
-def test_a_part_may_be_finished_twice(rooms: RoomAhead) -> None:
+def test_a_part_may_be_finished_twice(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     part, other = take(rooms, 64), take(rooms, 64)
     rooms.finish(part, failed=False)
@@ -134,7 +144,9 @@ def test_a_part_may_be_finished_twice(rooms: RoomAhead) -> None:
     assert list(rooms.returned) == [7]
 
 
-def test_room_that_was_never_added_goes_back_at_once_and_other_when_nobody_writes_to_it(rooms: RoomAhead) -> None:
+def test_room_that_was_never_added_goes_back_at_once_and_other_when_nobody_writes_to_it(
+    rooms: PreallocatedBuffer,
+) -> None:
     rooms.forsake(6)
     assert list(rooms.returned) == [6]
     add(rooms, number=7)
@@ -146,7 +158,7 @@ def test_room_that_was_never_added_goes_back_at_once_and_other_when_nobody_write
     assert list(rooms.returned) == [6, 7]
 
 
-def test_room_unused_for_a_heartbeat_goes_back(rooms: RoomAhead) -> None:
+def test_room_unused_for_a_heartbeat_goes_back(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     rooms.idle()
     rooms.finish(take(rooms, 64), failed=False)
@@ -157,7 +169,7 @@ def test_room_unused_for_a_heartbeat_goes_back(rooms: RoomAhead) -> None:
     assert take(rooms, 64) is None
 
 
-def test_idle_room_that_is_written_to_goes_back_afterwards(rooms: RoomAhead) -> None:
+def test_idle_room_that_is_written_to_goes_back_afterwards(rooms: PreallocatedBuffer) -> None:
     add(rooms)
     part = take(rooms, 64)
     rooms.idle()
@@ -167,7 +179,7 @@ def test_idle_room_that_is_written_to_goes_back_afterwards(rooms: RoomAhead) -> 
     assert list(rooms.returned) == [7]
 
 
-def test_columns_are_placed_each_at_a_granule_of_its_own(rooms: RoomAhead) -> None:
+def test_columns_are_placed_each_at_a_granule_of_its_own(rooms: PreallocatedBuffer) -> None:
     columns = encode_fields({"a": ["x" * 100], "b": ["y"], "c": ["z"]}, rows=1, specs={})
     add(rooms, nbytes=4096)
     nbytes = bytes_of(columns)
@@ -181,5 +193,5 @@ def test_columns_are_placed_each_at_a_granule_of_its_own(rooms: RoomAhead) -> No
 
 
 def test_the_bounds_make_sense() -> None:
-    assert ahead.SMALL_BYTES <= ahead.MOST_BYTES
-    assert ahead.LEAST_BYTES <= ahead.MOST_BYTES
+    assert preallocated.SMALL_BYTES <= preallocated.MOST_BYTES
+    assert preallocated.LEAST_BYTES <= preallocated.MOST_BYTES

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dataplane import arena as arena_module
-from dataplane.arena import HEADER_BYTES, PAGE_BYTES, Arena, MappedArena, default_capacity, sweep
 from dataplane.config import MIB
+from dataplane.core.file_locks import new_arena_name
+from dataplane.core.memory_limits import AvailableMemory
 from dataplane.errors import ArenaSpaceError, ClientClosedError
-from dataplane.lockfile import new_arena_name
-from dataplane.memory import Room
+from dataplane.storage import arena as arena_module
+from dataplane.storage.arena import HEADER_BYTES, PAGE_BYTES, Arena, MappedArena, default_capacity, sweep
 
 SHM = Path("/dev/shm")
 
@@ -27,7 +27,9 @@ def arena():
 
 
 def rooms(monkeypatch, free_bytes):
-    monkeypatch.setattr(arena_module, "room", lambda directory: Room(free_bytes=free_bytes, limit="a test's limit"))
+    monkeypatch.setattr(
+        arena_module, "room", lambda directory: AvailableMemory(free_bytes=free_bytes, limit="a test's limit")
+    )
 
 
 def file_blocks_bytes(path):
@@ -84,7 +86,7 @@ def test_growth_takes_the_steps_that_there_is_room_for(arena, monkeypatch):
     whole = 5 * MIB // 2
 
     def left(directory):
-        return Room(free_bytes=whole - arena.backed_bytes, limit="a test's limit")
+        return AvailableMemory(free_bytes=whole - arena.backed_bytes, limit="a test's limit")
 
     monkeypatch.setattr(arena_module, "room", left)
     with pytest.raises(ArenaSpaceError) as caught:
@@ -237,7 +239,7 @@ def test_sweep_takes_what_nobody_holds_and_nothing_else(tmp_path, arena):
 @pytest.mark.integration
 def test_an_arena_of_a_killed_unit_is_swept(tmp_path):
     code = (
-        "import os, signal, sys; from dataplane.arena import Arena;"
+        "import os, signal, sys; from dataplane.storage.arena import Arena;"
         "print(Arena.create(sys.argv[1], 1 << 20, epoch=1).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
@@ -260,7 +262,10 @@ def test_default_capacity_leaves_room(monkeypatch):
 
 @pytest.mark.integration
 def test_arena_and_bulk_need_no_torch():
-    code = "import sys, dataplane.arena, dataplane.bulk.client, dataplane.bulk.server; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, dataplane.storage.arena, dataplane.storage.client, dataplane.storage.server; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

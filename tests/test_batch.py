@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane.batch import BatchedDataDict, materialize
-from dataplane.jagged import is_jagged
+from dataplane.data.batch import BatchedDataDict, materialize
+from dataplane.data.jagged import is_jagged
 from tests.columns_helpers import nested_of, same_rows
 
 ROWS = [torch.arange(3), torch.zeros(0, dtype=torch.int64), torch.arange(5), torch.arange(1)]

@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from dataplane.bulk import by_engine, contacts
-from dataplane.bulk.by_engine import ClientEngine, EngineTransport, UnitEngine, open_slots
-from dataplane.bulk.frames import CHUNK_BYTES, READ_BYTES
-from dataplane.bulk.slots import SLOT_BYTES, TAG_BYTES, Slots
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.errors import ClientClosedError, SessionExpiredError, StorageUnitError, from_wire
 from dataplane.ledger.commands import FenceSession, SessionGone
-from dataplane.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.transport.mooncake import engine_transport, peers
+from dataplane.storage.transport.mooncake.engine_transport import ClientEngine, EngineTransport, UnitEngine, open_slots
+from dataplane.storage.transport.mooncake.slots import SLOT_BYTES, TAG_BYTES, Slots
+from dataplane.storage.transport.request_chunks import CHUNK_BYTES, READ_BYTES
 from tests.bulk_unit import UNIT, WAIT_S, Peer, Process, Unit, noise
 from tests.engine import require_engine, use_at_once
 from tests.lives import wait_until
@@ -28,8 +28,8 @@ CONFIG = DataPlaneConfig(bulk_transport="mooncake")
 def counts(monkeypatch):
     """Transfers have long enough on a busy machine: none that begins ends in frames for want of time."""
     require_engine()
-    monkeypatch.setattr(by_engine, "FETCH_S", WAIT_S / 2)
-    monkeypatch.setattr(contacts, "TRIAL_S", WAIT_S)
+    monkeypatch.setattr(engine_transport, "FETCH_S", WAIT_S / 2)
+    monkeypatch.setattr(peers, "TRIAL_S", WAIT_S)
     return use_at_once(monkeypatch)
 
 
@@ -70,7 +70,7 @@ class Held:
     """Every payload stays under way until `go_on`, however long that takes; `begun`: one is."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.setattr(by_engine, "FETCH_S", 10 * WAIT_S)
+        monkeypatch.setattr(engine_transport, "FETCH_S", 10 * WAIT_S)
         self.begun, self.go_on = threading.Event(), threading.Event()
         fetched = Slots.fetched
 
@@ -180,7 +180,7 @@ def test_a_client_without_an_engine_talks_zmq_to_the_same_unit(unit, counts):
 
 
 def test_small_payloads_go_in_frames(connection, counts, monkeypatch):
-    monkeypatch.setattr(by_engine, "FROM_BYTES", 1000)
+    monkeypatch.setattr(engine_transport, "FROM_BYTES", 1000)
     connection.write([0], [noise(999)], reservation=1, timeout_s=WAIT_S)
     assert connection.read([0], [999], timeout_s=WAIT_S).range(0, 999).tobytes() == noise(999).tobytes()
     assert not counts
@@ -235,8 +235,8 @@ def test_a_session_fenced_while_it_fetches_is_told_so(unit, connection, monkeypa
 
 
 def test_what_was_taken_back_before_it_was_settled_is_not_returned(unit, connection, monkeypatch):
-    monkeypatch.setattr(by_engine, "OFFER_S", -1.0)
-    monkeypatch.setattr(by_engine, "MOST_OFFERS", 1)
+    monkeypatch.setattr(engine_transport, "OFFER_S", -1.0)
+    monkeypatch.setattr(engine_transport, "MOST_OFFERS", 1)
     fetch = ClientEngine._fetch
     others = iter([True])
 
@@ -255,7 +255,7 @@ def test_what_was_taken_back_before_it_was_settled_is_not_returned(unit, connect
 
 CLIENT = """
 import sys
-from dataplane.bulk.by_engine import open_slots
+from dataplane.storage.transport.mooncake.engine_transport import open_slots
 from dataplane.config import DataPlaneConfig
 
 slots = open_slots(DataPlaneConfig(bulk_transport="mooncake"), "127.0.0.1")
@@ -353,14 +353,14 @@ def test_one_client_has_few_transfers_at_a_time(unit, peer, slots, held, monkeyp
     for _ in range(3):  # the unit has looked at all five jobs when it has looked at the first one again, and again
         held.begun.clear()
         assert held.begun.wait(WAIT_S)
-    assert len(begun) == by_engine.PEER_TRANSFERS
+    assert len(begun) == engine_transport.PEER_TRANSFERS
     held.go_on.set()
     assert sorted(peer.reply()[0].call for _ in range(5)) == [0, 1, 2, 3, 4]
     assert len(begun) == 5
 
 
 def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held, monkeypatch):
-    monkeypatch.setattr(by_engine, "FETCH_S", 0.05)
+    monkeypatch.setattr(engine_transport, "FETCH_S", 0.05)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
     assert "not within" in reply.not_fetched.why
     held.go_on.set()
@@ -368,7 +368,7 @@ def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held
 
 
 def test_more_jobs_than_are_kept_are_refused(unit, peer, slots, monkeypatch):
-    monkeypatch.setattr(by_engine, "MOST_JOBS", 0)
+    monkeypatch.setattr(engine_transport, "MOST_JOBS", 0)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
     assert "too many" in reply.not_fetched.why
 
@@ -382,7 +382,7 @@ def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection
 
     def refusing(slots, slot, source):
         if next(refusals, False):
-            raise by_engine.EngineError("not today")
+            raise engine_transport.EngineError("not today")
         begin(slots, slot, source)
 
     monkeypatch.setattr(Slots, "begin", refusing)

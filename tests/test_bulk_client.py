@@ -11,13 +11,8 @@ import psutil
 import pytest
 import zmq
 
-from dataplane import failpoints
-from dataplane.bulk import client as client_module
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.frames import CHUNK_BYTES, READ_BYTES
-from dataplane.bulk.lock import SessionLock
-from dataplane.bulk.server import BulkServer
 from dataplane.config import MIB
+from dataplane.core import failpoints
 from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
@@ -26,6 +21,11 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
+from dataplane.storage import client as client_module
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import BulkServer
+from dataplane.storage.session_lock import SessionLock
+from dataplane.storage.transport.request_chunks import CHUNK_BYTES, READ_BYTES
 from tests.alone import alone
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Process, Unit, changed, interrupt_when, noise
 from tests.lives import wait_until
@@ -167,8 +167,8 @@ def test_a_write_outside_is_refused_and_the_connection_goes_on(unit, connection)
 
 LOCAL_CLIENT = """
 import sys, time, msgspec
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.lock import SessionLock
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.session_lock import SessionLock
 from dataplane.ledger.commands import UnitInfo
 info = msgspec.json.decode(sys.argv[1], type=UnitInfo)
 lock = SessionLock.create()
@@ -199,7 +199,9 @@ def test_a_killed_client_is_gone_and_leaves_no_file(unit):
 
 
 def test_a_client_killed_before_it_attached_leaves_no_file_either(unit):
-    code = "from dataplane.bulk.lock import SessionLock; lock = SessionLock.create(); print(lock.path, flush=True)"
+    code = (
+        "from dataplane.storage import session_lock as s; lock = s.SessionLock.create(); print(lock.path, flush=True)"
+    )
     with Process(f"{code}; input()") as process:
         path = process.line()
         assert os.path.exists(path)
@@ -212,7 +214,7 @@ def test_a_client_killed_before_it_attached_leaves_no_file_either(unit):
 REMOTE_WRITER = """
 import os, signal, sys, msgspec
 from dataplane import failpoints
-from dataplane.bulk.client import UnitConnection
+from dataplane.storage.client import UnitConnection
 from dataplane.ledger.commands import UnitInfo
 info = msgspec.json.decode(sys.argv[1], type=UnitInfo)
 connection = UnitConnection(info, session=5, token=sys.argv[2], timeout_s=60)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from dataplane.bulk import compaction
 from dataplane.config import MIB
 from dataplane.ledger import commands as c
+from dataplane.storage import compaction
 from tests.bulk_unit import UNIT, WAIT_S, Peer, Unit, noise, read
 
 pytestmark = pytest.mark.integration

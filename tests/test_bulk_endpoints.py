@@ -5,8 +5,8 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.bulk.endpoints import bind, candidates
 from dataplane.errors import ServiceUnavailableError
+from dataplane.storage.endpoints import bind, candidates
 from tests.bulk_unit import WAIT_S
 from tests.ports import free_ports
 

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from dataplane.bulk import engine as engine_module
-from dataplane.bulk.by_engine import EngineTransport, UnitEngine
-from dataplane.bulk.engine import Engine, EngineError, EngineSettings
-from dataplane.bulk.in_frames import ClientFrames
 from dataplane.config import DataPlaneConfig
-from dataplane.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.transport.mooncake import engine as engine_module
+from dataplane.storage.transport.mooncake.engine import Engine, EngineError, EngineSettings
+from dataplane.storage.transport.mooncake.engine_transport import EngineTransport, UnitEngine
+from dataplane.storage.transport.zmq import ClientFrames
 
 CONFIG = DataPlaneConfig(bulk_transport="mooncake", mooncake_host="test.invalid")
 TLS = {"tls_cert_file": "c", "tls_key_file": "k", "tls_ca_file": "a"}

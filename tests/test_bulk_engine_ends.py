@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from dataplane.bulk.by_engine import UnitEngine, open_slots
-from dataplane.bulk.server import BulkServer
-from dataplane.bulk.slots import SLOTS
 from dataplane.config import DataPlaneConfig
+from dataplane.storage.server import BulkServer
+from dataplane.storage.transport.mooncake.engine_transport import UnitEngine, open_slots
+from dataplane.storage.transport.mooncake.slots import SLOTS
 from tests.alone import alone
 from tests.bulk_unit import WAIT_S, Unit
 from tests.engine import require_engine
@@ -70,7 +70,7 @@ def _open_and_close_again_and_again():
 
 
 def test_transfers_that_do_not_end_keep_their_memory(monkeypatch, caplog):
-    monkeypatch.setattr("dataplane.bulk.slots.CLOSE_S", 0.01)
+    monkeypatch.setattr("dataplane.storage.transport.mooncake.slots.CLOSE_S", 0.01)
     slots = open_slots(CONFIG, "127.0.0.1")
     slot = slots.take()
     slot.transfer = 1

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.bulk import frames
-from dataplane.bulk.frames import plan_read, plan_write
 from dataplane.errors import InvalidRequestError
+from dataplane.storage.transport import request_chunks
+from dataplane.storage.transport.request_chunks import plan_read, plan_write
 
 ARENA_BYTES = 4096
 
@@ -13,8 +13,8 @@ ARENA_BYTES = 4096
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
     """Frames of their own from 48 bytes on, five ranges a request, so that little data meets every limit."""
-    monkeypatch.setattr(frames, "SMALL_BYTES", 48)
-    monkeypatch.setattr(frames, "CHUNK_RANGES", 5)
+    monkeypatch.setattr(request_chunks, "SMALL_BYTES", 48)
+    monkeypatch.setattr(request_chunks, "CHUNK_RANGES", 5)
 
 
 def carry_out(chunks, arena):

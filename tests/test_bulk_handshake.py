@@ -2,11 +2,11 @@
 
 import pytest
 
-from dataplane.bulk import client as client_module
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.lock import SessionLock
 from dataplane.errors import AuthenticationError, StorageUnitError
 from dataplane.ledger.commands import SessionAttached
+from dataplane.storage import client as client_module
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.session_lock import SessionLock
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 
 pytestmark = pytest.mark.integration

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.bulk.lock import PeerLock, SessionLock
-from dataplane.folder import own_path
-from dataplane.host import boot_id
-from dataplane.lockfile import new_session_lock_name, sweep
+from dataplane.core.addresses import boot_id
+from dataplane.core.file_locks import new_session_lock_name, sweep
+from dataplane.core.private_dir import own_path
+from dataplane.storage.session_lock import PeerLock, SessionLock
 
 SHM = own_path("/dev/shm")
 

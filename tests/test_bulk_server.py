@@ -5,18 +5,18 @@ import os
 import pytest
 import zmq
 
-from dataplane.bulk import server as server_module
-from dataplane.bulk import sessions as sessions_module
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.frames import MAX_HEADER_BYTES
-from dataplane.bulk.lock import SessionLock
-from dataplane.bulk.server import FEW_RANGES, BulkServer
 from dataplane.config import MIB
+from dataplane.core.addresses import boot_id
+from dataplane.core.metrics.histograms import Op
 from dataplane.errors import SessionExpiredError, StorageUnitError
-from dataplane.host import boot_id
 from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
-from dataplane.metrics.counts import Op
-from dataplane.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage import server as server_module
+from dataplane.storage import sessions as sessions_module
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import FEW_RANGES, BulkServer
+from dataplane.storage.session_lock import SessionLock
+from dataplane.storage.transport.request_chunks import MAX_HEADER_BYTES
 from tests.bulk_unit import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise, read, refused, write
 from tests.logs import logged
 

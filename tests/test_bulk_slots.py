@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dataplane.bulk import by_engine
-from dataplane.bulk import slots as module
-from dataplane.bulk.by_engine import UnitEngine
-from dataplane.bulk.engine import DONE, FAILED, PENDING
-from dataplane.bulk.slots import TAG_BYTES, Slots
-from dataplane.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.transport.mooncake import engine_transport
+from dataplane.storage.transport.mooncake import slots as module
+from dataplane.storage.transport.mooncake.engine import DONE, FAILED, PENDING
+from dataplane.storage.transport.mooncake.engine_transport import UnitEngine
+from dataplane.storage.transport.mooncake.slots import TAG_BYTES, Slots
 
 SOURCE = pb.Memory(engine="peer:1", address=4096, size=10, tag=bytes(range(TAG_BYTES)))
 
@@ -56,7 +56,7 @@ def slots(engine: Any) -> Iterator[Slots]:
 
 @pytest.fixture
 def unit(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> UnitEngine:
-    monkeypatch.setattr(by_engine, "FROM_BYTES", 1)
+    monkeypatch.setattr(engine_transport, "FROM_BYTES", 1)
     return UnitEngine(slots)
 
 
@@ -116,12 +116,12 @@ def test_an_offered_slot_is_nobody_elses_until_it_is_settled(unit: UnitEngine) -
 def test_an_offer_is_taken_back_no_sooner_than_it_is_given_up(
     unit: UnitEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_engine, "MOST_OFFERS", 1)
-    monkeypatch.setattr(by_engine, "OFFER_S", math.inf)
+    monkeypatch.setattr(engine_transport, "MOST_OFFERS", 1)
+    monkeypatch.setattr(engine_transport, "OFFER_S", math.inf)
     first = unit.offer(1, 100)
     assert first is not None
     assert unit.offer(2, 100) is None
-    monkeypatch.setattr(by_engine, "OFFER_S", -math.inf)
+    monkeypatch.setattr(engine_transport, "OFFER_S", -math.inf)
     second = unit.offer(2, 100)
     assert second is not None
     assert not unit.settle(1, first.source.tag)

@@ -2,12 +2,12 @@ import threading
 
 import pytest
 
-from dataplane import failpoints
-from dataplane.bulk import client as client_module
-from dataplane.bulk.server import BulkServer
-from dataplane.bulk.stops import STOPS_KEPT, StoppedPuts
 from dataplane.config import MIB
+from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, StorageUnitError
+from dataplane.storage import client as client_module
+from dataplane.storage.server import BulkServer
+from dataplane.storage.stopped_puts import STOPS_KEPT, StoppedPuts
 from tests.bulk_unit import WAIT_S, Unit, interrupt_when, noise
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.bulk.stretches import Stretches
+from dataplane.core.contiguous_runs import Stretches
 from tests.profiles import budget
 
 

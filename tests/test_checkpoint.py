@@ -23,12 +23,12 @@ from dataplane import (
     StorageUnitError,
     connect,
     connect_async,
-    failpoints,
     serve,
 )
-from dataplane.checkpoint import files, manifest, saving
-from dataplane.control import wire
-from dataplane.roads import Roads
+from dataplane.client.checkpoint import files, manifest, save
+from dataplane.client.unit_connections import UnitConnections
+from dataplane.core import failpoints
+from dataplane.protocol import zmq_frames
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -97,10 +97,10 @@ def test_what_was_claimed_is_saved_as_claimed_whatever_else_its_client_waits_for
 
 
 def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "FILE_BYTES", 4096)
-    monkeypatch.setattr(saving, "ROWS_PER_PIECE", 37)
-    monkeypatch.setattr(saving, "NAMES_PER_READ", 23)
-    monkeypatch.setattr(saving, "CELLS_PER_READ", 31)
+    monkeypatch.setattr(save, "FILE_BYTES", 4096)
+    monkeypatch.setattr(save, "ROWS_PER_PIECE", 37)
+    monkeypatch.setattr(save, "NAMES_PER_READ", 23)
+    monkeypatch.setattr(save, "CELLS_PER_READ", 31)
     monkeypatch.setattr(files, "STRETCH_BYTES", 1000)
     ids = ids_of(200)
     client.register_partition("p", ["x"], 200, ["train"])
@@ -134,7 +134,7 @@ def test_answers_too_large_are_asked_for_in_parts(
     tags = [{"text": "x" * 1000} for _ in range(40)]
     client.register_partition("p", ["x"], 40, ["train"])
     client.put_samples(ids_of(40), "p", {"x": rows_of(40)}, tags)
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20_000)
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 20_000)
     client.checkpoint(tmp_path / "c")
     monkeypatch.undo()
     assert [rows.count for rows in manifest.read(tmp_path / "c").partitions[0].rows] == [16, 16, 8]
@@ -147,7 +147,7 @@ def test_an_answer_too_large_in_any_parts_pins_nothing(
 ) -> None:
     client.register_partition("p", ["x"], 1, ["task" * 100])
     client.put_samples(["a"], "p", {"x": rows_of(1)})
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 300)
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 300)
     with pytest.raises(RequestTooLargeError, match="the answer"):
         client.checkpoint(tmp_path / "c")
     monkeypatch.undo()
@@ -283,15 +283,15 @@ def test_a_unit_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pytes
     calls: list[str] = []
 
     def at_first_gone(name: str) -> None:
-        honest = getattr(Roads, name)
+        honest = getattr(UnitConnections, name)
 
-        def once(self: Roads, *arguments: Any, **more: Any) -> Any:
+        def once(self: UnitConnections, *arguments: Any, **more: Any) -> Any:
             calls.append(name)
             if calls.count(name) == 1:
                 raise StorageUnitError(unit=1, endpoint="ipc://gone", why="it is being restarted")
             return honest(self, *arguments, **more)
 
-        monkeypatch.setattr(Roads, name, once)
+        monkeypatch.setattr(UnitConnections, name, once)
 
     for name in ("state", "arenas", "saved"):
         (tmp_path / name).mkdir()

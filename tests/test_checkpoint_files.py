@@ -19,18 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane import (
-    CheckpointError,
-    CheckpointWriteError,
-    DataPlaneClient,
-    DataPlaneError,
-    Shared,
-    connect,
-    failpoints,
-    serve,
-)
-from dataplane.checkpoint import files, manifest, saving
-from dataplane.checkpoint import place as placing
+from dataplane import CheckpointError, CheckpointWriteError, DataPlaneClient, DataPlaneError, Shared, connect, serve
+from dataplane.client.checkpoint import atomic_dir as placing
+from dataplane.client.checkpoint import files, manifest, save
+from dataplane.core import failpoints
 from tests.lives import wait_until
 from tests.profiles import budget
 
@@ -116,7 +108,7 @@ def test_a_damaged_file_is_named_before_anything_is_written(
 def test_each_of_several_files_is_compared_with_its_checksum(
     client: DataPlaneClient, bare: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "FILE_BYTES", MIB)
+    monkeypatch.setattr(save, "FILE_BYTES", MIB)
     client.checkpoint(tmp_path / "c")
     found = sorted((tmp_path / "c").glob("data-*/*.safetensors"))
     assert len(found) > 2

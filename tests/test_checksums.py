@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.checksums import checksums_of, damaged
+from dataplane.core.checksums import checksums_of, damaged
 
 
 def expected(row: bytes) -> int:

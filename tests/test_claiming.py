@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane import claiming
-from dataplane.desk import Schema, Schemas, Warned
+from dataplane.client.operations import claim
+from dataplane.client.operations.steps import Post, Send, Sent
+from dataplane.client.session_state import Schema, Schemas, Warned
+from dataplane.core.types import FieldSpec
+from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError
 from dataplane.ledger import commands as c
-from dataplane.meta import KVBatchMeta
-from dataplane.steps import Post, Send, Sent
-from dataplane.types import FieldSpec
 
 DESK: Any = SimpleNamespace(schemas=Schemas(), warned=Warned())
 DESK.schemas.remember("p", Schema({"x": FieldSpec()}))
 
 
 def claimed(**more: Any) -> c.Claimed:
-    rows = {"rows": np.array([4, 5]), "births": np.array([14, 15])}
+    rows = {"rows": np.array([4, 5]), "generations": np.array([14, 15])}
     return c.Claimed(**{"ids": ("a", "b"), **rows, "fields": ("x",), "tags": (), "claim": 7, **more})
 
 
@@ -31,14 +31,14 @@ def meta() -> KVBatchMeta:
 
 
 def test_a_claim_whose_answer_makes_no_meta_is_undone() -> None:
-    command = claiming.claim_command("p", "train", ["x"], 2)
-    operation = claiming.claim(DESK, command, None)
+    command = claim.claim_command("p", "train", ["x"], 2)
+    operation = claim.claim(DESK, command, None)
     assert operation.send(None) == Send(command)
     undo = operation.send(Sent(3, claimed(tags=(c.TagColumn(name="input_lengths", values=("two", "three")),))))
     assert isinstance(undo, Post)
     nack = undo.command
     assert isinstance(nack, c.Nack)
-    assert (nack.partition, nack.task, nack.samples.births.tolist()) == ("p", "train", [14, 15])  # type: ignore[union-attr]
+    assert (nack.partition, nack.task, nack.samples.generations.tolist()) == ("p", "train", [14, 15])  # type: ignore[union-attr]
     assert nack.claims is not None
     assert nack.claims.tolist() == [7, 7]
     with pytest.raises(ValueError, match="two"):
@@ -46,7 +46,7 @@ def test_a_claim_whose_answer_makes_no_meta_is_undone() -> None:
 
 
 def test_a_claim_gives_its_id_to_its_samples() -> None:
-    operation = claiming.claim(DESK, claiming.claim_command("p", "train", ["x"], 2), None)
+    operation = claim.claim(DESK, claim.claim_command("p", "train", ["x"], 2), None)
     operation.send(None)
     with pytest.raises(StopIteration) as done:
         operation.send(Sent(3, claimed()))
@@ -54,14 +54,14 @@ def test_a_claim_gives_its_id_to_its_samples() -> None:
 
 
 def test_what_was_cleared_comes_back_by_id_and_what_is_stale_is_named() -> None:
-    operation = claiming.about_claimed(DESK, c.Ack, meta())
+    operation = claim.about_claimed(DESK, c.Ack, meta())
     sent = operation.send(None)
     assert isinstance(sent, Send)
     assert sent.command.claims.tolist() == [7, 7]  # type: ignore[attr-defined]
     with pytest.raises(StopIteration) as done:
         operation.send(Sent(4, c.ClaimsSettled(cleared=np.array([1]))))
     assert done.value.value == ["b"]
-    operation = claiming.about_claimed(DESK, c.Nack, meta())
+    operation = claim.about_claimed(DESK, c.Nack, meta())
     operation.send(None)
     with pytest.raises(StaleSampleError, match="'a' of partition 'p' is not held") as caught:
         operation.throw(StaleSampleError(partition="p", task="train", samples=["sample 0"], positions=[0]))
@@ -71,15 +71,15 @@ def test_what_was_cleared_comes_back_by_id_and_what_is_stale_is_named() -> None:
 @pytest.mark.parametrize("given", [None, "lease", ["a"]])
 def test_what_is_no_meta_is_refused(given: Any) -> None:
     with pytest.raises(UnsupportedValueError, match="claim_meta returned"):
-        next(claiming.about_claimed(DESK, c.Ack, given))
+        next(claim.about_claimed(DESK, c.Ack, given))
 
 
 def test_a_meta_that_no_claim_returned_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="not claimed"):
-        next(claiming.about_claimed(DESK, c.Ack, KVBatchMeta("p", "train", ["a"])))
+        next(claim.about_claimed(DESK, c.Ack, KVBatchMeta("p", "train", ["a"])))
 
 
 def test_nothing_is_asked_for_no_samples() -> None:
     with pytest.raises(StopIteration) as done:
-        next(claiming.about_claimed(DESK, c.Ack, meta().slice(0, 0)))
+        next(claim.about_claimed(DESK, c.Ack, meta().slice(0, 0)))
     assert done.value.value == []

@@ -15,9 +15,9 @@ import torch
 from dataplane import DataPlaneConfig, connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
-from dataplane.cli.flags import Memory
+from dataplane.cli.flags import MemoryFlags
 from dataplane.config import DURABILITIES, MIB
-from dataplane.unit import StorageUnit
+from dataplane.storage.unit import StorageUnit
 from tests.cli_service import TQ
 from tests.secure import tls
 
@@ -192,7 +192,7 @@ def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(config: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dataplane.control.channel.Channel.open", interrupt)
+    monkeypatch.setattr("dataplane.client.rpc.channel.ControllerChannel.open", interrupt)
     assert main(["ls", "--address", "127.0.0.1:1"]) == 130
 
 
@@ -209,7 +209,7 @@ def test_a_reader_that_has_enough_gets_no_traceback(secured: str) -> None:
 
 
 def test_durabilities_are_those_of_the_settings() -> None:
-    assert get_args(get_type_hints(Memory)["durability"]) == DURABILITIES
+    assert get_args(get_type_hints(MemoryFlags)["durability"]) == DURABILITIES
 
 
 @pytest.mark.integration

@@ -12,9 +12,9 @@ import pytest
 
 from dataplane import DataPlaneClient, ServiceUnavailableError, connect
 from dataplane.cli import bench as bench_module
-from dataplane.cli import main, own
-from dataplane.cli.measuring import Measure
-from dataplane.cli.own import own_service
+from dataplane.cli import local_service, main
+from dataplane.cli.bench_runner import Measure
+from dataplane.cli.local_service import own_service
 from dataplane.config import MIB, DataPlaneConfig
 from tests.cli_service import filled  # noqa: F401
 
@@ -98,13 +98,13 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_service_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the verb would wait for it for ever."""
-    monkeypatch.setattr(own, "_END_S", 0.2)
+    monkeypatch.setattr(local_service, "_END_S", 0.2)
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            assert own._first_line(process) == "ready\n"
-            assert own._end(process) == ""
+            assert local_service._first_line(process) == "ready\n"
+            assert local_service._end(process) == ""
             assert process.returncode == -signal.SIGKILL
         finally:
             process.kill()

@@ -16,16 +16,16 @@ import pytest
 import zmq
 
 from dataplane import DataPlaneClient, DataPlaneConfig, serve
-from dataplane.arena import Arena
 from dataplane.cli import main
 from dataplane.cli.checks import Finding, machine, packages
 from dataplane.cli.checks.finding import careful
 from dataplane.cli.checks.trial import trial
 from dataplane.compat import switch
 from dataplane.config import GIB, MIB
-from dataplane.folder import own_directory
-from dataplane.lockfile import new_arena_name
-from dataplane.memory import Room
+from dataplane.core.file_locks import new_arena_name
+from dataplane.core.memory_limits import AvailableMemory
+from dataplane.core.private_dir import own_directory
+from dataplane.storage.arena import Arena
 from tests.cli_service import filled  # noqa: F401
 from tests.ports import free_ports
 
@@ -169,7 +169,10 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("free", "ok"), [(10 * MIB, False), (10 * GIB, True)])
 def test_a_memory_limit(free: int, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms = [Room(free_bytes=free, limit="the limit"), Room(free_bytes=free + 1, limit="a wider one")]
+    rooms = [
+        AvailableMemory(free_bytes=free, limit="the limit"),
+        AvailableMemory(free_bytes=free + 1, limit="a wider one"),
+    ]
     monkeypatch.setattr(machine, "cgroup_rooms", lambda: rooms)
     found = only(machine.machine("/dev/shm", 0), "memory limit")
     assert "left of the limit; arenas count" in found.found

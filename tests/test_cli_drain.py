@@ -11,10 +11,10 @@ import pytest
 
 from dataplane import DataPlaneClient, DataPlaneConfig
 from dataplane.cli import main
+from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import MIB
-from dataplane.control.channel import Channel
 from dataplane.ledger import commands as c
-from dataplane.unit import StorageUnit
+from dataplane.storage.unit import StorageUnit
 from tests.children import Child
 from tests.cli_service import TQ, filled  # noqa: F401
 from tests.lives import wait_until
@@ -80,7 +80,7 @@ def test_an_interrupt_undoes_it(
     monkeypatch.setattr(draining._Line, "show", interrupt)
     with StorageUnit(OTHER, str(filled.config.address), name="other"):
         if before:
-            with contextlib.closing(Channel.open(filled.config)) as channel:
+            with contextlib.closing(ControllerChannel.open(filled.config)) as channel:
                 channel.call(c.Drain(unit=1))
         assert main(["drain", "unit-0", "--drop"]) == 1
         told = capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from dataplane import DataPlaneClient, DataPlaneConfig, connect, serve
 from dataplane.cli import main
 from dataplane.config import MIB
-from dataplane.unit import StorageUnit
+from dataplane.storage.unit import StorageUnit
 from tests.cli_service import filled  # noqa: F401
 
 pytestmark = pytest.mark.integration

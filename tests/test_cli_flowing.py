@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dataplane import DataPlaneConfig, ServiceUnavailableError, connect, serve
-from dataplane.cli import flowing, main
-from dataplane.cli.flowing import flow, where
+from dataplane.cli import main, throughput
+from dataplane.cli.throughput import flow, where
 from dataplane.config import MIB
 from tests.lives import wait_until
 from tests.secure import tls
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to answer than somebody who watches would wait."""
-    monkeypatch.setattr(flowing, "_WAIT_S", 60.0)
+    monkeypatch.setattr(throughput, "_WAIT_S", 60.0)
 
 
 @pytest.mark.parametrize(

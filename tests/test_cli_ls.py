@@ -9,7 +9,7 @@ import pytest
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
-from dataplane.control.channel import Channel
+from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.ledger import commands as c
 from tests.cli_service import filled  # noqa: F401
 
@@ -48,13 +48,13 @@ def test_a_screen_asks_for_no_more_partitions_than_it_shows(
     verb: str, filled: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[c.Command] = []
-    call = Channel.call
+    call = ControllerChannel.call
 
-    def noted(channel: Channel, command: c.Command, *args: Any, **kwargs: Any) -> Any:
+    def noted(channel: ControllerChannel, command: c.Command, *args: Any, **kwargs: Any) -> Any:
         asked.append(command)
         return call(channel, command, *args, **kwargs)
 
-    monkeypatch.setattr(Channel, "call", noted)
+    monkeypatch.setattr(ControllerChannel, "call", noted)
     main(verb.split())
     stats = [command for command in asked if isinstance(command, c.Stats)]
     assert stats
@@ -93,15 +93,15 @@ def test_no_more_than_the_limit(filled: DataPlaneClient, capsys: pytest.CaptureF
 
 def test_what_is_not_shown_is_not_fetched(filled: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[tuple[str, ...]] = []
-    call = Channel.call
+    call = ControllerChannel.call
 
-    def watched(channel: Channel, command: c.Command, *rest: Any, **more: Any) -> tuple[int, c.Result]:
+    def watched(channel: ControllerChannel, command: c.Command, *rest: Any, **more: Any) -> tuple[int, c.Result]:
         number, result = call(channel, command, *rest, **more)
         if isinstance(result, c.Listed):
             listed.append(result.ids)
         return number, result
 
-    monkeypatch.setattr(Channel, "call", watched)
+    monkeypatch.setattr(ControllerChannel, "call", watched)
     assert main(["ls", "train", "--limit", "2"]) == 0
     assert listed == [("a", "b")]
 

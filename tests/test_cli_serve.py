@@ -19,12 +19,13 @@ import pytest
 import torch
 
 import dataplane
-from dataplane import DataPlaneConfig, connect, unit_process
+from dataplane import DataPlaneConfig, connect
 from dataplane.cli import main
 from dataplane.cli import serve as serve_module
 from dataplane.config import MIB
-from dataplane.kept import discard
-from dataplane.unit_process import UnitProcesses
+from dataplane.storage import unit_process
+from dataplane.storage.arena_record import discard
+from dataplane.storage.unit_process import UnitProcesses
 from tests.cli_service import Service, child_of, services  # noqa: F401
 from tests.conftest import litter
 from tests.lives import wait_until
@@ -154,7 +155,7 @@ def test_a_service_whose_units_are_starting_ends_when_it_is_told(services: list[
     serving = psutil.Process(service.process.pid)
 
     def started() -> list[psutil.Process]:
-        return [each for each in serving.children() if "dataplane.unit_process" in each.cmdline()]
+        return [each for each in serving.children() if "dataplane.storage.unit_process" in each.cmdline()]
 
     wait_until(lambda: len(started()) == 2)
     units = started()
@@ -187,7 +188,7 @@ sys.exit(dataplane.cli.main(["serve", "--units", "0"]))
 
 
 @pytest.mark.parametrize(
-    ("importing", "code"), [("dataplane.cli.app", -signal.SIGINT), ("dataplane.control.controller", 0)]
+    ("importing", "code"), [("dataplane.cli.app", -signal.SIGINT), ("dataplane.controller.controller", 0)]
 )
 def test_an_interrupt_while_it_is_imported_is_no_traceback(importing: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED, importing], capture_output=True, text=True, timeout=60)

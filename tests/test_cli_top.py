@@ -20,9 +20,9 @@ from rich.console import Console
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
+from dataplane.cli.rates import Look, Rates, look, rates
 from dataplane.cli.top import frame
-from dataplane.cli.watching import Look, Rates, look, rates
-from dataplane.control.channel import Channel
+from dataplane.client.rpc.channel import ControllerChannel
 from tests.children import Child
 from tests.cli_service import TQ, complaints, filled  # noqa: F401
 from tests.lives import wait_until
@@ -68,7 +68,7 @@ def test_without_a_version_there_is_no_lag(filled: DataPlaneClient, capsys: pyte
 
 
 def test_many_units_leave_room_for_the_rest(filled: DataPlaneClient) -> None:
-    with contextlib.closing(Channel.open(filled.config)) as channel:
+    with contextlib.closing(ControllerChannel.open(filled.config)) as channel:
         seen = look(channel)
     (unit,) = seen.report.units
     units = [replace(unit, unit=n, used_bytes=n * unit.capacity_bytes // 200) for n in range(1, 129)]
@@ -89,7 +89,7 @@ def lines_of_units(seen: Look, most: int | None) -> list[str]:
 
 
 def test_rates_are_of_what_came_and_went(filled: DataPlaneClient) -> None:
-    channel = Channel.open(filled.config)
+    channel = ControllerChannel.open(filled.config)
     try:
         before = look(channel)
         filled.put_samples(["d"], "train", {"reward": torch.zeros(1)})

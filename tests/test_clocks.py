@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import dataplane
-from dataplane.control.handlers import Facts
-from dataplane.control.shell import LedgerShell
-from dataplane.control.zmq_door import ZmqDoor
-from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.controller.requests import Facts
+from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import part_of
 
 pytestmark = pytest.mark.integration
@@ -98,10 +98,10 @@ class Service:
     """A real ledger in its thread, by a clock that the test sets, and sessions that ask it."""
 
     def __init__(self, clock: Clock) -> None:
-        door = ZmqDoor("127.0.0.1", 0)
+        door = ZmqServer("127.0.0.1", 0)
         door.introduce(FACTS)
         ledger = Ledger(7, heartbeat_s=SETTINGS.heartbeat_s, session_timeout_s=SETTINGS.session_timeout_s)
-        self.shell = LedgerShell(ledger, door, FACTS, clock=clock)
+        self.shell = LedgerThread(ledger, door, FACTS, clock=clock)
         self.shell.start()
         self.outputs: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         self._number = 0

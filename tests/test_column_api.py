@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.batch import BatchedDataDict
-from dataplane.column_api import kv_first_write, read_columns, write_columns
-from dataplane.columns import decode, encode_fields
-from dataplane.columns.specs import declared_specs
-from dataplane.jagged import is_jagged
-from dataplane.meta import KVBatchMeta
-from dataplane.schema import Layout
+from dataplane.client.columns import kv_first_write, read_columns, write_columns
+from dataplane.core.schema import Layout
+from dataplane.data.batch import BatchedDataDict
+from dataplane.data.columns import decode, encode_fields
+from dataplane.data.columns.specs import declared_specs
+from dataplane.data.jagged import is_jagged
+from dataplane.data.meta import KVBatchMeta
 from tests.columns_helpers import same_rows, store
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.columns import RowSource, Shared, appended, encode_fields
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import RowSource, Shared, appended, encode_fields
 from tests.profiles import budget
 
 WORDS = FieldSpec(FieldKind.JAGGED, "int32", ())

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.batch import materialize
-from dataplane.columns import RowSource, assemble, decode, decode_batch, decode_padded, decode_views, encode_fields
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.batch import materialize
+from dataplane.data.columns import RowSource, assemble, decode, decode_batch, decode_padded, decode_views, encode_fields
+from dataplane.data.jagged import TORCH_DTYPES
 from dataplane.errors import InternalError, InvalidRequestError
-from dataplane.jagged import TORCH_DTYPES
-from dataplane.types import FieldKind, FieldSpec
 from tests.columns_helpers import encode_one, pick, random_tensor, same_bits, same_rows, store
 
 

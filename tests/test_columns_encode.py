@@ -9,11 +9,11 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane.checksums import checksums_of
-from dataplane.columns import Shared, encode_fields
+from dataplane.core.checksums import checksums_of
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import Shared, encode_fields
+from dataplane.data.jagged import jagged_from_values
 from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError
-from dataplane.jagged import jagged_from_values
-from dataplane.types import FieldKind, FieldSpec
 from tests.columns_helpers import encode_one, nested_of
 from tests.contract.values import DTYPES
 

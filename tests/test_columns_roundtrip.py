@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane.columns import RowSource, Shared, assemble, decode, decode_views, encode_fields
-from dataplane.columns.encode import _without_holes
-from dataplane.jagged import TORCH_DTYPES, byte_view, jagged_from_values
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import RowSource, Shared, assemble, decode, decode_views, encode_fields
+from dataplane.data.columns.encode import _without_holes
+from dataplane.data.jagged import TORCH_DTYPES, byte_view, jagged_from_values
 from tests.columns_helpers import encode_one, nested_of, pick, random_tensor, roundtrip, same_bits, same_rows, store
 
 LENGTHS = [3, 0, 5, 1, 0]

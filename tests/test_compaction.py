@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, FieldSpec, connect, failpoints
-from dataplane.bulk import compaction
+from dataplane import DataPlaneClient, FieldSpec, connect
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.types import FieldKind
-from dataplane.unit import StorageUnit
+from dataplane.core import failpoints
+from dataplane.core.types import FieldKind
+from dataplane.storage import compaction
+from dataplane.storage.unit import StorageUnit
 from tests.children import START_S
 from tests.faults.forks import forks
 from tests.lives import CONFIG, WAIT_S, Lives, one_unit, wait_until

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.conditions import Condition, conditions_of
+from dataplane.data.conditions import Condition, conditions_of
 from dataplane.errors import InvalidRequestError
 
 

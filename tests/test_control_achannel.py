@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane import failpoints
+from dataplane.client.rpc import async_channel, pending_calls
+from dataplane.client.rpc.async_channel import AsyncChannel
 from dataplane.config import DataPlaneConfig
-from dataplane.control import achannel, calls
-from dataplane.control.achannel import AsyncChannel
-from dataplane.control.controller import Controller
+from dataplane.controller.controller import Controller
+from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.control_service import QUICK, STILL, ScriptedLedger, ledger, scripted, unhurried  # noqa: F401
@@ -80,8 +80,8 @@ def test_cancelling_a_call_undoes_it(scripted: Controller, ledger: ScriptedLedge
 def test_a_lost_answer_is_asked_for_again(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(calls.Outgoing.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
+    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
 
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: (
@@ -158,8 +158,8 @@ def test_a_dead_address_is_an_error_at_once() -> None:
 
 
 def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(calls.Outgoing.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
+    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
     controller = Controller(QUICK, ledger=ledger, epoch=1).start()
 
     async def script(channel: AsyncChannel) -> None:
@@ -174,7 +174,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await channel.call(c.Seal(partition="p"))
             channel.post(c.Release(located=1))
@@ -195,7 +195,7 @@ def test_too_few_open_files_when_the_session_moved(
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = asyncio.create_task(channel.call(CLAIM))
         await seen(ledger, c.Claim)
-        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
             channel._look_again()
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await waiting
@@ -210,7 +210,7 @@ def test_too_few_open_files_to_say_goodbye(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch, unhurried: None
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, achannel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
             await channel.close()
 
     run(scripted, script, STILL)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from dataplane.client.rpc.handshake import OpenedSession
+from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
-from dataplane.control import codec, wire
-from dataplane.control.calls import Calls
-from dataplane.control.opening import Session
 from dataplane.errors import (
     ClientClosedError,
     DataPlaneError,
@@ -20,8 +19,9 @@ from dataplane.errors import (
     to_wire,
 )
 from dataplane.ledger import commands as c
+from dataplane.protocol import codec, zmq_frames
 
-SESSION = Session(
+SESSION = OpenedSession(
     number=7, epoch=1, units=(), address="here:1", door="ipc://@x", heartbeat_s=1.0, nonce="n", durable=True
 )
 STOPPING = ServiceUnavailableError(address="here:1", why="the service is stopping")
@@ -38,12 +38,12 @@ def calls_of(**settings: Any) -> tuple[Calls, list[int]]:
     return calls, doubts
 
 
-def refusal(number: int, error: DataPlaneError) -> wire.Reply:
-    return wire.Reply(number, *to_wire(error))
+def refusal(number: int, error: DataPlaneError) -> zmq_frames.Reply:
+    return zmq_frames.Reply(number, *to_wire(error))
 
 
-def done(number: int) -> wire.Reply:
-    return wire.Reply(number, "ok", codec.encode_result(c.Done()))
+def done(number: int) -> zmq_frames.Reply:
+    return zmq_frames.Reply(number, "ok", codec.encode_result(c.Done()))
 
 
 def test_a_lost_service_is_waited_for_only_if_it_keeps_its_state() -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import zmq
 
-from dataplane import failpoints
-from dataplane.control import calls, opening, wire
-from dataplane.control.channel import Channel
-from dataplane.control.controller import Controller
+from dataplane.client.rpc import handshake, pending_calls
+from dataplane.client.rpc.channel import ControllerChannel
+from dataplane.controller.controller import Controller
+from dataplane.core import failpoints
 from dataplane.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -34,7 +34,8 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.ledger import Ledger
-from dataplane.ledger.limits import Limits
+from dataplane.ledger.state.limits import Limits
+from dataplane.protocol import zmq_frames
 from tests.children import Child
 from tests.control_service import (  # noqa: F401
     NEVER_S,
@@ -64,11 +65,11 @@ def real() -> Iterator[Controller]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are repeated after a tenth of a second."""
-    monkeypatch.setattr(calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(calls.Outgoing.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
+    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
 
 
-def register(channel: Channel) -> None:
+def register(channel: ControllerChannel) -> None:
     channel.call(c.Register(partition="p", fields={}, num_samples=None, tasks=("t",)))
 
 
@@ -91,21 +92,21 @@ def test_commands_reach_the_ledger_and_their_errors_come_back(real: Controller, 
 def test_commands_on_the_same_host_go_through_ipc(
     real: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "IPC_WAIT_S", WAIT_S)
+    monkeypatch.setattr(handshake, "IPC_WAIT_S", WAIT_S)
     assert open_channel(real).door.startswith("ipc://")
 
 
 def test_another_host_or_an_ipc_that_does_not_answer_is_served_over_tcp(
     real: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect = opening.door_socket
+    connect = handshake.door_socket
     nobody = {"ipc": "ipc://@tq-nobody-listens-here"}
-    monkeypatch.setattr(opening, "IPC_WAIT_S", 0.05)
-    monkeypatch.setattr(opening, "door_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
+    monkeypatch.setattr(handshake, "IPC_WAIT_S", 0.05)
+    monkeypatch.setattr(handshake, "door_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
     channel = open_channel(real)
-    assert channel.door == f"tcp://{opening.door_address(real.address)}"
+    assert channel.door == f"tcp://{handshake.door_address(real.address)}"
     register(channel)
-    monkeypatch.setattr(opening, "boot_id", lambda: "another host")
+    monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     other = open_channel(real)
     assert other.door.startswith("tcp://127.0.0.1:")
     other.call(c.Describe(partition="p"))
@@ -196,7 +197,7 @@ def test_an_interrupted_call_is_undone(
 
 def claimed() -> c.Result:
     empty = np.array([], np.int64)
-    return c.Claimed(ids=(), rows=empty, births=empty, fields=(), tags=())
+    return c.Claimed(ids=(), rows=empty, generations=empty, fields=(), tags=())
 
 
 def test_failpoints_stand_around_every_command(
@@ -234,7 +235,7 @@ def test_a_message_beyond_the_limit_is_refused_at_both_ends(
 ) -> None:
     # A heartbeat that is late would have the session looked for, and what answers that is longer than 100 bytes.
     channel = open_channel(scripted, heartbeat_s=NEVER_S)
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(RequestTooLargeError, match="a Seal command needs"):
         channel.call(c.Seal(partition="x" * 200))
     ledger.answer = lambda call: c.Done() if isinstance(call.command, c.Bye) else long_blocked()
@@ -277,7 +278,7 @@ def test_a_dead_address_is_an_error_at_once(open_channel: Open) -> None:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         with pytest.raises(ServiceUnavailableError, match=f":{port}: connecting to it"):
-            Channel.open(replace(QUICK, address=f"127.0.0.1:{port}"))
+            ControllerChannel.open(replace(QUICK, address=f"127.0.0.1:{port}"))
 
 
 def test_something_else_at_the_address_is_an_error_in_time() -> None:
@@ -286,28 +287,28 @@ def test_something_else_at_the_address_is_an_error_in_time() -> None:
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ServiceUnavailableError, match="does not answer in time"):
-            Channel.open(replace(QUICK, address=address, connect_timeout_s=0.2))
+            ControllerChannel.open(replace(QUICK, address=address, connect_timeout_s=0.2))
 
 
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ValueError, match="no address of a data plane service"):
-        Channel.open(QUICK)
+        ControllerChannel.open(QUICK)
 
 
 def test_the_token_is_checked() -> None:
     with Controller(replace(QUICK, token="secret")) as controller:
         for token in (None, "wrong"):
             with pytest.raises(AuthenticationError):
-                Channel.open(replace(QUICK, address=controller.address, token=token))
-        channel = Channel.open(replace(QUICK, address=controller.address, token="secret"))
+                ControllerChannel.open(replace(QUICK, address=controller.address, token=token))
+        channel = ControllerChannel.open(replace(QUICK, address=controller.address, token="secret"))
         channel.call(c.Units())
         channel.close()
 
 
 def test_another_protocol_version_is_named(real: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "PROTOCOL_VERSION", 99)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
     with pytest.raises(ProtocolVersionError, match="version 99"):
-        Channel.open(replace(QUICK, address=real.address))
+        ControllerChannel.open(replace(QUICK, address=real.address))
 
 
 def test_an_expired_session_ends_the_channel(
@@ -345,7 +346,7 @@ def test_a_service_of_another_epoch_ends_the_channel(open_channel: Open) -> None
         keep_asking(channel)
 
 
-def keep_asking(channel: Channel) -> None:
+def keep_asking(channel: ControllerChannel) -> None:
     """Until the channel has found out what there is to find out."""
     while True:
         with contextlib.suppress(CallTimeoutError, ServiceUnavailableError):
@@ -369,9 +370,10 @@ def test_a_service_that_went_away_is_noticed_while_a_call_waits(open_channel: Op
 
 def test_the_end_of_a_client_process_is_told_at_once(scripted: Controller, ledger: ScriptedLedger) -> None:
     script = (
-        "import sys; from dataplane.config import DataPlaneConfig; from dataplane.control import channel, opening\n"
-        "opening.IPC_WAIT_S = 60.0\n"
-        "open_one = channel.Channel.open(DataPlaneConfig(address=sys.argv[1], heartbeat_s=600.0))\n"
+        "import sys; from dataplane.config import DataPlaneConfig\n"
+        "from dataplane.client.rpc import channel, handshake\n"
+        "handshake.IPC_WAIT_S = 60.0\n"
+        "open_one = channel.ControllerChannel.open(DataPlaneConfig(address=sys.argv[1], heartbeat_s=600.0))\n"
         "print('open', flush=True); sys.stdin.read()"
     )
     with Child([sys.executable, "-c", script, scripted.address]) as child:
@@ -408,7 +410,7 @@ def test_a_forked_child_opens_its_own_session_and_the_parents_lives_on(real: Con
             with pytest.raises(ClientClosedError, match="the parent of this forked process"):
                 attempt()
         channel.close()
-        own = Channel.open(replace(QUICK, address=real.address))
+        own = ControllerChannel.open(replace(QUICK, address=real.address))
         assert own.session != 1
         own.call(c.Describe(partition="p"))
         own.close()
@@ -434,7 +436,7 @@ def test_a_service_cannot_be_started_in_a_child_of_one(real: Controller) -> None
 
 
 def test_closing_says_bye_and_refuses_calls(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
-    channel = Channel.open(replace(STILL, address=scripted.address))
+    channel = ControllerChannel.open(replace(STILL, address=scripted.address))
     channel.close()
     channel.close()
     assert len(ledger.of(c.Bye)) == 1
@@ -445,7 +447,7 @@ def test_closing_says_bye_and_refuses_calls(scripted: Controller, ledger: Script
 
 def test_closing_wakes_calls_of_other_threads(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
     ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
-    channel = Channel.open(replace(STILL, address=scripted.address))
+    channel = ControllerChannel.open(replace(STILL, address=scripted.address))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(channel.call, CLAIM) for _ in range(2)]
         ledger.wait_for(c.Claim, 2)
@@ -458,7 +460,7 @@ def test_closing_wakes_calls_of_other_threads(scripted: Controller, ledger: Scri
 
 def test_closing_after_the_service_has_gone_is_quiet(soon: None) -> None:
     controller = Controller(QUICK).start()
-    channel = Channel.open(replace(QUICK, address=controller.address))
+    channel = ControllerChannel.open(replace(QUICK, address=controller.address))
     controller.stop()
     with pytest.raises(ServiceUnavailableError):
         channel.call(c.Units())
@@ -467,7 +469,7 @@ def test_closing_after_the_service_has_gone_is_quiet(soon: None) -> None:
 
 def test_the_door_refuses_what_is_no_request(real: Controller) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = opening.door_socket(context, f"tcp://{opening.door_address(real.address)}")
+    dealer = handshake.door_socket(context, f"tcp://{handshake.door_address(real.address)}")
     try:
         for frames, why in (
             ([b"Units"], "2 or more frames"),
@@ -477,7 +479,7 @@ def test_the_door_refuses_what_is_no_request(real: Controller) -> None:
         ):
             dealer.send_multipart(frames)
             assert dealer.poll(int(WAIT_S * 1000))
-            reply = wire.Reply.parse(dealer.recv_multipart())
+            reply = zmq_frames.Reply.parse(dealer.recv_multipart())
             assert reply.number == 0
             with pytest.raises(InvalidRequestError, match=why):
                 reply.good_body()

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.control import codec
-from dataplane.control.unit_messages import order_from_pb, order_to_pb, report_from_pb, report_to_pb
+from dataplane.core.types import FieldKind, FieldSpec, Scalar
 from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
-from dataplane.pb import control_pb2 as pb
-from dataplane.types import FieldKind, FieldSpec, Scalar
+from dataplane.protocol import codec
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.unit_stream import order_from_pb, order_to_pb, report_from_pb, report_to_pb
 from tests.control_values import of_type, plain
 from tests.profiles import budget
 
@@ -118,7 +118,7 @@ SOME = c.Samples(ids=("a",))
 def test_arrays_need_not_be_contiguous_and_come_back_read_only() -> None:
     rows = np.arange(10, dtype=np.int64)[::-2]
     call = c.Call(
-        session=1, number=1, watermark=1, command=c.Clear(partition="p", samples=c.Samples(rows=rows, births=rows))
+        session=1, number=1, watermark=1, command=c.Clear(partition="p", samples=c.Samples(rows=rows, generations=rows))
     )
     back = codec.decode(*codec.encode(call))
     assert isinstance(back, c.Call)
@@ -159,7 +159,7 @@ MALFORMED = {
     "uneven handles": (
         "Locate",
         pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=b"\0" * 8))),
-        "1 rows and 0 births",
+        "1 rows and 0 generations",
     ),
     "unknown enum": ("Commit", pb.CommitRequest(samples=IDS, mode=9), "unknown Mode 9"),  # type: ignore[arg-type]
     "unknown kind": (

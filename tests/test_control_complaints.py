@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dataplane.control.complaints import Complaints, OneLine
+from dataplane.core.limited_log import Complaints, OneLine
 
 
 def test_one_line_is_let_through_and_the_next_says_how_many_were_not() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect, serve
+from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import DataPlaneConfig
-from dataplane.control import controller as controller_module
-from dataplane.control.channel import Channel
-from dataplane.control.controller import Controller
+from dataplane.controller import controller as controller_module
+from dataplane.controller.controller import Controller
+from dataplane.core.addresses import split_address
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import split_address
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger
 from tests.ports import free_ports
@@ -59,7 +59,7 @@ def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> N
     with Controller(replace(CONFIG, host="0.0.0.0", token="secret")) as controller:
         host, port = split_address(controller.address)
         assert host != "0.0.0.0"
-        channel = Channel.open(replace(CONFIG, address=f"127.0.0.1:{port}", token="secret"))
+        channel = ControllerChannel.open(replace(CONFIG, address=f"127.0.0.1:{port}", token="secret"))
         channel.call(c.Units())
         channel.close()
 
@@ -83,14 +83,14 @@ def test_stopping_ends_everything_and_answers_parked_calls() -> None:
     controller.stop()
     controller.stop()
     with pytest.raises(ServiceUnavailableError):
-        Channel.open(replace(CONFIG, address=address))
+        ControllerChannel.open(replace(CONFIG, address=address))
 
 
 def test_epochs_grow_from_life_to_life() -> None:
     epochs = []
     for _ in range(2):
         with Controller(CONFIG) as controller:
-            channel = Channel.open(replace(CONFIG, address=controller.address))
+            channel = ControllerChannel.open(replace(CONFIG, address=controller.address))
             epochs.append(channel.epoch)
             channel.close()
     assert epochs[0] < epochs[1]
@@ -105,7 +105,7 @@ def imported_after(code: str) -> set[str]:
 def test_the_controller_imports_no_torch_and_leaves_the_environment_alone() -> None:
     modules = imported_after(
         "import os; before = dict(os.environ)\n"
-        "from dataplane.config import DataPlaneConfig; from dataplane.control.controller import Controller\n"
+        "from dataplane.config import DataPlaneConfig; from dataplane.controller.controller import Controller\n"
         "Controller(DataPlaneConfig()).start().stop()\n"
         "assert dict(os.environ) == before"
     )
@@ -114,7 +114,7 @@ def test_the_controller_imports_no_torch_and_leaves_the_environment_alone() -> N
 
 
 def test_a_client_imports_no_grpc() -> None:
-    modules = imported_after("import dataplane.control.channel, dataplane.control.achannel")
+    modules = imported_after("import dataplane.client.rpc.channel, dataplane.client.rpc.async_channel")
     assert "zmq" in modules
     assert not modules & {"grpc", "torch", "ray"}
 

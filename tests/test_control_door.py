@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.control import channel as sync_channel
-from dataplane.control import door, keeper, opening
-from dataplane.control.controller import Controller
+from dataplane.client.rpc import channel as sync_channel
+from dataplane.client.rpc import handshake, heartbeat, socket_pool
+from dataplane.controller.controller import Controller
 from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.control_service import Open, ScriptedLedger, ledger, open_channel, scripted  # noqa: F401
@@ -27,14 +27,14 @@ def counted_sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
     opened: list[zmq.Socket[bytes]] = []
 
     def counted(*arguments: Any) -> zmq.Socket[bytes]:
-        opened.append(opening.door_socket(*arguments))
+        opened.append(handshake.door_socket(*arguments))
         return opened[-1]
 
-    monkeypatch.setattr(door, "door_socket", counted)
+    monkeypatch.setattr(socket_pool, "door_socket", counted)
     return opened
 
 
-def used(shared: door.Door, number: int) -> list[zmq.Socket[bytes]]:
+def used(shared: socket_pool.SocketPool, number: int) -> list[zmq.Socket[bytes]]:
     """Sockets of as many calls at the same time, which have ended."""
     calls = [threading.Lock() for _ in range(number)]
     taken = [dealer for call in calls if (dealer := shared.take(call)) is not None]
@@ -46,7 +46,7 @@ def used(shared: door.Door, number: int) -> list[zmq.Socket[bytes]]:
 def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
+    shared = socket_pool.SocketPool(context, f"tcp://{handshake.door_address(scripted.address)}", handshake.OPEN)
 
     used(shared, 4)
     served: list[zmq.Socket[bytes]] = []
@@ -67,7 +67,7 @@ def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch
 def test_sockets_that_nobody_needs_any_more_are_closed(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = door.Door(context, f"tcp://{opening.door_address(scripted.address)}", opening.OPEN)
+    shared = socket_pool.SocketPool(context, f"tcp://{handshake.door_address(scripted.address)}", handshake.OPEN)
     used(shared, 4)
     shared.serve_idle(lambda dealer: None)
     assert not any(dealer.closed for dealer in opened)
@@ -100,7 +100,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, open_channel: Open, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = open_channel(scripted)
-    with exhausted(monkeypatch, door, "door_socket", zmq.ZMQError):
+    with exhausted(monkeypatch, socket_pool, "door_socket", zmq.ZMQError):
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
         channel.post(c.Release(located=1))
@@ -117,7 +117,7 @@ def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
 ) -> None:
     channel = open_channel(scripted)
     channel.call(c.Seal(partition="p"))
-    with exhausted(monkeypatch, door, "Waker"):
+    with exhausted(monkeypatch, socket_pool, "Waker"):
         channel._look_again()
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
@@ -132,7 +132,7 @@ def test_too_few_open_files_to_look_for_the_service(
     """It is looked for again; calls go on, as they have their sockets."""
     channel = open_channel(scripted)
     asked = threading.Event()
-    real = keeper.go_on
+    real = heartbeat.go_on
     left = [2]
 
     def none_left_at_first(*arguments: Any) -> Any:
@@ -142,7 +142,7 @@ def test_too_few_open_files_to_look_for_the_service(
             raise zmq.ZMQError(errno.EMFILE)
         return real(*arguments)
 
-    monkeypatch.setattr(keeper, "go_on", none_left_at_first)
+    monkeypatch.setattr(heartbeat, "go_on", none_left_at_first)
     channel._keeper.check()
     assert asked.wait(60)
     channel.call(c.Seal(partition="p"))

@@ -16,15 +16,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import grpc_door, grpc_public, health
-from dataplane.control.controller import Controller
-from dataplane.control.grpc_standard import POOL
-from dataplane.control.statuses import DETAILS_KEY, from_status
+from dataplane.controller import grpc_public, grpc_server, health
+from dataplane.controller.controller import Controller
+from dataplane.controller.grpc_standard import POOL
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
-from dataplane.pb import control_pb2 as pb
-from dataplane.pb import control_pb2_grpc
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.protocol.grpc_status import DETAILS_KEY, from_status
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.pb import control_pb2_grpc
 from tests.control_service import ScriptedLedger
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine the service counts as healthy, and calls that are pending when it stops are answered."""
     monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
-    monkeypatch.setattr(grpc_door, "GRACE_S", WAIT_S)
+    monkeypatch.setattr(grpc_server, "GRACE_S", WAIT_S)
 
 
 @pytest.fixture
@@ -272,11 +272,11 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_door_goes_on(
 ) -> None:
     stub = control_pb2_grpc.ControlStub(scripted)
     with monkeypatch.context() as patched:
-        patched.setattr("dataplane.control.grpc_door.message_of", failing)
+        patched.setattr("dataplane.controller.grpc_server.message_of", failing)
         with pytest.raises(grpc.RpcError) as told:
             stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=1)), timeout=WAIT_S)
     with monkeypatch.context() as patched:
-        patched.setattr("dataplane.control.grpc_door.heartbeat_reply", failing)
+        patched.setattr("dataplane.controller.grpc_server.heartbeat_reply", failing)
         with pytest.raises(grpc.RpcError) as beat:
             list(stub.KeepSession(iter([pb.HeartbeatRequest(session=1)]), timeout=WAIT_S))
     for error in (told, beat):

@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import grpc_public, health
-from dataplane.control.controller import Controller
+from dataplane.controller import grpc_public, health
+from dataplane.controller.controller import Controller
 from dataplane.errors import StateDirError
 from dataplane.ledger import commands as c
 from tests.control_service import ScriptedLedger, done

@@ -15,9 +15,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, RequestReceived, StreamEnded
 
-from dataplane.control import http2, keys, tls
-from dataplane.control.opening import is_slow
+from dataplane.client.rpc.handshake import is_slow
 from dataplane.errors import ServiceUnavailableError
+from dataplane.protocol import http2, server_keys, tls
 
 WAIT_S = 60.0
 SETTINGS, PING, HEADERS, DATA, RST, GOAWAY = 4, 6, 1, 0, 3, 7
@@ -159,10 +159,10 @@ def test_the_text_of_a_status_is_told_in_part_and_changes_no_terminal(
 
 def test_a_service_that_was_busy_until_the_end_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Exception] = [http2.BusyError("it answered with gRPC status 8: too many"), TimeoutError("timed out")]
-    monkeypatch.setattr(keys, "_ask", raiser(answers))
-    monkeypatch.setattr(keys, "BUSY_S", 0.001)
+    monkeypatch.setattr(server_keys, "_ask", raiser(answers))
+    monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
     with pytest.raises(ServiceUnavailableError, match=r"something listens, but it answered.*too many") as caught:
-        keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
+        server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
     assert is_slow(caught.value)
     assert not answers
 
@@ -183,13 +183,13 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
             raise http2.BusyError("it answered with gRPC status 14")
         return b"", ""
 
-    monkeypatch.setattr(keys, "_ask", ask)
-    monkeypatch.setattr(keys, "BUSY_S", 0.001)
-    assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
+    monkeypatch.setattr(server_keys, "_ask", ask)
+    monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
+    assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN
     assert len(asked) == 3
     asked.clear()
     with pytest.raises(ServiceUnavailableError, match="but it answered with gRPC status 14") as caught:
-        keys.keys_of("host:1", None, None, deadline=time.monotonic())
+        server_keys.keys_of("host:1", None, None, deadline=time.monotonic())
     assert is_slow(caught.value)
 
 
@@ -206,17 +206,17 @@ def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
 
     def answer(*_: object, **__: object) -> bytes:
         nonlocal now
-        now += keys.HANDSHAKE_S
+        now += server_keys.HANDSHAKE_S
         found = answers.pop(0)
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(keys, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
-    monkeypatch.setattr(keys, "dial", lambda *_: socket.socket())
-    monkeypatch.setattr(keys, "dialed", lambda _: "")
+    monkeypatch.setattr(server_keys, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+    monkeypatch.setattr(server_keys, "dial", lambda *_: socket.socket())
+    monkeypatch.setattr(server_keys, "dialed", lambda _: "")
     monkeypatch.setattr(http2, "call", answer)
-    assert keys.keys_of("host:1", None, None, deadline=WAIT_S) == keys.OPEN
+    assert server_keys.keys_of("host:1", None, None, deadline=WAIT_S) == server_keys.OPEN
     assert not answers
 
 
@@ -231,10 +231,10 @@ def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pyt
             raise error
         return b"", ""
 
-    monkeypatch.setattr(keys, "_ask", ask)
-    monkeypatch.setattr(keys, "BUSY_S", 0.001)
+    monkeypatch.setattr(server_keys, "_ask", ask)
+    monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
     monkeypatch.setattr(tls, "diagnose", lambda *_: None)
-    assert keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == keys.OPEN
+    assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN
     assert len(asked) == 3
     with pytest.raises(ServiceUnavailableError, match="it hangs up at once: it may have reached its limit"):
-        keys.keys_of("host:1", None, None, deadline=time.monotonic())
+        server_keys.keys_of("host:1", None, None, deadline=time.monotonic())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.control.numbering import MOST_NAMED, Numbering, undo_of
+from dataplane.client.rpc.call_numbers import MOST_NAMED, CallNumbers, undo_of
 from dataplane.ledger import commands as c
 
 ALLOCATE = c.Allocate(partition="p", columns=())
@@ -13,14 +13,14 @@ LOCATE = c.Locate(partition="p", samples=c.Samples(ids=()), fields=())
 CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1)
 COMMIT = c.Commit(
     partition="p",
-    samples=c.Samples(rows=np.array([], np.int64), births=np.array([], np.int64)),
+    samples=c.Samples(rows=np.array([], np.int64), generations=np.array([], np.int64)),
     mode=c.Mode.UPDATE,
     reservation=7,
 )
 
 
 def test_numbers_count_up_and_carry_the_lowest_unanswered() -> None:
-    numbering = Numbering(5)
+    numbering = CallNumbers(5)
     first, second = numbering.issue(c.Units(), now=0.0), numbering.issue(c.Stats(), now=0.0)
     assert (first.session, first.number, first.watermark) == (5, 1, 1)
     assert (second.number, second.watermark) == (2, 1)
@@ -33,7 +33,7 @@ def test_numbers_count_up_and_carry_the_lowest_unanswered() -> None:
 
 
 def test_answers_may_come_twice_and_for_numbers_never_issued() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(c.Units(), now=0.0)
     for number in (1, 1, 99):
         numbering.answered(number)
@@ -41,7 +41,7 @@ def test_answers_may_come_twice_and_for_numbers_never_issued() -> None:
 
 
 def test_a_repeat_is_the_same_command_with_the_watermark_of_now() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(c.Units(), now=0.0)
     numbering.issue(c.Stats(), now=0.0)
     numbering.answered(1)
@@ -60,7 +60,7 @@ def test_a_repeat_is_the_same_command_with_the_watermark_of_now() -> None:
     ids=lambda each: type(each).__name__,
 )
 def test_the_watermark_waits_for_the_undo_of_an_abandoned_call(command: c.Command, undo: c.Command) -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(command, now=0.0)
     call = numbering.abandon(1, now=1.0)
     assert call is not None
@@ -75,7 +75,7 @@ def test_the_watermark_waits_for_the_undo_of_an_abandoned_call(command: c.Comman
 
 
 def test_a_call_without_an_undo_is_below_the_watermark_once_abandoned() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(c.Clear(partition="p", samples=None), now=0.0)
     assert numbering.abandon(1, now=0.0) is None
     assert numbering.watermark == 2
@@ -83,7 +83,7 @@ def test_a_call_without_an_undo_is_below_the_watermark_once_abandoned() -> None:
 
 
 def test_abandoning_twice_or_after_the_answer_undoes_nothing_more() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(CLAIM, now=0.0)
     assert numbering.abandon(1, now=0.0) is not None
     assert numbering.abandon(1, now=0.0) is None
@@ -93,7 +93,7 @@ def test_abandoning_twice_or_after_the_answer_undoes_nothing_more() -> None:
 
 
 def test_posted_calls_come_due_until_they_are_answered() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(c.Release(located=1), now=0.0, posted=True)
     numbering.issue(c.Stats(), now=0.0)
     assert numbering.due(0.0) == []
@@ -106,7 +106,7 @@ def test_posted_calls_come_due_until_they_are_answered() -> None:
 
 
 def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_it_is_answered() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     numbering.issue(CLAIM, now=0.0)
     for number in (2, 3):
         call = numbering.issue(c.Units(), now=0.0)
@@ -121,7 +121,7 @@ def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_
 
 
 def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(3):
         numbering.issue(CLAIM, now=0.0)
     numbering.answered(2)
@@ -131,7 +131,7 @@ def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() ->
 
 
 def test_an_answer_that_the_ledger_did_not_give_leaves_what_its_call_named() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(2):
         numbering.issue(CLAIM, now=0.0)
     numbering.answered(2)
@@ -141,7 +141,7 @@ def test_an_answer_that_the_ledger_did_not_give_leaves_what_its_call_named() -> 
 
 
 def test_what_the_watermark_passes_is_not_named() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(3):
         numbering.issue(CLAIM, now=0.0)
     numbering.answered(2)
@@ -151,7 +151,7 @@ def test_what_the_watermark_passes_is_not_named() -> None:
 
 
 def test_one_call_names_a_bounded_number() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(2 * MOST_NAMED + 9):
         numbering.issue(CLAIM, now=0.0)
     for number in range(2, 2 * MOST_NAMED + 9, 2):
@@ -164,7 +164,7 @@ def test_one_call_names_a_bounded_number() -> None:
 
 
 def test_what_is_known_of_a_range_is_not_named_again() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(9):
         numbering.issue(CLAIM, now=0.0)
     for number in (2, 3, 4):
@@ -179,7 +179,7 @@ def test_what_is_known_of_a_range_is_not_named_again() -> None:
 
 
 def test_abandoned_calls_are_named_once_their_undo_is_answered() -> None:
-    numbering = Numbering(1)
+    numbering = CallNumbers(1)
     for _ in range(3):
         numbering.issue(CLAIM, now=0.0)
     undo = numbering.abandon(2, now=0.0)

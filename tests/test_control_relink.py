@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import unit_link
-from dataplane.control.controller import Controller
-from dataplane.control.keys import DoorKeys
-from dataplane.control.unit_link import Outbox, UnitLink
+from dataplane.controller.controller import Controller
 from dataplane.errors import ArenaSpaceError, InvalidRequestError, ServiceRestartedError
 from dataplane.ledger import commands as c
+from dataplane.protocol.server_keys import ConnectionKeys
+from dataplane.storage import controller_link
+from dataplane.storage.controller_link import Outbox, UnitLink
 from tests.control_service import ScriptedLedger, add_unit
 from tests.lives import Proxy, wait_until
 from tests.logs import logged
@@ -225,11 +225,11 @@ def test_a_refusal_that_stands_is_not_tried_again(scene: Scene) -> None:
 def test_closing_a_broken_link_is_quick(
     scene: Scene, caplog: pytest.LogCaptureFixture, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_link, "CLOSE_S", WAIT_S)
+    monkeypatch.setattr(controller_link, "CLOSE_S", WAIT_S)
     tries: list[str] = []
-    waits, keys_of = threading.Event(), unit_link.keys_of
+    waits, keys_of = threading.Event(), controller_link.keys_of
 
-    def trying(address: str, *asked: Any, check: Callable[[], None], **more: Any) -> DoorKeys:
+    def trying(address: str, *asked: Any, check: Callable[[], None], **more: Any) -> ConnectionKeys:
         tries.append(address)
         looks = itertools.count()
 
@@ -240,7 +240,7 @@ def test_closing_a_broken_link_is_quick(
 
         return keys_of(address, *asked, check=look, **more)
 
-    monkeypatch.setattr(unit_link, "keys_of", trying)
+    monkeypatch.setattr(controller_link, "keys_of", trying)
     link = scene.link(timeout_s=10 * WAIT_S)
     link.open(add_unit(), ignore)
     scene.proxy.cut()

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.control import shell as shell_module
-from dataplane.control.handlers import Facts, Reply
-from dataplane.control.shell import LedgerShell
-from dataplane.control.zmq_door import ZmqDoor
+from dataplane.controller import event_loop as shell_module
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.controller.requests import Facts, Reply
+from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION
 from tests.control_service import ScriptedLedger, add_unit
 from tests.logs import logged
 
 pytestmark = pytest.mark.integration
 
-Serve = Callable[..., LedgerShell]
+Serve = Callable[..., LedgerThread]
 FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
 WAIT_S = 60.0
 
@@ -33,10 +33,10 @@ WAIT_S = 60.0
 def serve() -> Iterator[Serve]:
     shells = []
 
-    def start(ledger: ScriptedLedger, **settings: Any) -> LedgerShell:
-        door = ZmqDoor("127.0.0.1", 0)
+    def start(ledger: ScriptedLedger, **settings: Any) -> LedgerThread:
+        door = ZmqServer("127.0.0.1", 0)
         door.introduce(FACTS)
-        shells.append(LedgerShell(ledger, door, FACTS, **settings))
+        shells.append(LedgerThread(ledger, door, FACTS, **settings))
         shells[-1].start()
         return shells[-1]
 
@@ -90,7 +90,7 @@ def test_a_deadline_of_the_ledger_wakes_the_thread(serve: Serve) -> None:
     ledger.wait_until(lambda: ledger.ticks >= 2 and ledger.deadline is None)
 
 
-def ledger_wakes(shell: LedgerShell) -> None:
+def ledger_wakes(shell: LedgerThread) -> None:
     """Returns once the ledger's thread has been around."""
     inbox = Inbox()
     shell.submit(c.OpenSession(nonce="x", host="h", name="n", protocol_version=PROTOCOL_VERSION), inbox.reply)
@@ -231,7 +231,7 @@ def test_orders_go_to_the_units_link_until_it_is_detached(serve: Serve) -> None:
     assert second.outputs.empty()
 
 
-def ledger_orders(ledger: ScriptedLedger, shell: LedgerShell, order: c.Output) -> None:
+def ledger_orders(ledger: ScriptedLedger, shell: LedgerThread, order: c.Output) -> None:
     """Have the ledger put out `order`; returns when it has left."""
     apply = ledger.apply
     ledger.apply = lambda item: [order] if isinstance(item, c.SessionSilent) else apply(item)  # type: ignore[method-assign]
@@ -294,8 +294,8 @@ def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monk
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer, monkeypatch.context() as patched:
         peer.linger = 0
         # It fails on the first message, before it has looked at it.
-        serve_one = ZmqDoor.serve
-        patched.setattr(ZmqDoor, "serve", lambda door, handler: serve_one(door, handler) and fail())
+        serve_one = ZmqServer.serve
+        patched.setattr(ZmqServer, "serve", lambda door, handler: serve_one(door, handler) and fail())
         peer.connect(shell._door.endpoints[0])
         # The message is read on its own, or with what there is to know of its connection.
         with logged("and goes on"):

@@ -13,13 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataplane import connect, serve
-from dataplane.control import grpc_door, health, keys
-from dataplane.control.controller import Controller
-from dataplane.control.http2 import BusyError
-from dataplane.control.keys import keys_of
-from dataplane.control.statuses import from_status
+from dataplane.controller import grpc_server, health
+from dataplane.controller.controller import Controller
 from dataplane.errors import CallTimeoutError, ServiceUnavailableError
 from dataplane.ledger import commands as c
+from dataplane.protocol import server_keys
+from dataplane.protocol.grpc_status import from_status
+from dataplane.protocol.http2 import BusyError
+from dataplane.protocol.server_keys import keys_of
 from tests.control_service import (  # noqa: F401
     NEVER_S,
     Open,
@@ -82,9 +83,9 @@ def test_a_socket_that_brought_no_answer_is_not_used_again(
 
 
 def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_door, "MAX_CALLS", 2)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
     monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
-    busy, ask = threading.Event(), keys._ask
+    busy, ask = threading.Event(), server_keys._ask
 
     def asked(*question: Any) -> bytes:
         try:
@@ -93,7 +94,7 @@ def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch)
             busy.set()
             raise
 
-    monkeypatch.setattr(keys, "_ask", asked)
+    monkeypatch.setattr(server_keys, "_ask", asked)
     with (
         Controller(replace(CONFIG, token=TOKEN)) as controller,
         grpc.insecure_channel(controller.address) as channel,

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from dataplane import errors as e
-from dataplane.control.statuses import DETAILS_KEY, STATUSES, from_status, to_status
+from dataplane.protocol.grpc_status import DETAILS_KEY, STATUSES, from_status, to_status
 
 
 class Ended(grpc.RpcError, grpc.Call):

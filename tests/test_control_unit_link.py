@@ -14,15 +14,15 @@ import grpc
 import pytest
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control import unit_link
-from dataplane.control.controller import Controller
-from dataplane.control.grpc_import import import_grpc_door, import_grpc_link
-from dataplane.control.keys import OPEN
-from dataplane.control.unit_link import UnitLink
+from dataplane.controller.controller import Controller
 from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import commands as c
-from dataplane.pb import control_pb2 as pb
-from dataplane.pb import control_pb2_grpc
+from dataplane.protocol.grpc_loader import import_with_grpc
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.pb import control_pb2_grpc
+from dataplane.protocol.server_keys import OPEN
+from dataplane.storage import controller_link
+from dataplane.storage.controller_link import UnitLink
 from tests.control_service import ScriptedLedger, add_unit
 from tests.lives import wait_until
 
@@ -103,8 +103,8 @@ def test_the_ledgers_refusal_is_raised() -> None:
 
 
 def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[import_grpc_door().__module__], "MAX_CALLS", 1)
-    monkeypatch.setattr(unit_link, "keys_of", lambda address, *asked, **more: replace(OPEN, address=address))
+    monkeypatch.setattr(import_with_grpc("dataplane.controller.grpc_server"), "MAX_CALLS", 1)
+    monkeypatch.setattr(controller_link, "keys_of", lambda address, *asked, **more: replace(OPEN, address=address))
     with Controller(CONFIG, ledger=ledger, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
         beats: queue.SimpleQueue[pb.HeartbeatRequest | None] = queue.SimpleQueue()
         beats.put(pb.HeartbeatRequest(session=1))
@@ -131,7 +131,7 @@ def test_a_service_that_is_slow_at_first_is_waited_for(
 ) -> None:
     """For longer than for any later answer."""
     slow = threading.Event()
-    apply, keys_of = ledger.apply, unit_link.keys_of
+    apply, keys_of = ledger.apply, controller_link.keys_of
 
     def late(item: c.Input) -> list[c.Output]:
         slow.wait(SLOW_S)
@@ -142,7 +142,7 @@ def test_a_service_that_is_slow_at_first_is_waited_for(
         return keys_of(*asked, **more)
 
     monkeypatch.setattr(ledger, "apply", late)
-    monkeypatch.setattr(unit_link, "keys_of", late_keys)
+    monkeypatch.setattr(controller_link, "keys_of", late_keys)
     link = UnitLink(scripted.address, None, timeout_s=SLOW_S / 10)
     assert link.open(add_unit(), refuse) == 1
     slow.set()
@@ -205,9 +205,9 @@ def test_a_dead_address_and_a_wrong_token_are_named() -> None:
 
 def test_pings_on_an_idle_link_are_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller must not take keepalive pings for abuse: a link that carries nothing lives on."""
-    import_grpc_door()
-    import_grpc_link()
-    door, link_module = sys.modules["dataplane.control.grpc_door"], sys.modules["dataplane.control.grpc_link"]
+    import_with_grpc("dataplane.controller.grpc_server")
+    import_with_grpc("dataplane.storage.grpc_stream")
+    door, link_module = sys.modules["dataplane.controller.grpc_server"], sys.modules["dataplane.storage.grpc_stream"]
     quick = {
         "grpc.keepalive_time_ms": 100,
         "grpc.keepalive_timeout_ms": int(1000 * WAIT_S),

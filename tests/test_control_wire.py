@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.control import wire
-from dataplane.control.handlers import parse
-from dataplane.control.opening import door_address
-from dataplane.control.resolve import register_resolver, resolve
-from dataplane.control.secret import Secret
+from dataplane.client.rpc.handshake import door_address
+from dataplane.controller.requests import parse
 from dataplane.errors import AuthenticationError, InternalError, PartitionNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.proof import Ticket
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.resolver import register_resolver, resolve
+from dataplane.protocol.token import Secret
 
 
 def test_a_request_is_method_and_message() -> None:
-    method, body = wire.request(c.Heartbeat(session=3))
+    method, body = zmq_frames.request(c.Heartbeat(session=3))
     assert method == b"Heartbeat"
     assert body
 
 
 def test_a_long_request_comes_in_short_frames() -> None:
     seal = c.Seal(partition="p" * (600 << 10))
-    method, *parts = wire.request(c.Call(session=3, number=1, watermark=1, command=seal))
-    assert [len(part) for part in parts[:2]] == [wire.REQUEST_FRAME_BYTES] * 2
+    method, *parts = zmq_frames.request(c.Call(session=3, number=1, watermark=1, command=seal))
+    assert [len(part) for part in parts[:2]] == [zmq_frames.REQUEST_FRAME_BYTES] * 2
     back = parse(method.decode(), b"".join(parts))
     assert isinstance(back, c.Call)
     assert isinstance(back.command, c.Seal)
@@ -31,9 +31,9 @@ def test_a_long_request_comes_in_short_frames() -> None:
 
 
 def test_answers_and_refusals_come_back() -> None:
-    reply = wire.Reply.parse(wire.answer(7, b"body"))
+    reply = zmq_frames.Reply.parse(zmq_frames.answer(7, b"body"))
     assert (reply.number, reply.error, reply.good_body()) == (7, None, b"body")
-    refusal = wire.Reply.parse(wire.refusal(8, PartitionNotFoundError(partition="p")))
+    refusal = zmq_frames.Reply.parse(zmq_frames.refusal(8, PartitionNotFoundError(partition="p")))
     assert refusal.number == 8
     with pytest.raises(PartitionNotFoundError, match="'p'"):
         refusal.good_body()
@@ -42,7 +42,7 @@ def test_answers_and_refusals_come_back() -> None:
 @pytest.mark.parametrize("frames", [[], [b"x" * 8, b"ok"], [b"short", b"ok", b""]])
 def test_other_frames_are_no_reply(frames: list[bytes]) -> None:
     with pytest.raises(InternalError, match="no reply of the ZMQ door"):
-        wire.Reply.parse(frames)
+        zmq_frames.Reply.parse(frames)
 
 
 def test_the_token_is_checked_only_where_there_is_one() -> None:
@@ -71,6 +71,6 @@ def test_addresses_resolve() -> None:
 
 
 def test_an_actors_address_needs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.control.resolve._resolvers", {})
+    monkeypatch.setattr("dataplane.protocol.resolver._resolvers", {})
     with pytest.raises(ValueError, match="import workers first"):
         resolve("actor:tq")

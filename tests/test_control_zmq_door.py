@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane import sockets
+from dataplane.client.rpc import handshake, pending_calls
+from dataplane.client.rpc.channel import ControllerChannel
+from dataplane.client.rpc.handshake import Socket, door_socket
 from dataplane.config import DataPlaneConfig
-from dataplane.control import calls, codec, opening, wire, zmq_door
-from dataplane.control.channel import Channel
-from dataplane.control.controller import Controller
-from dataplane.control.handlers import Facts, Reply
-from dataplane.control.opening import Socket, door_socket
-from dataplane.control.zmq_door import ZmqDoor
+from dataplane.controller import zmq_server
+from dataplane.controller.controller import Controller
+from dataplane.controller.requests import Facts, Reply
+from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core import zmq_io
 from dataplane.ledger import commands as c
+from dataplane.protocol import codec, zmq_frames
 
 pytestmark = pytest.mark.integration
 
@@ -41,15 +43,15 @@ class Taken:
 
 
 @pytest.fixture
-def door() -> Iterator[ZmqDoor]:
-    door = ZmqDoor("127.0.0.1", 0)
+def door() -> Iterator[ZmqServer]:
+    door = ZmqServer("127.0.0.1", 0)
     door.introduce(Facts(address="here:1", epoch=1, host="host", doors=door.endpoints, heartbeat_s=1.0))
     yield door
     door.close()
 
 
 @pytest.fixture
-def dealer(door: ZmqDoor) -> Iterator[Socket]:
+def dealer(door: ZmqServer) -> Iterator[Socket]:
     context: zmq.Context[Socket] = zmq.Context()
     dealer = door_socket(context, door.endpoints[0])
     yield dealer
@@ -58,10 +60,10 @@ def dealer(door: ZmqDoor) -> Iterator[Socket]:
 
 
 def seal(number: int) -> list[bytes]:
-    return wire.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")))
+    return zmq_frames.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")))
 
 
-def test_one_message_is_handled_at_a_time(door: ZmqDoor, dealer: Socket) -> None:
+def test_one_message_is_handled_at_a_time(door: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
     assert not door.serve(taken)
     for number in (1, 2):
@@ -73,9 +75,9 @@ def test_one_message_is_handled_at_a_time(door: ZmqDoor, dealer: Socket) -> None
     assert not door.serve(taken)
 
 
-def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoor, dealer: Socket) -> None:
+def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
-    dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
+    dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
     for number in (1, 2):
         dealer.send_multipart(seal(number))
     dealer.close(linger=WAIT_MS)
@@ -86,38 +88,38 @@ def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqDoo
 
 
 def test_the_end_of_a_connection_is_not_told_before_what_came_just_before_it(
-    door: ZmqDoor, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+    door: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes in the middle of a look."""
     taken = Taken()
-    real, told = zmq_door.recv_monitor_message, list[dict[str, Any]]()
+    real, told = zmq_server.recv_monitor_message, list[dict[str, Any]]()
 
     def ends_now(_: Any) -> bool:
         if not dealer.closed:
-            dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
+            dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
             dealer.close(linger=WAIT_MS)
             while not told or told[-1]["event"] != zmq.EVENT_DISCONNECTED:
                 assert door.monitor.poll(WAIT_MS)
                 told.append(dict(real(door.monitor)))
         return bool(told)
 
-    monkeypatch.setattr(zmq_door, "readable", ends_now)
-    monkeypatch.setattr(zmq_door, "recv_monitor_message", lambda _: told.pop(0))
+    monkeypatch.setattr(zmq_server, "readable", ends_now)
+    monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: told.pop(0))
     door.notice_disconnects(taken)
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.SessionSilent]
 
 
 def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_end_of_a_session(
-    door: ZmqDoor, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+    door: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Taken()
-    dealer.send_multipart(wire.request(c.Heartbeat(session=3)))
+    dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
     assert door.socket.poll(WAIT_MS)
     assert door.serve(taken)
     (descriptor,) = door._sessions
     events: list[dict[str, int]] = []
-    monkeypatch.setattr(zmq_door, "readable", lambda _: bool(events))
-    monkeypatch.setattr(zmq_door, "recv_monitor_message", lambda _: events.pop(0))
+    monkeypatch.setattr(zmq_server, "readable", lambda _: bool(events))
+    monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: events.pop(0))
 
     def told_of(*kinds: int) -> list[type]:
         taken.items.clear()
@@ -144,18 +146,18 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
         monkeypatch.setattr(module, name, counted)
 
-    for module, name in ((calls, "RESEND_S"), (opening, "IPC_WAIT_S"), (opening, "REPEAT_S")):
+    for module, name in ((pending_calls, "RESEND_S"), (handshake, "IPC_WAIT_S"), (handshake, "REPEAT_S")):
         monkeypatch.setattr(module, name, 600.0)  # nothing is said twice, nor once more by TCP, on a slow machine
     quiet = DataPlaneConfig(port=0, heartbeat_s=600.0, session_timeout_s=6000.0)
     with Controller(quiet) as controller:
-        client = Channel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
+        client = ControllerChannel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
         client.call(c.Units())
-        count(zmq_door, "receive", "requests received")
-        count(zmq_door, "send", "replies sent")
+        count(zmq_server, "receive", "requests received")
+        count(zmq_server, "send", "replies sent")
         count(codec, "decode", "requests read")
         count(codec, "to_pb", "replies written")
-        count(sockets, "send", "requests sent")
-        count(sockets, "receive", "replies received")
+        count(zmq_io, "send", "requests sent")
+        count(zmq_io, "receive", "replies received")
         count(codec, "call_to_pb", "requests written")
         count(codec, "decode_result", "replies read")
         for _ in range(CALLS):
@@ -179,7 +181,7 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
 def test_a_crowd_finds_room_in_the_queue_of_the_port() -> None:
     """A client connects twice: a thousand that come in one second must not be turned away by the kernel."""
-    door = ZmqDoor("127.0.0.1", 0)
+    door = ZmqServer("127.0.0.1", 0)
     try:
         most = int(Path("/proc/sys/net/core/somaxconn").read_text())
         assert queue_of_port(door.port) == min(4096, most)

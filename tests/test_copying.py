@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane import copying
-from dataplane.copying import FROM_BYTES, Copier, default_threads
-from dataplane.rowcopy import Run, copy_runs
+from dataplane.core.row_copy import Run, copy_runs
+from dataplane.data.columns import parallel_copy
+from dataplane.data.columns.parallel_copy import FROM_BYTES, Copier, default_threads
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -144,12 +144,12 @@ def test_an_interrupted_caller_waits_for_the_others(monkeypatch: pytest.MonkeyPa
             signal.pthread_kill(caller.ident, signal.SIGINT)
             early.append(left.wait(0.01))
 
-    def make(self: copying._Job, pieces: Any) -> None:
+    def make(self: parallel_copy._Job, pieces: Any) -> None:
         plain(self, pieces)
         self.changed = Watched()
 
-    plain = copying._Job.__init__
-    monkeypatch.setattr(copying._Job, "__init__", make)
+    plain = parallel_copy._Job.__init__
+    monkeypatch.setattr(parallel_copy._Job, "__init__", make)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     copier = Copier(2)
     try:
@@ -178,7 +178,7 @@ def test_a_forked_child_copies_alone() -> None:
 
 
 def test_one_thread_for_each_core_up_to_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, threads in ((1, 1), (3, 3), (64, copying.MOST_BY_DEFAULT)):
+    for cores, threads in ((1, 1), (3, 3), (64, parallel_copy.MOST_BY_DEFAULT)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert default_threads() == threads
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, FieldSpec, connect, serve
-from dataplane.arena import HEADER_BYTES
 from dataplane.config import MIB
+from dataplane.core.types import FieldKind
 from dataplane.ledger import commands as c
-from dataplane.types import FieldKind
+from dataplane.storage.arena import HEADER_BYTES
 from tests.alone import alone
 from tests.ledger_driver import Client, Driver
 from tests.lives import wait_until

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect, connect_async, serve
-from dataplane.desk import Schema, Warned
+from dataplane.client.session_state import Schema, Warned
+from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, PartitionNotFoundError, SchemaError
-from dataplane.types import FieldSpec
 from tests.lives import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server, caplog: pytest.LogCaptureFixture) -> Iterator[DataPlaneClient]:
-    caplog.set_level(logging.WARNING, "dataplane.describing")
+    caplog.set_level(logging.WARNING, "dataplane.client.operations.field_names")
     with connect(server.address) as client:
         yield client
 
@@ -44,7 +44,9 @@ def partition(client: DataPlaneClient) -> Iterator[str]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "dataplane.describing"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "dataplane.client.operations.field_names"
+    ]
 
 
 def test_a_put_of_an_undeclared_field_is_told_of_once(

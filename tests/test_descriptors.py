@@ -15,9 +15,9 @@ import torch
 
 from dataplane import LimitError, ServiceUnavailableError, connect, connect_async, serve
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.control.controller import Controller
-from dataplane.descriptors import OF_A_SERVER
-from dataplane.unit import StorageUnit
+from dataplane.controller.controller import Controller
+from dataplane.protocol.fd_limits import OF_A_SERVER
+from dataplane.storage.unit import StorageUnit
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration

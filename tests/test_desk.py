@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.client.session_state import Pins, Schemas, SessionState
 from dataplane.config import DataPlaneConfig
-from dataplane.desk import Desk, Pins, Schemas
+from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands import Abort, Command, Release
-from dataplane.types import FieldSpec
 
 
 def test_schemas_of_partitions_that_are_not_put_into_are_forgotten() -> None:
@@ -34,9 +34,9 @@ def test_a_pin_is_dropped_once_nothing_refers_to_it() -> None:
 
 
 def test_leftovers_that_an_interrupt_kept_from_being_posted_come_again() -> None:
-    desk = Desk(DataPlaneConfig(address="nowhere:1"), session=1, lock=None)
-    desk.pin(5)
-    desk.ahead.forsake(6)
+    session_state = SessionState(DataPlaneConfig(address="nowhere:1"), session=1, lock=None)
+    session_state.pin(5)
+    session_state.ahead.forsake(6)
     posted: list[int] = []
 
     def post(command: Command) -> None:
@@ -46,7 +46,7 @@ def test_leftovers_that_an_interrupt_kept_from_being_posted_come_again() -> None
             raise KeyboardInterrupt
 
     def post_leftovers() -> None:
-        for command in desk.leftovers():
+        for command in session_state.leftovers():
             post(command)
 
     for _ in range(2):
@@ -56,4 +56,4 @@ def test_leftovers_that_an_interrupt_kept_from_being_posted_come_again() -> None
     assert posted == [5, 5, 6, 6]
     post_leftovers()
     assert len(posted) == 4
-    desk.close()
+    session_state.close()

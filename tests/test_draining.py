@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.draining import _no_room, _Progress
+from dataplane.client.operations.drain_unit import _no_room, _Progress
+from dataplane.client.operations.steps import Send
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import CapacityTimeoutError
 from dataplane.ledger import commands as c
-from dataplane.steps import Send
-from dataplane.types import FieldKind, FieldSpec
 
 NO_ROOM = CapacityTimeoutError(wanted_bytes=64, free_bytes=0, waited_s=0.0, holders=[])
 
@@ -21,7 +21,7 @@ def page(*lengths: int) -> c.FoundCells:
         field="x",
         spec=FieldSpec(FieldKind.JAGGED, "uint8", ()),
         rows=numbers,
-        births=numbers + 1,
+        generations=numbers + 1,
         index=numbers,
         offsets=numbers * 64,
         lengths=np.array(lengths, np.int64),

@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane import durable as module
-from dataplane.durable import DurableLedger, LedgerSettings, main
+from dataplane.controller import durable_ledger as module
+from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings, main
+from dataplane.controller.journal import Journal
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
-from dataplane.journal import Journal
-from dataplane.ledger import Ledger, records
+from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.ledger.encoding import journal_records
 from tests.ledger_driver import Driver
 from tests.test_ledger_replay import a_busy_day
 
@@ -118,7 +119,10 @@ def test_ticks_at_which_nothing_is_due_need_no_record_of_their_own(tmp_path: Pat
         assert durable.apply(c.Tick(now=1.0 + n / 100)) == []
     assert durable._journal.last == before
     durable.apply(c.Heartbeat(session=1))
-    assert [type(records.decode(record)) for _, record in durable._journal.records(before)] == [c.Tick, c.Heartbeat]
+    assert [type(journal_records.decode(record)) for _, record in durable._journal.records(before)] == [
+        c.Tick,
+        c.Heartbeat,
+    ]
     durable.apply(c.Tick(now=1.2))
     now = durable._ledger.now
     durable.close()
@@ -328,7 +332,7 @@ def test_an_orderly_stop_survives_a_boot_but_memory_does_not(
 
 @pytest.mark.integration
 def test_the_process_that_makes_images_says_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dataplane.durable", str(tmp_path), "3"]
+    command = [sys.executable, "-m", "dataplane.controller.durable_ledger", str(tmp_path), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "the state directory" in done.stderr

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import typer
 
-from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader, claiming, draining, operations
-from dataplane.cli.text import duration
+from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader
+from dataplane.cli.formatting import duration
 from dataplane.cli.top import _interval
+from dataplane.client.operations import claim, drain_unit, put
 from dataplane.compat.nemo_rl.client import seconds as of_nemo_rl
-from dataplane.durations import LONGEST_S, seconds, seconds_if_any
+from dataplane.core.durations import LONGEST_S, seconds, seconds_if_any
 from dataplane.errors import InvalidRequestError
-from dataplane.replay import ReplayBuffer
-from dataplane.staleness import Windowed
-from workers.messages.work import AsyncWork
-from workers.siblings import Deadline
+from dataplane.training.replay_buffer import ReplayBuffer
+from dataplane.training.staleness import Windowed
+from workers.messages.async_work import AsyncWork
+from workers.training.replica_collectives import Deadline
 
 NO_TIMES = [math.inf, -math.inf, math.nan, -1.0, 10**400, -(10**400)]
 NO_NUMBERS = [True, "5", [5], 1j, np.bool_(True)]
@@ -39,9 +40,9 @@ WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "claim": ("timeout_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, timeout_s=value)),
     "claim, partial": ("partial_after_s", lambda value: CLIENT.claim_meta("p", "t", [], 1, partial_after_s=value)),
     "claim, lease": ("lease_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, lease_s=value)),
-    "extend": ("lease_s", lambda value: next(claiming.extend(DESK, CLAIMED, value))),
-    "shrink": ("timeout_s", lambda value: next(operations.shrink(DESK, value))),
-    "drain": ("timeout_s", lambda value: next(draining.drain(DESK, 1, value))),
+    "extend": ("lease_s", lambda value: next(claim.extend(DESK, CLAIMED, value))),
+    "shrink": ("timeout_s", lambda value: next(put.shrink(DESK, value))),
+    "drain": ("timeout_s", lambda value: next(drain_unit.drain(DESK, 1, value))),
     "stream": ("timeout_s", lambda value: stream(timeout_s=value)),
     "stream, lease": ("lease_s", lambda value: stream(lease_s=value)),
     "stream, partial": ("partial_after_s", lambda value: stream(partial_after_s=value)),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, KVBatchMeta, connect, serve
-from dataplane.dynamic_sampling import DynamicSampler, split_by_spread
-from dataplane.types import Scalar
+from dataplane.core.types import Scalar
+from dataplane.training.dynamic_sampling import DynamicSampler, split_by_spread
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.StaleSchemaError(partition="p", field="f"),
     e.InvalidRequestError("no"),
     e.RowsChangedError(partition="p", field="f", samples=["a"], total=2),
-    e.ShareTakenError(partition="p", task="t", step=3, rank=1, samples=["a", "b"], total=4),
+    e.ShareConflictError(partition="p", task="t", step=3, rank=1, samples=["a", "b"], total=4),
     e.PartitionSealedError(partition="p", samples=["a"]),
     e.PartitionDroppedError(partition="p", waiting="a claim"),
     e.RequestTooLargeError(wanted_bytes=2, limit_bytes=1, what="a put"),

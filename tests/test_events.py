@@ -18,19 +18,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dataplane import (
-    ClaimTimeoutError,
-    OpEvent,
-    Server,
-    Shared,
-    build_data_plane_client,
-    connect,
-    connect_async,
-    serve,
-    tracing,
-)
+from dataplane import ClaimTimeoutError, OpEvent, Server, Shared, build_data_plane_client, connect, connect_async, serve
+from dataplane.client import tracing
+from dataplane.client.events import OnEvent
 from dataplane.config import MIB
-from dataplane.events import OnEvent
 from tests.contract.conftest import Blocking
 
 pytestmark = pytest.mark.integration

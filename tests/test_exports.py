@@ -16,6 +16,7 @@ EXPECTED = [
     "ArenaSpaceError",
     "AsyncDataPlaneClient",
     "AuthenticationError",
+    "BadRequestError",
     "BatchedDataDict",
     "CallCancelledError",
     "CallTimeoutError",
@@ -50,7 +51,7 @@ EXPECTED = [
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
     "MicroBatch",
-    "NotThereError",
+    "NotFoundError",
     "OpEvent",
     "PACKING_KEYS",
     "PAD_TO_MULTIPLE",
@@ -63,7 +64,6 @@ EXPECTED = [
     "ProtocolVersionError",
     "REFERENCE_POLICY_LOGPROBS",
     "ReadyFirst",
-    "RefusedError",
     "ReplayBuffer",
     "RequestTooLargeError",
     "Reservation",
@@ -78,7 +78,7 @@ EXPECTED = [
     "ServiceRestartedError",
     "ServiceUnavailableError",
     "SessionExpiredError",
-    "ShareTakenError",
+    "ShareConflictError",
     "Shared",
     "StaleCallError",
     "StaleSampleError",
@@ -135,6 +135,6 @@ def test_dataplane_needs_no_ray() -> None:
 
 def test_a_controller_and_a_unit_load_no_torch() -> None:
     loaded = loaded_by(
-        "import dataplane, dataplane.cli, dataplane.control.controller, dataplane.unit, dataplane.server"
+        "import dataplane, dataplane.cli, dataplane.controller.controller, dataplane.storage.unit, dataplane.service"
     )
     assert not loaded & {"torch", "tensordict", "ray"}

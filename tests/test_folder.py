@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect, serve
-from dataplane.arena import Arena
-from dataplane.bulk.lock import lock_directories
-from dataplane.checkpoint.place import Place
+from dataplane.client.checkpoint.atomic_dir import Place
 from dataplane.config import MIB
-from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings
+from dataplane.core.private_dir import in_own_directory, leave, own_directory, own_path, refuse_link_of_another
 from dataplane.errors import CheckpointWriteError, StateDirError
-from dataplane.folder import in_own_directory, leave, own_directory, own_path, refuse_link_of_another
-from dataplane.kept import UnitRecord, discard
+from dataplane.storage.arena import Arena
+from dataplane.storage.arena_record import UnitRecord, discard
+from dataplane.storage.session_lock import lock_directories
 
 SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
 
@@ -49,7 +49,7 @@ def test_arenas_and_locks_lie_in_it_and_are_for_this_user(tmp_path: Path) -> Non
     with serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
         client.stats()
         (arena,) = own_path(tmp_path).iterdir()
-        lock = client._connections.get().desk._lock
+        lock = client._connections.get().session_state._lock
         assert lock is not None
         assert lock.path.parent == own_path("/dev/shm")
         assert mode(arena) == mode(lock.path) == 0o600
@@ -192,6 +192,6 @@ def test_one_that_another_may_have_prepared_is_refused_by_name(
         own_directory(tmp_path)
     with pytest.raises(PermissionError, match=str(path)):
         serve({"capacity_bytes": MIB, "arena_dir": str(tmp_path)})
-    monkeypatch.setattr("dataplane.bulk.lock.DEFAULT_LOCK_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr("dataplane.storage.session_lock.DEFAULT_LOCK_DIRECTORY", str(tmp_path))
     assert lock_directories(Path("/somewhere")) == {Path("/somewhere")}
     assert str(path) in caplog.text

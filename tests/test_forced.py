@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataplane import forced
-from dataplane.forced import force_ranges, is_on_disk
+from dataplane.core import fsync
+from dataplane.core.fsync import force_ranges, is_on_disk
 
 PAGES = 8 << 20
 
@@ -26,14 +26,14 @@ def data(tmp_path: Path) -> np.ndarray:
 def calls(monkeypatch: pytest.MonkeyPatch, data: np.ndarray) -> list[tuple[int, int]]:
     """(first byte, one past the last) of what the kernel is asked for from now on."""
     found: list[tuple[int, int]] = []
-    real = forced._msync()
+    real = fsync._msync()
 
     def record(address: int, nbytes: int, flags: int) -> int:
         start = address - data.ctypes.data
         found.append((start, start + nbytes))
         return real(address, nbytes, flags)
 
-    monkeypatch.setattr(forced, "_msync", lambda: record)
+    monkeypatch.setattr(fsync, "_msync", lambda: record)
     return found
 
 
@@ -48,7 +48,7 @@ def test_every_byte_is_covered_by_few_calls(monkeypatch: pytest.MonkeyPatch, dat
         for offset, size in zip(offsets, sizes, strict=True):
             assert not size or any(start <= offset and offset + size <= end for start, end in asked)
         assert all(start % mmap.PAGESIZE == 0 for start, _ in asked)
-        assert len(asked) <= PAGES // forced.TOGETHER_BYTES
+        assert len(asked) <= PAGES // fsync.TOGETHER_BYTES
 
 
 def test_far_apart_is_not_forced_together(monkeypatch: pytest.MonkeyPatch, data: np.ndarray) -> None:
@@ -58,7 +58,7 @@ def test_far_apart_is_not_forced_together(monkeypatch: pytest.MonkeyPatch, data:
 
 
 def test_a_disk_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, data: np.ndarray) -> None:
-    monkeypatch.setattr(forced, "_msync", lambda: lambda address, nbytes, flags: -1)
+    monkeypatch.setattr(fsync, "_msync", lambda: lambda address, nbytes, flags: -1)
     with pytest.raises(OSError, match="forcing 10 bytes to the disk"):
         force_ranges(data, [0], [10])
 

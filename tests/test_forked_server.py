@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import connect, listeners, serve
-from dataplane.host import split_address
+from dataplane import connect, serve
+from dataplane.core import listeners
+from dataplane.core.addresses import split_address
 from tests.children import Child
 
 pytestmark = pytest.mark.integration

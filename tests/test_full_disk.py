@@ -14,9 +14,9 @@ import torch
 
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.config import MIB
+from dataplane.core.memory_limits import AvailableMemory
+from dataplane.core.private_dir import own_directory
 from dataplane.errors import ArenaSpaceError, CapacityTimeoutError
-from dataplane.folder import own_directory
-from dataplane.memory import Room
 
 pytestmark = pytest.mark.integration
 
@@ -105,10 +105,10 @@ def test_a_memory_limit_that_others_use_up_is_named(tmp_path: Path, monkeypatch:
     with serve({**SERVICE, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
         client.register_partition("p", [], None, ["t"], when_full="reject")
 
-        def little(directory: Any) -> Room:
-            return Room(free_bytes=5, limit="the cgroup's memory limit of 9 bytes")
+        def little(directory: Any) -> AvailableMemory:
+            return AvailableMemory(free_bytes=5, limit="the cgroup's memory limit of 9 bytes")
 
-        monkeypatch.setattr("dataplane.arena.room", little)
+        monkeypatch.setattr("dataplane.storage.arena.room", little)
         with pytest.raises(CapacityTimeoutError, match=r"5 free .the cgroup's memory limit of 9 bytes"):
             client.put_samples(["large"], "p", row(80 * MIB))
         works(client, "small")

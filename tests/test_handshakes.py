@@ -13,10 +13,10 @@ import pytest
 
 from dataplane import connect
 from dataplane.config import DataPlaneConfig
-from dataplane.control import grpc_door, handshakes
-from dataplane.control.controller import Controller
-from dataplane.control.handshakes import Handshakes
-from dataplane.host import split_address
+from dataplane.controller import grpc_server, tls_handshakes
+from dataplane.controller.controller import Controller
+from dataplane.controller.tls_handshakes import Handshakes
+from dataplane.core.addresses import split_address
 from tests.lives import NO_HEARTBEATS, wait_until
 from tests.secure import tls
 
@@ -46,7 +46,7 @@ def send_garbage(address: str) -> None:
 def test_garbage_is_summed_up_and_gRPC_logs_nothing_of_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(handshakes, "REPORT_S", 0.2)
+    monkeypatch.setattr(tls_handshakes, "REPORT_S", 0.2)
     with Controller(CONFIG) as controller, connect(controller.address, **STILL) as client:
         client.stats()
         senders = [threading.Thread(target=send_garbage, args=(controller.address,)) for _ in range(GARBAGE)]
@@ -64,7 +64,9 @@ def test_connections_that_call_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over several reports, with calls of every kind."""
-    monkeypatch.setattr(handshakes, "REPORT_S", 600.0)  # reports come when this test wants them, however slow calls are
+    monkeypatch.setattr(
+        tls_handshakes, "REPORT_S", 600.0
+    )  # reports come when this test wants them, however slow calls are
     counted = kept(monkeypatch)
     with Controller(CONFIG) as controller:
         for _ in range(5):
@@ -85,7 +87,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Handshakes]:
         made.append(Handshakes(loop))
         return made[-1]
 
-    monkeypatch.setattr(grpc_door, "Handshakes", keep)
+    monkeypatch.setattr(grpc_server, "Handshakes", keep)
     return made
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dataplane import host as host_module
-from dataplane.host import (
+from dataplane.core import addresses as host_module
+from dataplane.core.addresses import (
     boot_id,
     dial,
     dialed,

@@ -47,7 +47,7 @@ with serve({"capacity_bytes": 32 << 20}) as service:
 
     after = (lambda step: client.stats()) if scene == "post" else go_on
     assert interrupt_everywhere(scenes[scene], most, after, within=within) > min(most, 200) // 2
-    roads = session.desk.roads._connections.values()
+    roads = session.session_state.connections._connections.values()
     under_way = [session._copies, session._channel._door._using, *[road._under_way for road in roads]]
     assert not any(map(len, under_way)), [len(each) for each in under_way]
     client.clear_samples(None, "p")
@@ -63,7 +63,14 @@ with serve({"capacity_bytes": 32 << 20}) as service:
 
 
 EVERYWHERE = ("",)
-STEPS = ("connection.py", "operations.py", "reading.py", "ahead.py", "desk.py", "patience.py")
+STEPS = (
+    "client/session.py",
+    "client/operations/put.py",
+    "client/operations/get.py",
+    "client/preallocated.py",
+    "client/session_state.py",
+    "client/operations/retry.py",
+)
 """What performs an operation, and knows what it was given."""
 
 
@@ -81,7 +88,7 @@ STEPS = ("connection.py", "operations.py", "reading.py", "ahead.py", "desk.py", 
         ("small put", "local", 250, STEPS),
         ("get", "local", 250, STEPS),
         ("views", "local", 250, STEPS),
-        ("put", "remote", 400, ("bulk/wire.py",)),
+        ("put", "remote", 400, ("storage/transport/connection.py",)),
     ],
 )
 def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane import jagged
-from dataplane.errors import InvalidRequestError
-from dataplane.jagged import (
+from dataplane.core.types import DTYPE_BYTES
+from dataplane.data import jagged
+from dataplane.data.jagged import (
     DTYPE_NAMES,
     TORCH_DTYPES,
     _pad_by_mask,
@@ -32,7 +32,7 @@ from dataplane.jagged import (
     view_jagged_fields,
     writable_alias,
 )
-from dataplane.types import DTYPE_BYTES
+from dataplane.errors import InvalidRequestError
 from tests.columns_helpers import nested_of, random_tensor, same_bits, same_rows
 
 LENGTHS = [3, 0, 5, 1]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import failpoints, log_end
-from dataplane import journal as module
+from dataplane.controller import journal as module
+from dataplane.controller import journal_end
+from dataplane.controller.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
+from dataplane.core import failpoints
 from dataplane.errors import StateDirError
-from dataplane.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
 
 
 def fill(journal: Journal) -> None:
@@ -46,7 +47,7 @@ def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
-        "from dataplane.journal import Journal\n"
+        "from dataplane.controller.journal import Journal\n"
         "journal = Journal.open(sys.argv[1])\n"
         "for number in range(500): journal.append(b'%d' % number)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -74,7 +75,7 @@ def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path, mo
         shutil.copytree(journal.directory, folder)
     os.truncate(lost / f"{LOG_NAME}-wal", synced)  # what a disk may lack that was never told to have it
     journal.close()
-    monkeypatch.setattr(log_end, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
     for folder, count in ((lost, 100), (kept, 200)):
         with Journal.open(folder) as after:
             assert after.forced
@@ -277,7 +278,7 @@ def test_after_the_end_of_the_machine_what_was_synced_must_be_there(
 ) -> None:
     left_by_a_kill(tmp_path / "first", tmp_path / "synced", 40, synced=40)
     left_by_a_kill(tmp_path / "other", tmp_path / "never", 40)
-    monkeypatch.setattr(log_end, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
     for folder in ("synced", "never"):
         damage_from_the_middle(tmp_path / folder)
     with pytest.raises(StateDirError, match="but 40 were appended"):

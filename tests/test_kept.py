@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from dataplane import arena as arena_module
-from dataplane import kept
-from dataplane.arena import Arena, MappedArena, sweep, sweep_kept
 from dataplane.config import MIB
 from dataplane.errors import StateDirError
-from dataplane.kept import Adopted, UnitRecord, discard
+from dataplane.storage import arena as arena_module
+from dataplane.storage import arena_record
+from dataplane.storage.arena import Arena, MappedArena, sweep, sweep_kept
+from dataplane.storage.arena_record import Adopted, UnitRecord, discard
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, 
 
 
 def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "HELD_S", 0.0)
+    monkeypatch.setattr(arena_record, "HELD_S", 0.0)
     left_by(record, memory)
     found = going_on(record, epoch=2)
     assert found is not None
@@ -148,7 +148,7 @@ def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkey
 def test_the_next_life_waits_for_the_one_before_to_end(
     record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "HELD_S", 300.0)
+    monkeypatch.setattr(arena_record, "HELD_S", 300.0)
     left_by(record, memory)
     found = going_on(record, epoch=2)
     assert found is not None
@@ -176,7 +176,7 @@ def test_a_record_may_be_there_before_its_arena(record: UnitRecord, caplog: pyte
     assert going_on(record, epoch=2) is None
     assert record.path.read_bytes() == b""
     assert going_on(record, epoch=2) is None
-    assert not [each for each in caplog.records if each.name == kept.__name__]
+    assert not [each for each in caplog.records if each.name == arena_record.__name__]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_another_boot_begins_anew(
     record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = left_by(record, memory)
-    monkeypatch.setattr(kept, "boot_id", lambda: "the boot after")
+    monkeypatch.setattr(arena_record, "boot_id", lambda: "the boot after")
     assert going_on(UnitRecord(record.path.parent, "unit/0", memory, "/"), epoch=2) is None
     assert f"{path} was left on another boot: beginning with an empty arena" in caplog.text
 
@@ -233,7 +233,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     def started(arena_dir: Path) -> UnitRecord:
         if request.param == "another boot":
-            monkeypatch.setattr(kept, "boot_id", lambda: "the boot after")
+            monkeypatch.setattr(arena_record, "boot_id", lambda: "the boot after")
         locks = "/" if request.param == "another container" else tmp_path
         return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks, forced=True)
 
@@ -290,8 +290,8 @@ def test_an_arena_on_a_disk_outlives_its_machine_and_is_to_be_checked(
     record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as before:
-        before.setattr(kept, "boot_id", lambda: "the boot before")
-        before.setattr(kept, "identity", lambda directory: "what the disk was called then")
+        before.setattr(arena_record, "boot_id", lambda: "the boot before")
+        before.setattr(arena_record, "identity", lambda directory: "what the disk was called then")
         there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
         path = left_by(there, memory, forced=True)
     found = going_on(record, epoch=2)
@@ -306,8 +306,8 @@ def test_an_arena_on_a_disk_that_is_not_mounted_is_not_lost(
     record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as before:
-        before.setattr(kept, "boot_id", lambda: "the boot before")
-        before.setattr(kept, "identity", lambda directory: "what was mounted there")
+        before.setattr(arena_record, "boot_id", lambda: "the boot before")
+        before.setattr(arena_record, "identity", lambda directory: "what was mounted there")
         there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
         left_by(there, memory, forced=True).unlink()
     with pytest.raises(StateDirError, match="or its disk is not mounted"):

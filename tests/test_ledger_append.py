@@ -44,12 +44,12 @@ def test_locate_of_what_may_be_missing(client: Client) -> None:
     client.put(["c"])
     _, found = find(client, "b", "nobody", "c", "a", fields=("x", "ghost"))
     assert found.rows.tolist() == [made.rows[1], -1, 2, made.rows[0]]
-    assert found.births.tolist() == [made.births[1], 0, 3, made.births[0]]
+    assert found.generations.tolist() == [made.generations[1], 0, 3, made.generations[0]]
     x, ghost = found.fields
     assert x.lengths.tolist() == [0, -1, -1, 70]
     assert ghost.lengths.tolist() == [-1] * 4
     assert x.offsets[3] == client.locate(by_ids("a")).fields[0].offsets[0]
-    stale = c.Samples(rows=made.rows, births=made.births + 9)
+    stale = c.Samples(rows=made.rows, generations=made.generations + 9)
     with pytest.raises(StaleSampleError):
         client.call(c.Located, c.Locate(partition="p", samples=stale, fields=("x",), missing_ok=True))
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.ledger.arrays import every, some, tally, top
+from dataplane.ledger.state.arrays import every, some, tally, top
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1 << 40)), min_size=1, max_size=30)

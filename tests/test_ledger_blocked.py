@@ -6,8 +6,8 @@ import pytest
 
 from dataplane.errors import ClaimTimeoutError, InvalidRequestError, TaskNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.ledger.blocked import sentence
-from dataplane.ledger.partition import WRITERS
+from dataplane.ledger.claims.why_blocked import sentence
+from dataplane.ledger.state.partition import WRITERS
 from tests.ledger_driver import Client, Driver, by_ids
 
 

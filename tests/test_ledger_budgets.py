@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.errors import CapacityTimeoutError, InvalidRequestError, RequestTooLargeError
 from dataplane.ledger import commands as c
-from dataplane.ledger.records import decode, encode
+from dataplane.ledger.encoding.journal_records import decode, encode
 from tests.ledger_driver import BYTES, Client, Driver, by_ids, commit_columns, handles
 
 KIB = 1024

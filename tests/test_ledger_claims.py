@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.core.types import FieldSpec
 from dataplane.errors import (
     CallCancelledError,
     ClaimTimeoutError,
@@ -16,8 +17,7 @@ from dataplane.errors import (
     TaskNotFoundError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.limits import Limits
-from dataplane.types import FieldSpec
+from dataplane.ledger.state.limits import Limits
 from tests.ledger_driver import Client, Driver, by_ids
 
 
@@ -51,7 +51,7 @@ def test_each_task_has_its_own_cursor_oldest_first(client: Client) -> None:
 def test_a_claim_waits_for_every_required_field(client: Client) -> None:
     made = client.put(["a", "b"], {"x": [1, 1]})
     waiting = client.waits(client.claim(2, ["x", "y"]))
-    client.put(c.Samples(rows=made.rows[:1], births=made.births[:1]), {"y": [1]})
+    client.put(c.Samples(rows=made.rows[:1], generations=made.generations[:1]), {"y": [1]})
     assert client.result(waiting) is None
     client.put(["b"], {"y": [1]})
     assert client.claimed_by(waiting) == ("a", "b")

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import (
     DataPlaneError,
     FieldNotFoundError,
@@ -24,7 +25,6 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger import commands as c
-from dataplane.types import FieldKind, FieldSpec
 from tests.ledger_driver import BYTES, MIB, Client, Driver, by_ids, commit_columns
 
 WORDS = FieldSpec(FieldKind.JAGGED, "int64", ())
@@ -139,7 +139,7 @@ def test_a_kind_that_a_later_schema_names_again_is_taken(client: Client) -> None
 def test_a_commit_is_visible_whole(client: Client) -> None:
     made = client.call(c.Committed, commit(reserve(client)))
     found = client.locate(by_ids("a", "old"), ["x", "y"])
-    assert found.births.tolist() == made.births.tolist()
+    assert found.generations.tolist() == made.generations.tolist()
 
 
 def test_columns_without_a_reservation_are_refused(client: Client) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dataplane.core.types import Checksums
 from dataplane.errors import CapacityTimeoutError, SampleNotFoundError
-from dataplane.ledger import Ledger, compaction
+from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import Checksums
+from dataplane.ledger.samples import compaction
 from tests.ledger_driver import Client, Driver, by_ids
 
 KIB = 1024

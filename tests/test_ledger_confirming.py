@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.control.numbering import Numbering
+from dataplane.client.rpc.call_numbers import CallNumbers
 from dataplane.errors import DataPlaneError, LimitError, StaleCallError
 from dataplane.ledger import commands as c
-from dataplane.ledger.limits import Limits
-from dataplane.ledger.sessions import Session
+from dataplane.ledger.state.limits import Limits
+from dataplane.ledger.state.sessions import Session
 from tests.ledger_driver import Driver, by_ids
 from tests.test_ledger_sessions import call, results
 
@@ -32,7 +32,7 @@ class Numbered:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.session = driver.client().session
-        self.numbering = Numbering(self.session)
+        self.numbering = CallNumbers(self.session)
 
     def call(self, command: c.Command) -> c.Result | DataPlaneError | None:
         """What it was answered, of which the client takes note; None if it waits."""

@@ -14,7 +14,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.draining import Drains
+from dataplane.ledger.samples.drain import Drains
 from tests.ledger_driver import BYTES, MIB, Client, Driver, by_ids, handles
 
 KIB = 1024
@@ -50,7 +50,7 @@ def switch(found: c.FoundCells, located: int, reservation: int, unit: int = 1, *
         "field": found.field,
         "unit": unit,
         "rows": found.rows,
-        "births": found.births,
+        "generations": found.generations,
         "index": found.index,
         "offsets": found.offsets,
         "lengths": found.lengths,
@@ -152,7 +152,7 @@ def test_a_moved_sample_is_the_same_sample() -> None:
     assert [length for _, _, length in places(client, "a", "b", "c")] == [100, 0, 300]
     listed = client.call(c.Listed, c.List(partition="p"))
     assert (listed.ids, listed.tags[0].values) == (before[1].ids, before[1].tags[0].values)
-    assert listed.births.tolist() == put.births.tolist()
+    assert listed.generations.tolist() == put.generations.tolist()
     client.call(c.Located, c.Locate(partition="p", samples=handles(put), fields=("x", "y")))
     assert client.claimed(3, blocking=False) == ("b", "c")
     assert find(client)[1].cells == 0
@@ -339,7 +339,7 @@ def test_a_move_that_makes_no_sense_changes_nothing_and_frees_its_room() -> None
     before = places(client, "a", "b")
     located, found = find(client)
     for wrong in (
-        {"births": found.births[:1]},
+        {"generations": found.generations[:1]},
         {"index": found.index + 1},
         {"offsets": found.offsets[:1]},
         {"located": located + 1},

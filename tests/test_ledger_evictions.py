@@ -8,8 +8,8 @@ import pytest
 from dataplane.errors import CapacityTimeoutError, LimitError, SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
-from dataplane.ledger.budgets import NOTICE_S
-from dataplane.ledger.evicted import REMEMBERED
+from dataplane.ledger.allocation.budgets import NOTICE_S
+from dataplane.ledger.state.evicted import REMEMBERED
 from tests.ledger_driver import Client, Driver, by_ids, commit_columns, handles
 
 KIB = 1024
@@ -241,9 +241,9 @@ def test_what_is_remembered_is_bounded() -> None:
     for first in range(0, 2 * REMEMBERED, 1024):
         ids = [f"s{i}" for i in range(first, first + 1024)]
         client.put(ids, {"x": [1] * 1024})
-    births = client.driver.ledger._state.partitions["p"].evicted.births
-    assert len(births) == REMEMBERED
-    assert f"s{2 * REMEMBERED - 1025}" in births
+    generations = client.driver.ledger._state.partitions["p"].evicted.generations
+    assert len(generations) == REMEMBERED
+    assert f"s{2 * REMEMBERED - 1025}" in generations
     assert part(client).evicted_unconsumed == 2 * REMEMBERED - 1024
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.ledger import commands as c
-from dataplane.ledger.extents import Extents, Several
-from dataplane.ledger.fields import Field
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.ledger.state.extents import Extents, Several
+from dataplane.ledger.state.fields import Field
 from tests.ledger_driver import BYTES, Client, Driver, by_ids, commit_columns, handles
 
 

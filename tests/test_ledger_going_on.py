@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -16,7 +17,6 @@ from dataplane.errors import (
 )
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import MIB, Driver, by_ids, commit_columns
 
 EPOCH = 1_760_000_000_000_000_000

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import SampleNotFoundError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.image import FORMAT, ImageError, dump, load
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.ledger.encoding.image import FORMAT, ImageError, dump, load
 from tests.ledger_driver import Driver, by_ids
 from tests.ledger_values import canonical
 from tests.test_ledger_replay import a_busy_day
@@ -160,8 +160,8 @@ def test_nothing_but_the_ledgers_own_is_written(value: Any) -> None:
         msgspec.msgpack.encode({"a": 1}),
         msgspec.msgpack.encode([FORMAT, [["e", "os:system", 1]], []]),
         msgspec.msgpack.encode([FORMAT, [[0]], [["o", "subprocess:Popen", [], []]]]),
-        msgspec.msgpack.encode([FORMAT, [[0]], [["o", "dataplane.types:os", [], []]]]),
-        msgspec.msgpack.encode([FORMAT, [["e", "dataplane.ledger.image:importlib.import_module", "os"]], []]),
+        msgspec.msgpack.encode([FORMAT, [[0]], [["o", "os", [], []]]]),
+        msgspec.msgpack.encode([FORMAT, [["e", "dataplane.core.types:FieldKind", "flat"]], []]),
         msgspec.msgpack.encode([FORMAT, [[3]], []]),
         msgspec.msgpack.encode([FORMAT, [["?"]], []]),
         msgspec.msgpack.encode([FORMAT, [], [["?"]]]),

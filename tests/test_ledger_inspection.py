@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRequestError, PartitionNotFoundError, SampleNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.ledger import inspection
+from dataplane.ledger.samples import inspection
 from tests.ledger_driver import Client, Driver, by_ids
 
 KIB = 1024
@@ -48,7 +48,7 @@ def test_the_matrix_of_few_samples_has_a_column_for_each(client: Client) -> None
     client.claimed(1, ["x"])
     client.claimed(1, ["x"], lease_s=9.0)
     seen = matrix(client)
-    assert (seen.live, seen.last_birth - seen.first_birth) == (3, 2)
+    assert (seen.live, seen.last_generation - seen.first_generation) == (3, 2)
     assert seen.samples.tolist() == seen.examined.tolist() == [1, 1, 1]
     assert {name: counts.tolist() for name, counts in seen.produced.items()} == {"x": [1, 1, 1], "reward": [0, 1, 0]}
     train, score = seen.tasks
@@ -58,7 +58,7 @@ def test_the_matrix_of_few_samples_has_a_column_for_each(client: Client) -> None
 
 def test_the_matrix_of_nothing(client: Client) -> None:
     seen = matrix(client)
-    assert (seen.live, seen.first_birth, seen.last_birth, len(seen.samples)) == (0, 0, 0, 0)
+    assert (seen.live, seen.first_generation, seen.last_generation, len(seen.samples)) == (0, 0, 0, 0)
     assert {name: len(counts) for name, counts in seen.produced.items()} == {"x": 0, "reward": 0}
 
 
@@ -141,7 +141,7 @@ def test_a_sample_is_found_in_the_first_partition_that_has_it(client: Client) ->
         assert client.call(c.Shown, c.Show(samples=by_ids(sample))).partition == partition
     with pytest.raises(SampleNotFoundError, match="no live sample 'z' in any partition"):
         client.raise_(c.Show(samples=by_ids("z")))
-    handle = c.Samples(rows=np.array([0]), births=np.array([1]))
+    handle = c.Samples(rows=np.array([0]), generations=np.array([1]))
     with pytest.raises(InvalidRequestError, match="a handle is of one partition"):
         client.raise_(c.Show(samples=handle))
 

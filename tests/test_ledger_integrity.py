@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from dataplane.core.types import PROTOCOL_VERSION, Checksums
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION, Checksums
 from tests.ledger_driver import Client, Driver, by_ids, commit_columns
 from tests.ledger_values import canonical
 

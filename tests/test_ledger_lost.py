@@ -8,8 +8,8 @@ import pytest
 from dataplane.errors import SampleNotFoundError, StaleSampleError, from_wire, to_wire
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.lost import REMEMBERED
-from dataplane.ledger.partition import Partition
+from dataplane.ledger.state.lost import REMEMBERED
+from dataplane.ledger.state.partition import Partition
 from tests.ledger_driver import Client, Driver, by_ids, handles
 
 
@@ -80,7 +80,7 @@ def test_the_last_so_many_are_remembered() -> None:
     client.do(c.Forget(unit=2, force=True))
     lost = partition(driver).lost
     assert lost is not None
-    assert len(lost.births) == len(lost.causes) == REMEMBERED
+    assert len(lost.generations) == len(lost.causes) == REMEMBERED
     assert "lost" not in told(client, by_ids("s10", "s11"))
     assert "(2 of them lost" in told(client, by_ids("s12", "more"))
 
@@ -98,11 +98,11 @@ def partition(driver: Driver) -> Partition:
     return driver.ledger._state.partition("p")
 
 
-def test_births_that_were_never_lost_are_not_among_them() -> None:
+def test_generations_that_were_never_lost_are_not_among_them() -> None:
     driver, client = two_units()
     put = client.put(["a"], {"x": [8]}, unit_wish=1)
     client.do(c.Forget(unit=1, force=True))
     lost = partition(driver).lost
     assert lost is not None
-    assert lost.among_births(np.array([int(put.births[0]) + 1, 0])) == (0, ())
-    assert lost.among_births(put.births) == (1, ("with storage unit 1 (unit0)",))
+    assert lost.among_generations(np.array([int(put.generations[0]) + 1, 0])) == (0, ())
+    assert lost.among_generations(put.generations) == (1, ("with storage unit 1 (unit0)",))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands import (
     Abort,
     Ack,
@@ -46,7 +47,6 @@ from dataplane.ledger.commands import (
     Unclaim,
     WhenFull,
 )
-from dataplane.types import FieldSpec
 from tests.ledger_budget_books import EVICTED
 from tests.ledger_claim_model import Name, Sample
 from tests.ledger_compactor import LedgerCompactor
@@ -262,7 +262,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
         if data.draw(st.booleans()):
             self.attach_all(client)
         sample = data.draw(st.sampled_from([s for p in self.model.partitions.values() for s in p.samples.values()]))
-        handle = by_handles([(sample.row, sample.birth)])
+        handle = by_handles([(sample.row, sample.generation)])
         self.call(client, Locate(partition="p", samples=handle, fields=tuple(sample.cells)))
         sizes = (ColumnSizes(name="a", sizes=int64s([70])),)
         self.call(client, Allocate(partition="p", columns=sizes, update=True, timeout_s=3.05))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dataplane.ledger.commands import WhenFull
-from dataplane.ledger.partition import Partition
-from dataplane.ledger.state import State
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.state import State
 from tests.ledger_evictor import LedgerEvictor
 from tests.ledger_machine import HOSTS
 

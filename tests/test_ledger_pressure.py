@@ -6,9 +6,9 @@ import pytest
 
 from dataplane.config import DataPlaneConfig
 from dataplane.ledger import commands as c
-from dataplane.ledger import pressure
-from dataplane.ledger.partition import Partition
-from dataplane.ledger.state import State
+from dataplane.ledger.allocation import pressure
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.state import State
 from tests.ledger_driver import Client, Driver
 
 KIB = 1024

@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.errors import SampleNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.ledger import recheck as module
+from dataplane.ledger.samples import scrub as module
 from tests.ledger_driver import Client, Driver, by_ids
 from tests.test_ledger_integrity import put, sums
 
@@ -47,7 +47,7 @@ def check(driver: Driver, page: c.CheckRows, *wrong: int) -> list[c.CheckRows]:
             field=page.field,
             last=int(page.rows[-1]),
             rows=page.rows[places],
-            births=page.births[places],
+            generations=page.generations[places],
             offsets=page.offsets[places],
         )
     )
@@ -101,7 +101,7 @@ def test_what_goes_is_named_in_the_log(driver: Driver, client: Client) -> None:
             field="x",
             last=int(page.rows[-1]),
             rows=page.rows[:2],
-            births=page.births[:2],
+            generations=page.generations[:2],
             offsets=page.offsets[:2],
         )
     )

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.control.codec import RESULTS
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands import inputs
-from dataplane.ledger.image import dump
-from dataplane.ledger.records import RecordError, decode, encode
+from dataplane.ledger.encoding.image import dump
+from dataplane.ledger.encoding.journal_records import RecordError, decode, encode
+from dataplane.protocol.codec import RESULTS
 from tests.control_values import of_type, plain
 from tests.ledger_driver import Driver
 from tests.ledger_values import canonical
@@ -57,7 +57,7 @@ def test_garbage_is_a_record_error(garbage: bytes) -> None:
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))
 def test_damaged_records_are_an_error_or_another_input(place: int, damage: bytes) -> None:
-    samples = c.Samples(rows=np.arange(5), births=np.arange(5))
+    samples = c.Samples(rows=np.arange(5), generations=np.arange(5))
     call = c.Call(session=3, number=7, watermark=2, command=c.Clear(partition="p", samples=samples))
     record = bytearray(encode(call))
     at = place % len(record)

@@ -9,7 +9,7 @@ import pytest
 
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.digest import digest
+from dataplane.ledger.encoding.fingerprint import digest
 from tests.ledger_driver import Client, Driver, by_ids, handles
 from tests.ledger_values import canonical
 
@@ -89,7 +89,7 @@ def test_answers_do_not_share_memory_with_the_ledger() -> None:
     before = driver.replay().fingerprint()
     for result in got[1:]:
         result.rows[:] = 77
-        result.births[:] = 77
+        result.generations[:] = 77
     client.watermark = client.number + 1
     client.post(c.Units())
     found = client.call(c.Listed, c.List(partition="p"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.types import PROTOCOL_VERSION
 from tests.ledger_driver import Driver, by_ids, handles
 
 
@@ -124,9 +124,9 @@ def test_epochs_only_grow() -> None:
         restarted(Driver(), epoch=7)
 
 
-def test_births_of_a_later_state_come_after_those_of_an_earlier_one() -> None:
+def test_generations_of_a_later_state_come_after_those_of_an_earlier_one() -> None:
     """So that a meta of a state that was lost is stale, and never another sample's."""
-    births = []
+    generations = []
     for epoch in (1_760_000_000_000_000_000, 1_760_000_001_000_000_000):
         ledger = Ledger(epoch)
         driver = Driver(units=0)
@@ -134,8 +134,8 @@ def test_births_of_a_later_state_come_after_those_of_an_earlier_one() -> None:
         client = driver.client()
         client.register()
         put = client.put([f"s{i}" for i in range(1000)], tags={"t": list(range(1000))})
-        births.append(put.births)
-    assert int(np.max(births[0])) < int(np.min(births[1]))
+        generations.append(put.generations)
+    assert int(np.max(generations[0])) < int(np.min(generations[1]))
 
 
 def test_a_session_opens_once_across_lives() -> None:

@@ -59,7 +59,7 @@ def test_a_list_has_the_oldest_up_to_its_limit(client: Client, limit: int | None
     client.clear("a")
     listed = client.call(c.Listed, c.List(partition="p", limit=limit))
     assert listed.ids == found
-    assert len(listed.rows) == len(listed.births) == len(found)
+    assert len(listed.rows) == len(listed.generations) == len(found)
     assert listed.fields == {0: (), 1: ("x", "y")}.get(len(found), ("x",))
     assert [value for column in listed.tags for value in column.values] == [1, 2, 3][: len(found)]
 
@@ -71,7 +71,7 @@ def test_a_limit_that_makes_no_sense_is_refused(client: Client, limit: int, samp
         client.call(c.Listed, c.List(partition="p", limit=limit, samples=samples))
 
 
-def test_births_outlive_the_partition(client: Client) -> None:
+def test_generations_outlive_the_partition(client: Client) -> None:
     made = client.put(["a"], {"x": [8]})
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
     client.register()
@@ -97,7 +97,7 @@ def test_duplicates_in_one_put_are_refused(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="'a' is named twice"):
         client.put(["a", "b", "a"], {"x": [1, 1, 1]})
     made = client.put(["a"], {"x": [1]})
-    twice = c.Samples(rows=made.rows.repeat(2), births=made.births.repeat(2))
+    twice = c.Samples(rows=made.rows.repeat(2), generations=made.generations.repeat(2))
     with pytest.raises(InvalidRequestError, match="named twice"):
         client.put(twice, {"x": [1, 1]})
     assert client.used() == 64
@@ -133,13 +133,13 @@ def test_list_keeps_age_order_over_slot_reuse_and_compaction(client: Client) -> 
             client.clear(f"s{i - 4}")
     listed = client.call(c.Listed, c.List(partition="p"))
     assert listed.ids == ("s2996", "s2997", "s2998", "s2999")
-    assert listed.births.tolist() == sorted(listed.births.tolist())
+    assert listed.generations.tolist() == sorted(listed.generations.tolist())
     assert max(listed.rows.tolist()) < 8
 
 
 def test_samples_named_both_ways_or_neither_are_refused(client: Client) -> None:
     made = client.put(["a"])
     with pytest.raises(InvalidRequestError):
-        client.put(c.Samples(ids=("a",), rows=made.rows, births=made.births))
+        client.put(c.Samples(ids=("a",), rows=made.rows, generations=made.generations))
     with pytest.raises(InvalidRequestError):
         client.put(c.Samples(rows=made.rows))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.ledger import samplers
-from dataplane.ledger.samplers import Picked, shares, single, whole_groups
+from dataplane.ledger.claims import samplers
+from dataplane.ledger.claims.samplers import Picked, shares, single, whole_groups
 from tests.profiles import budget
 
 FEW = budget(200)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import (
     FieldNotFoundError,
     InvalidRequestError,
@@ -18,7 +19,6 @@ from dataplane.errors import (
 )
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from dataplane.types import FieldKind, FieldSpec
 from tests.ledger_driver import BYTES, Client, Driver, handles
 from tests.ledger_values import canonical
 
@@ -178,7 +178,9 @@ def described(**changes: Any) -> c.SavedPartition:
 def staged(client: Client, name: str = "hidden") -> c.Committed:
     client.do(c.Stage(partition=name))
     made = client.put(["a", "b", "c"], partition=name, tags={"n": [1, 2, 3]})
-    client.put(c.Samples(rows=made.rows[:2], births=made.births[:2]), {"x": [10, 20]}, partition=name, update=True)
+    client.put(
+        c.Samples(rows=made.rows[:2], generations=made.generations[:2]), {"x": [10, 20]}, partition=name, update=True
+    )
     return made
 
 

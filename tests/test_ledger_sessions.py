@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     CallCancelledError,
     ClaimTimeoutError,
@@ -14,8 +15,7 @@ from dataplane.errors import (
     StaleCallError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.limits import Limits
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.ledger.state.limits import Limits
 from tests.ledger_driver import Client, Driver, by_ids
 
 

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dataplane.errors import ClaimTimeoutError, InvalidRequestError, ShareTakenError, StaleSampleError
+from dataplane.errors import ClaimTimeoutError, InvalidRequestError, ShareConflictError, StaleSampleError
 from dataplane.ledger import commands as c
-from dataplane.ledger.limits import Limits
-from dataplane.ledger.shares import HOLD_S
+from dataplane.ledger.claims.shares import HOLD_S
+from dataplane.ledger.state.limits import Limits
 from tests.ledger_driver import Client, Driver, by_ids
 
 IDS = [f"s{i}" for i in range(8)]
@@ -86,7 +86,7 @@ def test_held_shares_are_nobody_elses_until_the_hold_ends(driver: Driver, client
     assert driver.ledger.next_deadline() is not None
     driver.tick(HOLD_S)
     assert client.claimed_by(waiting) == ("s2", "s3")
-    with pytest.raises(ShareTakenError, match="'s2', 's3' of rank 1's share of step 0"):
+    with pytest.raises(ShareConflictError, match="'s2', 's3' of rank 1's share of step 0"):
         client.raise_(share(client, 1))
 
 
@@ -133,7 +133,7 @@ def test_what_was_given_back_and_taken_by_another_is_named(client: Client) -> No
     got = client.call(c.Claimed, share(client, 0))
     client.nack(got)
     assert client.claimed(1) == ("s0",)
-    with pytest.raises(ShareTakenError) as caught:
+    with pytest.raises(ShareConflictError) as caught:
         client.raise_(share(client, 0))
     assert (caught.value.samples, caught.value.rank, caught.value.step) == (["s0"], 0, 0)
     assert client.claimed(1) == ("s1",)

@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.errors import CapacityTimeoutError, InvalidRequestError
 from dataplane.ledger import commands as c
-from dataplane.ledger.shrinking import PAGE_BYTES
+from dataplane.ledger.allocation.shrink import PAGE_BYTES
 from tests.ledger_driver import MIB, Client, Driver
 
 KIB = 1024

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.ledger import space as space_module
-from dataplane.ledger.space import FreeSpace, granules_up
-from dataplane.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES
+from dataplane.ledger.state import free_space as space_module
+from dataplane.ledger.state.free_space import FreeSpace, granules_up
 from tests.profiles import budget
 
 CAPACITY = 96

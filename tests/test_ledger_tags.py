@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dataplane.core.types import Scalar
 from dataplane.errors import InvalidRequestError, SampleNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.ledger.tags import Tags, packed
-from dataplane.types import Scalar
+from dataplane.ledger.state.tags import Tags, packed
 from tests.ledger_driver import Client, Driver, by_ids
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.core.schema import field_of, variants_of
 from dataplane.errors import FieldNotProducedError
 from dataplane.ledger import commands as c
-from dataplane.schema import field_of, variants_of
 from tests.ledger_driver import Client, Driver, by_ids
 
 X = variants_of("x")

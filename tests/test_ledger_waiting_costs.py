@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dataplane.errors import CapacityTimeoutError, ClaimTimeoutError, InternalError
-from dataplane.ledger import blocked, placing
 from dataplane.ledger import commands as c
-from dataplane.ledger.budgets import Evictions
-from dataplane.ledger.partition import Partition
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim
-from dataplane.ledger.tags import Tags
+from dataplane.ledger.allocation.budgets import Evictions
+from dataplane.ledger.claims import why_blocked
+from dataplane.ledger.state import sessions
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim
+from dataplane.ledger.state.tags import Tags
 from tests.ledger_driver import Client, Driver, by_ids, part_of
 
 KIB = 1024
@@ -113,13 +114,13 @@ def test_the_values_of_a_put_that_waits_are_not_gone_through_for_what_others_fre
         sizes = [128] + [0] * MANY if missing == "a larger piece" else sizes
     waiting = client.waits(client.allocate({"x": sizes}))
     looks.rows = 0
-    real = placing.top
+    real = sessions.top
 
     def counted(values: Any) -> int:
         looks.rows += len(values)
         return real(values)
 
-    monkeypatch.setattr(placing, "top", counted)
+    monkeypatch.setattr(sessions, "top", counted)
     for i in range(1, 100, 4):
         if missing == "memory":
             client.clear(f"q{i}", partition="q")
@@ -411,7 +412,7 @@ def test_a_waiting_put_that_cannot_be_judged_ends_alone(monkeypatch: pytest.Monk
             failing.clear()
             raise OverflowError("of one put")
 
-    monkeypatch.setattr("dataplane.ledger.rooms.Rooms._refuse_hopeless", refuse)
+    monkeypatch.setattr("dataplane.ledger.allocation.reservations.Rooms._refuse_hopeless", refuse)
     client.clear("s1", "s3", "s5", "s7", "s9")
     assert isinstance(client.result(bad), InternalError)
     assert isinstance(client.result(good), c.Allocated)
@@ -422,7 +423,7 @@ def test_a_claim_whose_timeout_cannot_be_explained_ends_and_others_time_out(monk
     client = driver.client()
     client.register()
     calls = [client.waits(client.claim(1, timeout_s=1.0)) for _ in range(2)]
-    real, failing = blocked.blocked, [True]
+    real, failing = why_blocked.blocked, [True]
 
     def fail(*arguments: Any) -> Any:
         if failing:
@@ -430,7 +431,7 @@ def test_a_claim_whose_timeout_cannot_be_explained_ends_and_others_time_out(monk
             raise OverflowError("of one claim")
         return real(*arguments)
 
-    monkeypatch.setattr("dataplane.ledger.claims.blocked", fail)
+    monkeypatch.setattr("dataplane.ledger.claims.claims.blocked", fail)
     driver.tick(1.0)
     assert isinstance(client.result(calls[0]), InternalError)
     assert isinstance(client.result(calls[1]), ClaimTimeoutError)

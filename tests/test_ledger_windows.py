@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from dataplane.ledger.windows import Spans, windows
+from dataplane.ledger.allocation.compaction_windows import Spans, windows
 
 GRANULE = 64
 END = 40 * GRANULE

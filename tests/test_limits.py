@@ -14,15 +14,15 @@ import torch
 
 from dataplane import DataPlaneConfig, LimitError, connect
 from dataplane.config import MIB
-from dataplane.control import wire
-from dataplane.control.controller import Controller
+from dataplane.controller.controller import Controller
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import RequestTooLargeError
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from dataplane.pb import control_pb2 as pb
-from dataplane.pb import control_pb2_grpc
-from dataplane.types import PROTOCOL_VERSION
-from dataplane.unit import StorageUnit
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.pb import control_pb2_grpc
+from dataplane.storage.unit import StorageUnit
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.integration
@@ -181,7 +181,7 @@ def test_calls_in_flight(address: str) -> None:
 
 
 def test_messages(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 1000)
     with connect(address) as client:
         with pytest.raises(RequestTooLargeError) as refused:
             client.register_partition("q", [], None, ["t"], enums={"tag": ["v" * 1000]})

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataplane import DataPlaneClient, KVBatchMeta, connect, copying, rowcopy, serve
-from dataplane.control.channel import Channel
+from dataplane import DataPlaneClient, KVBatchMeta, connect, serve
+from dataplane.client.rpc.channel import ControllerChannel
+from dataplane.core import row_copy
+from dataplane.data.columns import parallel_copy
 from dataplane.ledger.commands import Abort
 from tests.columns_helpers import nested_of
 from tests.lives import NO_HEARTBEATS
@@ -38,7 +40,7 @@ def client() -> Iterator[DataPlaneClient]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy of values that `rowcopy` makes or asks for, in order."""
     copied: list[int] = []
-    place, scatter = rowcopy._place, rowcopy._scatter_words
+    place, scatter = row_copy._place, row_copy._scatter_words
 
     def placed(buffers: Any, runs: Any, *more: Any, **padded: Any) -> None:
         runs = list(runs)
@@ -49,8 +51,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copied.append(int(sizes.sum()))
         scatter(buffers, which, offsets, sizes, *more)
 
-    monkeypatch.setattr(rowcopy, "_place", placed)
-    monkeypatch.setattr(rowcopy, "_scatter_words", scattered)
+    monkeypatch.setattr(row_copy, "_place", placed)
+    monkeypatch.setattr(row_copy, "_scatter_words", scattered)
     return copied
 
 
@@ -58,13 +60,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many long copies each call of a copier shared among threads."""
     shared: list[int] = []
-    pieces = copying._pieces
+    pieces = parallel_copy._pieces
 
-    def counted(runs: list[rowcopy.Run]) -> Any:
+    def counted(runs: list[row_copy.Run]) -> Any:
         shared.append(len(runs))
         return pieces(runs)
 
-    monkeypatch.setattr(copying, "_pieces", counted)
+    monkeypatch.setattr(parallel_copy, "_pieces", counted)
     return shared
 
 
@@ -74,15 +76,15 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sent: list[str] = []
 
     def counted(send: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(channel: Channel, command: Any, **more: Any) -> Any:
+        def counting(channel: ControllerChannel, command: Any, **more: Any) -> Any:
             if not isinstance(command, Abort):
                 sent.append(type(command).__name__)
             return send(channel, command, **more)
 
         return counting
 
-    monkeypatch.setattr(Channel, "call", counted(Channel.call))
-    monkeypatch.setattr(Channel, "post", counted(Channel.post))
+    monkeypatch.setattr(ControllerChannel, "call", counted(ControllerChannel.call))
+    monkeypatch.setattr(ControllerChannel, "post", counted(ControllerChannel.post))
     return sent
 
 

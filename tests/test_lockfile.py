@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from dataplane import lockfile
-from dataplane.lockfile import create_locked, file_system, is_held, is_local, open_own, unlink_unheld
+from dataplane.core import file_locks
+from dataplane.core.file_locks import create_locked, file_system, is_held, is_local, open_own, unlink_unheld
 
 
 @pytest.fixture(params=["_create_nameless", "_create_aside"])
 def created(request, tmp_path):
     path = tmp_path / "file"
-    fd = getattr(lockfile, request.param)(path)
+    fd = getattr(file_locks, request.param)(path)
     yield path, fd
     os.close(fd)
 
@@ -29,7 +29,7 @@ def test_appears_locked_private_and_alone(created):
 
 def test_an_existing_name_is_never_taken_over(created):
     path, _ = created
-    for create in (lockfile._create_nameless, lockfile._create_aside, create_locked):
+    for create in (file_locks._create_nameless, file_locks._create_aside, create_locked):
         with pytest.raises(FileExistsError):
             create(path)
     assert os.listdir(path.parent) == ["file"]
@@ -39,7 +39,7 @@ def test_falls_back_where_there_are_no_nameless_files(tmp_path, monkeypatch):
     def unsupported(_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lockfile, "_create_nameless", unsupported)
+    monkeypatch.setattr(file_locks, "_create_nameless", unsupported)
     fd = create_locked(tmp_path / "file")
     assert not unlink_unheld(tmp_path / "file")
     os.close(fd)
@@ -55,7 +55,7 @@ def test_probes_do_not_mistake_each_other_for_holders(tmp_path):
     path = tmp_path / "file"
     os.close(create_locked(path))
     with open(path) as one, open(path) as two:
-        lockfile.fcntl.flock(one, lockfile.fcntl.LOCK_SH)
+        file_locks.fcntl.flock(one, file_locks.fcntl.LOCK_SH)
         assert not is_held(two.fileno()), "a probe under way is no holder"
 
 
@@ -106,7 +106,8 @@ def test_what_is_not_there_yet_is_where_its_parent_is(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
 def test_directories_of_a_chroot_are_local_too(tmp_path):
     (tmp_path / "shm").mkdir()
-    look = "import os, sys; from dataplane.lockfile import file_system as f; os.chroot(sys.argv[1]); print(f('/shm'))"
+    code = "from dataplane.core.file_locks import file_system; os.chroot(sys.argv[1]); print(file_system('/shm'))"
+    look = f"import os, sys; {code}"
     found = subprocess.run(
         [sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )

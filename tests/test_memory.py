@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dataplane import memory
-from dataplane.memory import room
+from dataplane.core import memory_limits
+from dataplane.core.memory_limits import room
 
 GIB = 1 << 30
 
@@ -18,9 +18,9 @@ def machine(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "sys")
-    monkeypatch.setattr(memory, "file_system", lambda _: "tmpfs")
+    monkeypatch.setattr(memory_limits, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory_limits, "CGROUP_ROOT", tmp_path / "sys")
+    monkeypatch.setattr(memory_limits, "file_system", lambda _: "tmpfs")
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64 * GIB // 4096, f_frsize=4096))
     write("proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {48 * GIB // 1024} kB\n")
     return SimpleNamespace(write=write)
@@ -31,7 +31,7 @@ def test_the_machine_bounds_shared_memory(machine):
 
 
 def test_the_file_system_bounds_a_disk(machine, monkeypatch):
-    monkeypatch.setattr(memory, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(memory_limits, "file_system", lambda _: "ext4")
     machine.write("proc/self/cgroup", "0::/job\n")
     machine.write("sys/job/memory.max", str(GIB))
     machine.write("sys/job/memory.current", "0")

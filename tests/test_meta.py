@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.meta import KVBatchMeta
-from dataplane.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES
+from dataplane.core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES
+from dataplane.data.meta import KVBatchMeta
 
 
 def meta_of(count: int = 4, prefix: str = "s", **more: Any) -> KVBatchMeta:
@@ -32,9 +32,9 @@ def rows_of(meta: KVBatchMeta) -> list[tuple[Any, ...]]:
     assert meta.sequence_lengths is not None
     assert meta.tags is not None
     assert meta.handles is not None
-    rows, births = meta.handles
+    rows, generations = meta.handles
     return list(
-        zip(meta.sample_ids, meta.sequence_lengths, [tag["group"] for tag in meta.tags], rows, births, strict=True)
+        zip(meta.sample_ids, meta.sequence_lengths, [tag["group"] for tag in meta.tags], rows, generations, strict=True)
     )
 
 
@@ -85,8 +85,8 @@ def test_unknown_stays_unknown() -> None:
         ({"sample_ids": "abc"}, TypeError, "list of str"),
         ({"sample_ids": ["a", 1, "c"]}, TypeError, "row 1"),
         ({"fields": "abc"}, TypeError, "list of str"),
-        ({"_rows": np.arange(3)}, ValueError, "rows and births together"),
-        ({"_rows": np.arange(2), "_births": np.arange(2)}, ValueError, "for 3 samples"),
+        ({"_rows": np.arange(3)}, ValueError, "rows and generations together"),
+        ({"_rows": np.arange(2), "_generations": np.arange(2)}, ValueError, "for 3 samples"),
     ],
 )
 def test_what_does_not_align_is_refused(change: dict[str, Any], error: type[Exception], told: str) -> None:
@@ -185,5 +185,5 @@ def test_repr_is_short() -> None:
 
 @pytest.mark.integration
 def test_meta_schema_and_packing_import_no_torch() -> None:
-    program = "import sys, dataplane.meta, dataplane.packing, dataplane.schema; sys.exit('torch' in sys.modules)"
+    program = "import sys, dataplane.data.meta, dataplane.data.packing; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

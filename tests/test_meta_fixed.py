@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError
-from dataplane.meta import KVBatchMeta
 
 
 def minted() -> KVBatchMeta:
@@ -65,7 +65,7 @@ def test_lists_are_lists() -> None:
     assert type(meta.sample_ids[1:]) is list
 
 
-@pytest.mark.parametrize("meta", [minted(), dataclasses.replace(minted(), _rows=None, _births=None, _claims=None)])
+@pytest.mark.parametrize("meta", [minted(), dataclasses.replace(minted(), _rows=None, _generations=None, _claims=None)])
 def test_other_ids_beside_what_belongs_to_these_are_refused(meta: KVBatchMeta) -> None:
     for ids in (["c", "b", "a"], ["a", "b"], ["x", "y", "z"]):
         with pytest.raises(InvalidRequestError, match="take subset, slice or drop"):

@@ -13,11 +13,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from dataplane import ClaimTimeoutError, DataPlaneConfig, Server, Shared, connect, serve
 from dataplane.config import MIB
-from dataplane.control.controller import Controller
+from dataplane.controller.controller import Controller
+from dataplane.controller.metrics import collector as service_module
+from dataplane.core.metrics.catalog import BULK, CATALOGUE, JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Family
 from dataplane.errors import ServiceUnavailableError
-from dataplane.metrics import service as service_module
-from dataplane.metrics.catalog import BULK, CATALOGUE, JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Family
-from dataplane.unit import StorageUnit
+from dataplane.storage.unit import StorageUnit
 from tests.control_service import ScriptedLedger
 from tests.documents import ROOT
 from tests.lives import wait_until

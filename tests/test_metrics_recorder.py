@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.controller.metrics import recorder as recorder_module
+from dataplane.controller.metrics import throughput as flow_module
+from dataplane.controller.metrics import timeline as timeline_module
+from dataplane.controller.metrics.collector import ServiceMetrics
+from dataplane.controller.metrics.recorder import MovedTotals, Recorder
+from dataplane.controller.metrics.throughput import KEPT_S, Throughput
+from dataplane.controller.metrics.timeline import Timeline
+from dataplane.core.metrics.histograms import BOUNDS_S, Histogram
+from dataplane.core.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 from dataplane.errors import ClaimTimeoutError, DataPlaneError, SampleNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.metrics import flow as flow_module
-from dataplane.metrics import recorder as recorder_module
-from dataplane.metrics import timeline as timeline_module
-from dataplane.metrics.counts import BOUNDS_S, Histogram
-from dataplane.metrics.flow import KEPT_S, Flow
-from dataplane.metrics.recorder import Moved, Recorder
-from dataplane.metrics.service import ServiceMetrics
-from dataplane.metrics.timeline import Timeline
-from dataplane.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 
 INT64 = FieldSpec(kind=FieldKind.JAGGED, dtype="int64", inner=())
 
@@ -55,7 +55,7 @@ class Told:
             offset=None if allocated else 0,
             columns=(c.CommitColumn(name="x", spec=INT64, lengths=np.full(count, 3)),),
         )
-        self.call(commit, c.Committed(rows=rows, births=rows, **more))
+        self.call(commit, c.Committed(rows=rows, generations=rows, **more))
 
     def spans(self) -> list[tuple[str, str, int, int, float, float]]:
         """What, name, samples, bytes, start and end by this clock."""
@@ -73,7 +73,7 @@ def told() -> Told:
 def located(count: int) -> c.Located:
     rows, places = np.arange(count), np.zeros(count, np.int64)
     found = c.FieldLocations(name="x", spec=INT64, units=places.astype(np.int32), offsets=places, lengths=places + 3)
-    return c.Located(fields=(found,), rows=rows, births=rows)
+    return c.Located(fields=(found,), rows=rows, generations=rows)
 
 
 def test_a_put_begins_with_asking_for_room(told: Told) -> None:
@@ -102,7 +102,7 @@ def test_a_look_that_pins_nothing_is_no_read(told: Told) -> None:
 def test_a_claim_that_only_looks_is_none(told: Told) -> None:
     rows = np.arange(2)
     claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=2, blocking=False, peek=True)
-    told.call(claim, c.Claimed(ids=("a", "b"), rows=rows, births=rows, fields=("x",), tags=()))
+    told.call(claim, c.Claimed(ids=("a", "b"), rows=rows, generations=rows, fields=("x",), tags=()))
     assert told.recorder.moved.claimed_samples == 0
     assert told.spans() == []
     assert told.recorder.ops[c.Claim].ok == 1
@@ -128,7 +128,7 @@ def test_a_call_that_failed_moved_nothing(told: Told) -> None:
 def test_waiting_is_summed_for_each_task(told: Told) -> None:
     claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=1)
     nothing = np.zeros(0, np.int64)
-    told.call(claim, c.Claimed(ids=(), rows=nothing, births=nothing, fields=(), tags=()), took=2.0)
+    told.call(claim, c.Claimed(ids=(), rows=nothing, generations=nothing, fields=(), tags=()), took=2.0)
     error = ClaimTimeoutError(partition="p", task="t", wanted=1, ready=0, waited_s=5.0, why="nothing came")
     told.call(claim, error, took=5.0)
     told.recorder.count()
@@ -155,7 +155,7 @@ def test_answers_of_many_samples_are_not_kept(told: Told) -> None:
 
 
 def test_one_that_cannot_be_counted_is_logged_and_the_rest_is(told: Told, caplog: pytest.LogCaptureFixture) -> None:
-    broken: Any = c.Committed(rows=None, births=None)  # type: ignore[arg-type]
+    broken: Any = c.Committed(rows=None, generations=None)  # type: ignore[arg-type]
     commit = c.Commit(partition="p", samples=c.Samples(ids=("a",)), mode=c.Mode.UPSERT)
     told.recorder._pending.append(
         (c.Call(session=1, number=1, watermark=1, command=commit), c.Answer(session=1, number=1, result=broken), 0, 0)
@@ -182,15 +182,15 @@ def test_a_partition_that_goes_while_all_are_summed_up_is_in_the_sum_once(
     told.put(2, born=2)
     told.recorder.count()
     going = threading.Thread(target=told.recorder.forget, args=(["p"],))
-    add = Moved.add
+    add = MovedTotals.add
 
-    def add_while_it_goes(everything: Moved, moved: Moved) -> None:
+    def add_while_it_goes(everything: MovedTotals, moved: MovedTotals) -> None:
         if threading.current_thread() is not going and going.ident is None:
             going.start()
             going.join(0.2)  # it has to wait
         add(everything, moved)
 
-    monkeypatch.setattr(Moved, "add", add_while_it_goes)
+    monkeypatch.setattr(MovedTotals, "add", add_while_it_goes)
     assert told.recorder.moved.put_samples == 2
     going.join()
     assert told.recorder.by_partition == {}
@@ -264,7 +264,7 @@ def test_a_span_names_its_client_and_a_few_fields() -> None:
 
 
 def test_the_flow_has_every_second_also_those_in_which_nothing_happened() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.at(1000.2).puts += 3
     flow.at(1000.9).puts += 1
     flow.at(1000.95).live_bytes = 64
@@ -277,21 +277,21 @@ def test_the_flow_has_every_second_also_those_in_which_nothing_happened() -> Non
 
 
 def test_the_second_under_way_is_not_in_it() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.at(1000.2).puts += 3
     assert sum(flow.report(1000.9).puts) == 0
     assert sum(flow.report(1001.0).puts) == 3
 
 
 def test_a_clock_that_is_set_back_adds_to_the_latest_second() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.at(1000.2).puts += 1
     flow.at(900.0).puts += 1
     assert flow.report(1001.0).puts[-1] == 2
 
 
 def test_old_seconds_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.at(5.0).live_bytes = 32
     for second in range(10, 10 + 3 * KEPT_S):
         flow.at(float(second)).puts += 1

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from dataplane.data.jagged import TORCH_DTYPES
+from dataplane.data.object_codec import MAX_DEPTH, decode_object, encode_object, encode_rows
 from dataplane.errors import InternalError, UnsupportedValueError
-from dataplane.jagged import TORCH_DTYPES
-from dataplane.objects import MAX_DEPTH, decode_object, encode_object, encode_rows
 from tests.columns_helpers import random_tensor, same_bits
 
 
@@ -287,7 +287,7 @@ def test_depth_is_bounded() -> None:
 
 
 def test_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.objects.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("dataplane.data.object_codec.MAX_ROW_BYTES", 100)
     with pytest.raises(UnsupportedValueError, match="row 1"):
         encode_rows([b"x" * 90, b"x" * 101], field="x")
 

@@ -78,7 +78,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(only(built, "*.whl")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         assert names == {*sources(), HOOK}
-        assert {"dataplane/py.typed", "workers/py.typed", "dataplane/pb/control_pb2.py"} <= names
+        assert {"dataplane/py.typed", "workers/py.typed", "dataplane/protocol/pb/control_pb2.py"} <= names
         (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         text = wheel.read(metadata).decode()
     assert "License-Expression: Apache-2.0\n" in text

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.packing import (
+from dataplane.data.packing import (
     ConcatenativePacker,
     FirstFitDecreasingPacker,
     FirstFitShufflePacker,
@@ -20,7 +20,7 @@ from dataplane.packing import (
     SequencePacker,
     get_packer,
 )
-from dataplane.packing.bins import (
+from dataplane.data.packing.bins import (
     MOST_OPEN,
     Bins,
     concatenate,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.meta import KVBatchMeta
-from dataplane.packing import PackingAlgorithm, Shard, plan_shards, shard_meta_for_dp
-from dataplane.packing.locality import Exchange, Locality
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.packing import PackingAlgorithm, Shard, plan_shards, shard_meta_for_dp
+from dataplane.data.packing.locality import Exchange, Locality
 from tests.profiles import budget
 
 BUDGET = 64

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.batch import BatchedDataDict
-from dataplane.meta import KVBatchMeta
-from dataplane.packing import PackingAlgorithm, inverse_permutation, plan_shards, shard_meta_for_dp
-from dataplane.packing.balance import deal, even_runs, even_shares, level
-from dataplane.packing.bins import loads_of
-from dataplane.schema import PACKING_KEYS
+from dataplane.core.schema import PACKING_KEYS
+from dataplane.data.batch import BatchedDataDict
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.packing import PackingAlgorithm, inverse_permutation, plan_shards, shard_meta_for_dp
+from dataplane.data.packing.balance import deal, even_runs, even_shares, level
+from dataplane.data.packing.bins import loads_of
 from tests.columns_helpers import nested_of
 from tests.profiles import budget
 
@@ -152,8 +152,12 @@ def test_a_meta_is_split_as_its_data_is(split: tuple[list[int], int, int | None,
         for key in PACKING_KEYS:
             assert part.extra_info.get(key) == getattr(shard, key)
         assert part.extra_info["global_forward_pad_seqlen"] == 64
-        rows, births = part.handles or (np.zeros(0), np.zeros(0))
-        assert [f"s{row - 100}" for row in rows] == [f"s{birth - 200}" for birth in births] == part.sample_ids
+        rows, generations = part.handles or (np.zeros(0), np.zeros(0))
+        assert (
+            [f"s{row - 100}" for row in rows]
+            == [f"s{generation - 200}" for generation in generations]
+            == part.sample_ids
+        )
     together = KVBatchMeta.concat(metas)
     assert (together if inverse is None else together.subset(inverse)).sample_ids == meta.sample_ids
     whole = BatchedDataDict.from_batches(parts)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dataplane import patience
+from dataplane.client.operations import retry
+from dataplane.client.operations.retry import with_retry
+from dataplane.client.operations.steps import Operation, Work
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import DataPlaneError, SampleNotFoundError, ServiceRestartedError, StorageUnitError
-from dataplane.patience import patient
-from dataplane.steps import Operation, Work
 
 GONE = StorageUnitError(unit=1, endpoint="ipc://x", why="it cannot be reached")
 RESTARTED = ServiceRestartedError(expected_epoch=1, got_epoch=2, what="storage unit 1")
@@ -21,7 +21,7 @@ ANEW = ServiceRestartedError(expected_epoch=1, got_epoch=2, what="the service", 
 MISSING = SampleNotFoundError(partition="p", samples=["a"], total=1)
 
 
-def desk(*, durable: bool = True, reconnect_s: float = 60.0) -> Any:
+def session_state(*, durable: bool = True, reconnect_s: float = 60.0) -> Any:
     return SimpleNamespace(durable=durable, config=DataPlaneConfig(reconnect_s=reconnect_s))
 
 
@@ -32,20 +32,20 @@ class Attempts:
         self.left = list(failures)
         self.begun = 0
 
-    def operation(self, desk: Any, *args: Any, **kwargs: Any) -> Operation[Any]:
+    def operation(self, session_state: Any, *args: Any, **kwargs: Any) -> Operation[Any]:
         self.begun += 1
         yield Work(lambda: None)
         if self.left:
             raise self.left.pop(0)
         return args, kwargs
 
-    def run(self, desk: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, session_state: Any, *args: Any, **kwargs: Any) -> Any:
         operation = Attempts.operation
 
-        def bound(desk: Any, *args: Any, **kwargs: Any) -> Operation[Any]:
-            return (yield from operation(self, desk, *args, **kwargs))
+        def bound(session_state: Any, *args: Any, **kwargs: Any) -> Operation[Any]:
+            return (yield from operation(self, session_state, *args, **kwargs))
 
-        running = patient(bound)(desk, *args, **kwargs)
+        running = with_retry(bound)(session_state, *args, **kwargs)
         try:
             while True:
                 step = next(running)
@@ -57,7 +57,7 @@ class Attempts:
 
 def clock(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
     """What `patience` has of `time`, and no other thread of this process."""
-    monkeypatch.setattr(patience, "time", SimpleNamespace(**{"monotonic": time.monotonic, **functions}))
+    monkeypatch.setattr(retry, "time", SimpleNamespace(**{"monotonic": time.monotonic, **functions}))
 
 
 @pytest.fixture(autouse=True)
@@ -69,24 +69,24 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_it_goes_on_until_the_unit_is_back(pauses: list[float]) -> None:
     attempts = Attempts(GONE, RESTARTED, GONE)
-    assert attempts.run(desk(), 1, two=2) == ((1,), {"two": 2})
+    assert attempts.run(session_state(), 1, two=2) == ((1,), {"two": 2})
     assert attempts.begun == 4
     assert len(pauses) == 3
-    assert all(0 < pause <= patience.LONGEST_PAUSE_S for pause in pauses)
+    assert all(0 < pause <= retry.LONGEST_PAUSE_S for pause in pauses)
 
 
 @pytest.mark.parametrize("failure", [MISSING, ANEW])
 def test_other_errors_are_raised_at_once(failure: DataPlaneError) -> None:
     attempts = Attempts(failure)
     with pytest.raises(type(failure)):
-        attempts.run(desk())
+        attempts.run(session_state())
     assert attempts.begun == 1
 
 
 def test_units_that_keep_nothing_are_not_waited_for() -> None:
     attempts = Attempts(GONE)
     with pytest.raises(StorageUnitError):
-        attempts.run(desk(durable=False))
+        attempts.run(session_state(durable=False))
     assert attempts.begun == 1
 
 
@@ -100,6 +100,6 @@ def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, sleep=sleep, monotonic=lambda: now)
     attempts = Attempts(*[GONE] * 1000)
     with pytest.raises(StorageUnitError):
-        attempts.run(desk(reconnect_s=10.0))
+        attempts.run(session_state(reconnect_s=10.0))
     assert 8.0 < now <= 10.0
     assert attempts.begun > 10

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from dataplane import DataPlaneConfig, PortTakenError, serve
-from dataplane import ports as ports_module
 from dataplane.cli import main
 from dataplane.config import MIB
-from dataplane.control.controller import Controller
-from dataplane.ports import require_free_port
-from dataplane.unit import StorageUnit
+from dataplane.controller.controller import Controller
+from dataplane.core import ports as ports_module
+from dataplane.core.ports import require_free_port
+from dataplane.storage.unit import StorageUnit
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration
@@ -102,7 +102,7 @@ def test_a_second_service_is_told_in_one_line_of_the_first(first: int, capsys: p
 
 
 def test_a_port_that_the_state_had_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.control.controller.PORT_WAIT_S", 0.0)
+    monkeypatch.setattr("dataplane.controller.controller.PORT_WAIT_S", 0.0)
     config = replace(CONFIG, state_dir=str(tmp_path))
     with Controller(config) as before:
         port = int(before.address.rpartition(":")[2])

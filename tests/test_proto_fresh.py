@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SUMS = ROOT / "proto" / "SHA256SUMS"
 SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
-GENERATED = sorted(path.name for path in (ROOT / "dataplane" / "pb").glob("*_pb2*.py*"))
+GENERATED = sorted(path.name for path in (ROOT / "dataplane" / "protocol" / "pb").glob("*_pb2*.py*"))
 
 
 def generator() -> str | None:
@@ -28,7 +28,7 @@ def generator() -> str | None:
 def test_sources_and_outcome_belong_together() -> None:
     lines = [line.split(maxsplit=1) for line in SUMS.read_text(encoding="ascii").splitlines()]
     listed = {name: digest for digest, name in lines}
-    found = [f"proto/{name}" for name in SOURCES] + [f"dataplane/pb/{name}" for name in GENERATED]
+    found = [f"proto/{name}" for name in SOURCES] + [f"dataplane/protocol/pb/{name}" for name in GENERATED]
     assert sorted(listed) == sorted(found), "run `make proto`"
     changed = [name for name in found if hashlib.sha256((ROOT / name).read_bytes()).hexdigest() != listed[name]]
     assert not changed, "run `make proto`"
@@ -40,13 +40,13 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
     python = generator()
     assert python is not None
     outs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")]
-    names = [f"dataplane/pb/{name}" for name in SOURCES]
-    command = [python, "-m", "grpc_tools.protoc", f"-Idataplane/pb={ROOT / 'proto'}", *outs, *names]
+    names = [f"dataplane/protocol/pb/{name}" for name in SOURCES]
+    command = [python, "-m", "grpc_tools.protoc", f"-Idataplane/protocol/pb={ROOT / 'proto'}", *outs, *names]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120)
-    made = tmp_path / "dataplane" / "pb"
+    made = tmp_path / "dataplane" / "protocol" / "pb"
     assert sorted(path.name for path in made.iterdir()) == GENERATED
     for name in GENERATED:
-        assert (made / name).read_bytes() == (ROOT / "dataplane" / "pb" / name).read_bytes(), (
+        assert (made / name).read_bytes() == (ROOT / "dataplane" / "protocol" / "pb" / name).read_bytes(), (
             f"{name}: run `make proto`"
         )
 

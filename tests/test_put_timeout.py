@@ -59,4 +59,4 @@ def test_the_service_says_unless_the_client_does(
 def test_nobody_says() -> None:
     assert DataPlaneConfig().put_timeout_s is None
     with serve({"capacity_bytes": 8 * MIB, "units": 0}) as server, connect(server.address) as client:
-        assert client._connections.get().desk.put_timeout_s == 60.0
+        assert client._connections.get().session_state.put_timeout_s == 60.0

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, Server, connect, failpoints, serve
+from dataplane import DataPlaneClient, Server, connect, serve
+from dataplane.core import failpoints
 from dataplane.errors import SessionExpiredError
 from dataplane.ledger.commands import FenceSession
 
@@ -54,7 +55,7 @@ def overwrite(other: DataPlaneClient) -> None:
 
 def lose_lock(client: DataPlaneClient) -> None:
     """What a library that closes all descriptors does."""
-    lock = client._connections.get().desk._lock
+    lock = client._connections.get().session_state._lock
     assert lock is not None
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, lock._fd)
@@ -80,7 +81,7 @@ def test_without_its_lock_a_local_reader_returns_nothing_that_was_overwritten(se
 
 def test_without_its_lock_a_reader_whose_session_lives_goes_on(server, other) -> None:
     with connect(server.address) as reader:
-        path = reader._connections.get().desk._lock.path
+        path = reader._connections.get().session_state._lock.path
         failpoints.arm("get.mid_copy", lambda: (failpoints.disarm(), path.unlink()))
         assert torch.equal(reader.get_samples(IDS, "p", ["x"])["x"], FIRST)
 
@@ -88,7 +89,7 @@ def test_without_its_lock_a_reader_whose_session_lives_goes_on(server, other) ->
 def test_a_remote_reader_that_was_fenced_returns_nothing(server, other) -> None:
     with connect(server.address, force_remote=True, client_name="slow") as reader:
         READS["get_samples"](reader)
-        session = reader._connections.get().desk.session
+        session = reader._connections.get().session_state.session
 
         def meanwhile() -> None:
             failpoints.disarm()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, SampleNotFoundError, connect, draining, failpoints
+from dataplane import DataPlaneClient, SampleNotFoundError, connect
+from dataplane.client.operations import drain_unit
+from dataplane.core import failpoints
 from dataplane.errors import StorageUnitError
 from tests.lives import Lives, one_unit, wait_until
 
@@ -38,7 +40,7 @@ def client(server: Lives) -> Iterator[DataPlaneClient]:
 def test_rows_that_were_moved_are_read_where_they_are_now(
     server: Lives, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, copy: bool
 ) -> None:
-    monkeypatch.setattr(draining, "LOOK_S", 0.1)  # for a reader, who does not end before
+    monkeypatch.setattr(drain_unit, "LOOK_S", 0.1)  # for a reader, who does not end before
     acts = [lambda: leave(server)]
     failpoints.arm("get.mid_copy", lambda: acts.pop()() if acts else None)
     got = client.get_samples(["b", "a"], "p", ["x"], copy=copy)

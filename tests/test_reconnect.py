@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import connect, connect_async, failpoints
-from dataplane.control import opening
-from dataplane.control.resolve import register_resolver
-from dataplane.control.shell import LedgerShell
+from dataplane import connect, connect_async
+from dataplane.client.rpc import handshake
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.core import failpoints
 from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
+from dataplane.protocol.resolver import register_resolver
 from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, NO_HEARTBEATS, WAIT_S, Lives, ProxyPair, wait_until
 from tests.test_control_channel import in_fork
@@ -87,7 +88,7 @@ def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Ite
 def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the controller ends: saying so to whoever waits, or without a word."""
     if request.param == "killed":
-        monkeypatch.setattr(LedgerShell, "_end", lambda self: self._door.close())
+        monkeypatch.setattr(LedgerThread, "_end", lambda self: self._door.close())
     return str(request.param)
 
 
@@ -95,7 +96,7 @@ def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The road to the controller. An ipc door has another name in each life, a tcp door reconnects by itself."""
     if request.param == "tcp":
-        monkeypatch.setattr(opening, "boot_id", lambda: "another host")
+        monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     return str(request.param)
 
 
@@ -462,14 +463,14 @@ def test_a_network_that_heals_is_no_end(
     style: str,
     failure: str,
 ) -> None:
-    monkeypatch.setattr(opening, "boot_id", lambda: "another host")
+    monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     proxy = proxy_to(lives.port)
     client, other = open_client(style, f"127.0.0.1:{proxy.port}"), open_client()
     register(client)
     put(client, 1)
     waiting = claim_two(pool, client, other)
     with monkeypatch.context() as impatient:
-        impatient.setattr(opening, "GO_ON_S", 0.2)  # only while nothing can answer
+        impatient.setattr(handshake, "GO_ON_S", 0.2)  # only while nothing can answer
         getattr(proxy, failure)()
         wait_until(lambda: calls_of(client).waiting, "a lost service")
     more = pool.submit(put, client, 2)

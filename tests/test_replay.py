@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.conditions import Where
+from dataplane.data.conditions import Where
 from dataplane.errors import CallTimeoutError, ClaimTimeoutError, RolloutAbortedError, SchemaError
-from dataplane.replay import GROUP, ReplayBuffer, Reservation
-from dataplane.staleness import InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
+from dataplane.training.replay_buffer import GROUP, ReplayBuffer, Reservation
+from dataplane.training.staleness import InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
 
 pytestmark = pytest.mark.integration
 

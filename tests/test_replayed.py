@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.control.opening import door_address
-from dataplane.host import join_address, split_address
-from dataplane.pb import control_pb2 as pb
+from dataplane.client.rpc.handshake import door_address
+from dataplane.core.addresses import join_address, split_address
+from dataplane.protocol.pb import control_pb2 as pb
 from tests.lives import wait_until
 from tests.secure import tls
 from tests.test_security import asked, heard, hello, opening_message, own_keys

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.bulk.frames import READ_BYTES
-from dataplane.bulk.server import BulkServer
-from dataplane.columns import assemble, decode_batch
+from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import MIB, DataPlaneConfig
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import assemble, decode_batch
 from dataplane.ledger import commands as c
-from dataplane.roads import Roads
-from dataplane.types import FieldKind, FieldSpec
-from dataplane.warm import WarmMemory
+from dataplane.storage.server import BulkServer
+from dataplane.storage.transport.request_chunks import READ_BYTES
 from tests.bulk_unit import TOKEN, UNIT, Unit, noise
 
 pytestmark = pytest.mark.integration
@@ -31,13 +31,13 @@ def unit():
 
 @pytest.fixture
 def memory():
-    return WarmMemory(64 * MIB)
+    return BufferPool(64 * MIB)
 
 
 @pytest.fixture
 def roads(unit, memory):
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
-    roads = Roads(config, session=1, lock=None, memory=memory)
+    roads = UnitConnections(config, session=1, lock=None, memory=memory)
     roads.learn([unit.info])
     yield roads
     roads.close()
@@ -61,7 +61,7 @@ def replies(monkeypatch):
 def gathered(monkeypatch):
     """The bytes of each copy of values out of what was received."""
     copied = []
-    decode = sys.modules["dataplane.columns.decode"]
+    decode = sys.modules["dataplane.data.columns.decode"]
 
     def counting(copy):
         def counted(buffers, which, offsets, sizes, *more, **named):

@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.lock import SessionLock
-from dataplane.bulk.server import BulkServer
+from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import DataPlaneConfig
-from dataplane.desk import Desk
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import ClientClosedError, ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
-from dataplane.roads import Roads
-from dataplane.types import FieldKind, FieldSpec
-from dataplane.warm import WarmMemory
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import BulkServer
+from dataplane.storage.session_lock import SessionLock
 from tests.bulk_unit import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 from tests.lives import wait_until
 
@@ -42,9 +42,9 @@ def unit() -> Iterator[Unit]:
 
 
 @pytest.fixture
-def roads(unit: Unit) -> Iterator[Roads]:
+def roads(unit: Unit) -> Iterator[UnitConnections]:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
-    made = Roads(config, session=1, lock=None, memory=WarmMemory(0))
+    made = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
     made.learn([unit.info])
     yield made
     made.close()
@@ -66,7 +66,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
     go_on.set()
 
 
-def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, roads: Roads) -> None:
+def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, roads: UnitConnections) -> None:
     roads.gather([ROW], {UNIT})
     assert not roads.unknown({UNIT})
     unit.server.stop()
@@ -79,7 +79,7 @@ def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, r
 
 def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
-    roads = Roads(config, session=1, lock=None, memory=WarmMemory(0))
+    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
     roads.learn([changed(unit.info, epoch=EPOCH - 1)])
     with pytest.raises(StorageUnitError, match="started anew"):
         roads.gather([ROW], {UNIT})
@@ -99,7 +99,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
 )
 def test_a_call_under_way_at_a_unit_that_is_over_says_so(
     unit: Unit,
-    roads: Roads,
+    roads: UnitConnections,
     held_up: tuple[threading.Event, threading.Event],
     later: dict[str, int],
     kind: type[Exception],
@@ -115,7 +115,7 @@ def test_a_call_under_way_at_a_unit_that_is_over_says_so(
 
 
 def test_a_call_under_way_when_the_client_closes_says_so(
-    roads: Roads, held_up: tuple[threading.Event, threading.Event]
+    roads: UnitConnections, held_up: tuple[threading.Event, threading.Event]
 ) -> None:
     came, _ = held_up
     with ThreadPoolExecutor(1) as pool:
@@ -128,7 +128,9 @@ def test_a_call_under_way_when_the_client_closes_says_so(
         roads.gather([ROW], {UNIT})
 
 
-def test_learning_does_not_wait_for_a_handshake(unit: Unit, roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_does_not_wait_for_a_handshake(
+    unit: Unit, roads: UnitConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heartbeats bring what is learned."""
     came, go_on = threading.Event(), threading.Event()
     attach = BulkServer._answer
@@ -149,7 +151,9 @@ def test_learning_does_not_wait_for_a_handshake(unit: Unit, roads: Roads, monkey
         assert set(reading.result(WAIT_S)) == {"x"}
 
 
-def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(unit: Unit, roads: Roads) -> None:
+def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(
+    unit: Unit, roads: UnitConnections
+) -> None:
     roads.gather([ROW], {UNIT})
     unit.server.stop()
     unfinished = {UNIT}
@@ -164,17 +168,19 @@ def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(uni
 
 
 def test_a_desk_gives_such_room_back(unit: Unit) -> None:
-    desk = Desk(DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None)
-    desk.roads.learn([unit.info])
+    session_state = SessionState(
+        DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None
+    )
+    session_state.connections.learn([unit.info])
     unit.server.stop()
-    desk.roads.stop(5, {UNIT})
-    desk.roads.learn([changed(unit.info, epoch=EPOCH + 1)])
-    assert [command.reservation for command in desk.leftovers() if isinstance(command, c.Abort)] == [5]
-    assert list(desk.leftovers()) == []
-    desk.close()
+    session_state.connections.stop(5, {UNIT})
+    session_state.connections.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert [command.reservation for command in session_state.leftovers() if isinstance(command, c.Abort)] == [5]
+    assert list(session_state.leftovers()) == []
+    session_state.close()
 
 
-def test_a_unit_that_did_not_confirm_is_asked_again(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_did_not_confirm_is_asked_again(roads: UnitConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, refusals = UnitConnection.stop_put, iter(range(2))
 
     def refusing(connection: UnitConnection, reservation: int, timeout_s: float) -> None:
@@ -191,7 +197,7 @@ def test_a_unit_that_did_not_confirm_is_asked_again(roads: Roads, monkeypatch: p
     assert roads.settled() == []
 
 
-def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: Roads) -> None:
+def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: UnitConnections) -> None:
     other, later = changed(unit.info, unit=UNIT + 1), changed(unit.info, unit=UNIT + 2)
     roads.gather([ROW], {UNIT})
     connection = roads.connection(UNIT)
@@ -211,7 +217,9 @@ def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: Roa
 
 def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
     lock = SessionLock.create(unit.arena.path.parent)
-    roads = Roads(DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=WarmMemory(0))
+    roads = UnitConnections(
+        DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=BufferPool(0)
+    )
     roads.learn([unit.info])
     assert roads.connection(UNIT).local
     last = unit.arena.backed_bytes // 64

@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from dataplane.bulk.server import BulkServer
-from dataplane.columns import EncodedColumn, FlatValues, assemble
+from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import MIB, DataPlaneConfig
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import EncodedColumn, FlatValues, assemble
 from dataplane.errors import ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
-from dataplane.roads import Roads
-from dataplane.types import FieldKind, FieldSpec
-from dataplane.warm import WarmMemory
+from dataplane.storage.server import BulkServer
 from tests.bulk_unit import TOKEN, Unit, changed, noise
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ def units():
 @pytest.fixture
 def roads(units):
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN, call_timeout_s=WAIT_S)
-    roads = Roads(config, session=1, lock=None, memory=WarmMemory(64 * MIB))
+    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(64 * MIB))
     roads.learn([changed(unit.info, unit=number) for number, unit in units.items()])
     yield roads
     roads.close()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.rowcopy import LONG_BYTES, WORD_TYPES, Run, copy_runs, gather, gather_padded, merge_runs
+from dataplane.core.row_copy import LONG_BYTES, WORD_TYPES, Run, copy_runs, gather, gather_padded, merge_runs
 
 
 def test_rows_that_follow_one_another_are_merged() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.columns import require_fields
+from dataplane.client.operations.sample_names import ids_of, tag_columns, tags_of
+from dataplane.data.columns import require_fields
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
-from dataplane.samples import ids_of, tag_columns, tags_of
 
 
 @pytest.mark.parametrize("fields", [[torch.zeros(1)], torch.zeros(1), "x", 5])

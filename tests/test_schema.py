@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.columns import declared_specs
-from dataplane.schema import TOKEN_ALIGNED_FIELDS, round_up
-from dataplane.types import FieldKind, FieldSpec
+from dataplane.core.schema import TOKEN_ALIGNED_FIELDS, round_up
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import declared_specs
 
 
 def test_declared_specs() -> None:

@@ -31,22 +31,24 @@ from dataplane import (
     connect_async,
     serve,
 )
-from dataplane.bulk import wire as bulk_wire
+from dataplane.client.rpc import handshake
+from dataplane.client.rpc.handshake import door_address
 from dataplane.config import MIB
-from dataplane.control import grpc_link, keys, opening, wire
-from dataplane.control import tls as tls_module
-from dataplane.control.controller import Controller
-from dataplane.control.keys import DoorKeys, keys_of
-from dataplane.control.opening import door_address
-from dataplane.curve import ServerKeys
-from dataplane.kept import discard
+from dataplane.controller.controller import Controller
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
-from dataplane.pb import bulk_pb2, control_pb2_grpc
-from dataplane.pb import control_pb2 as pb
-from dataplane.proof import Ticket
-from dataplane.types import PROTOCOL_VERSION
-from dataplane.unit import StorageUnit
-from dataplane.zap import present
+from dataplane.protocol import server_keys, zmq_frames
+from dataplane.protocol import tls as tls_module
+from dataplane.protocol.curve import ServerKeys
+from dataplane.protocol.pb import bulk_pb2, control_pb2_grpc
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.server_keys import ConnectionKeys, keys_of
+from dataplane.protocol.zap import present
+from dataplane.storage import grpc_stream
+from dataplane.storage.arena_record import discard
+from dataplane.storage.transport import connection as bulk_wire
+from dataplane.storage.unit import StorageUnit
 from tests.conftest import litter, our_files
 from tests.contract.conftest import Blocking
 from tests.lives import CONFIG, Lives
@@ -272,10 +274,10 @@ def heard(endpoint: str, frames: list[bytes], ticket: Ticket | None = None, curv
 
 def hello() -> list[bytes]:
     item = c.OpenSession(nonce=secrets.token_hex(8), host="h", name="n", protocol_version=PROTOCOL_VERSION)
-    return wire.request(item)
+    return zmq_frames.request(item)
 
 
-def own_keys(address: str, **settings: Any) -> DoorKeys:
+def own_keys(address: str, **settings: Any) -> ConnectionKeys:
     config = DataPlaneConfig(**settings)
     return keys_of(address, config.secret(), config.tls, deadline=time.monotonic() + WAIT_S)
 
@@ -306,7 +308,7 @@ def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], s
     assert heard(f"tcp://{door_address(server.address)}", hello(), own.ticket, own.curve_key)
     assert not heard(f"tcp://{door_address(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
     with connect(server.address, force_remote=True, **tls()) as client:
-        roads = client._connections.get().desk.roads
+        roads = client._connections.get().session_state.connections
         roads._config = replace(roads._config, token=secret or None)
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(AuthenticationError, match="storage unit"):
@@ -356,7 +358,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_named(
         with grpc.insecure_channel(services[kind].address) as channel, pytest.raises(grpc.RpcError, match=both):
             asked(channel, "OpenSession", opening_message(version))
         return
-    module = {"keys": keys, "zmq": opening, "unit link": grpc_link, "bulk": bulk_wire}[door]
+    module = {"keys": server_keys, "zmq": handshake, "unit link": grpc_stream, "bulk": bulk_wire}[door]
     monkeypatch.setattr(module, "PROTOCOL_VERSION", version)
     with pytest.raises(ProtocolVersionError, match=both) as caught:
         use(services[kind], door, kind)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, FieldSpec, Server, connect, serve
-from dataplane.arena import HEADER_BYTES
 from dataplane.cli import main
 from dataplane.config import MIB
+from dataplane.core.types import FieldKind
 from dataplane.ledger import commands as c
-from dataplane.types import FieldKind
+from dataplane.storage.arena import HEADER_BYTES
 from tests.bulk_unit import Unit
 
 pytestmark = pytest.mark.integration
@@ -143,7 +143,7 @@ def test_a_file_system_without_holes_is_named(monkeypatch: pytest.MonkeyPatch) -
     def fail(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("dataplane.arena._punch_hole", fail)
+    monkeypatch.setattr("dataplane.storage.arena._punch_hole", fail)
     with Unit(backed=4 * MIB) as unit:
         unit.server.order(c.ShrinkArena(unit=7, number=1, backed_bytes=MIB))
         report = unit.expect(c.Shrunk)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import dataplane
+from dataplane.client.rpc import handshake, heartbeat
 from dataplane.config import DataPlaneConfig
-from dataplane.control import keeper, opening
-from dataplane.control.controller import Controller
+from dataplane.controller.controller import Controller
 from dataplane.errors import ServiceUnavailableError
 from tests.lives import ProxyPair
 
@@ -23,8 +23,8 @@ WAIT_S = 60.0
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyPair]:
     """The network to a service, which clients look for often."""
-    monkeypatch.setattr(opening, "boot_id", lambda: "another host")
-    monkeypatch.setattr(opening, "GO_ON_S", 0.05)
+    monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
+    monkeypatch.setattr(handshake, "GO_ON_S", 0.05)
     with Controller(DataPlaneConfig(session_timeout_s=60.0)) as controller:
         port = int(controller.address.rpartition(":")[2])
         made = ProxyPair(port)
@@ -36,13 +36,13 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyPair]:
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """One for each time that a client looked for its service and did not find it."""
     misses = threading.Semaphore(0)
-    miss = keeper.Keeper._miss
+    miss = heartbeat.HeartbeatThread._miss
 
-    def told(self: keeper.Keeper, why: str, *, lost: bool) -> None:
+    def told(self: heartbeat.HeartbeatThread, why: str, *, lost: bool) -> None:
         miss(self, why, lost=lost)
         misses.release()
 
-    monkeypatch.setattr(keeper.Keeper, "_miss", told)
+    monkeypatch.setattr(heartbeat.HeartbeatThread, "_miss", told)
     return misses
 
 

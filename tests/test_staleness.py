@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dataplane.staleness import TARGET_STEP, Flow, InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
+from dataplane.training.staleness import TARGET_STEP, Flow, InOrder, ReadyFirst, StalenessPolicy, WeightFifo, Windowed
 
 POLICIES = [Windowed, ReadyFirst, WeightFifo, InOrder]
 

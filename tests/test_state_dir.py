@@ -10,8 +10,8 @@ import torch
 
 from dataplane import DataPlaneConfig, StateDirError, connect, serve
 from dataplane.config import MIB
-from dataplane.kept import discard
-from dataplane.unit import StorageUnit
+from dataplane.storage.arena_record import discard
+from dataplane.storage.unit import StorageUnit
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.integration

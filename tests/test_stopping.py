@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
 AT_EVERY_STEP = """
 import os, signal, sys
 from queue import SimpleQueue
-from dataplane.stopping import Stop
+from dataplane.core.stopping import Stop
 
 class Watched(SimpleQueue):
     def get(self):

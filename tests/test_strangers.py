@@ -28,16 +28,17 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.control import grpc_door, grpc_public, health, http2, keys
-from dataplane.control.controller import Controller
-from dataplane.control.keys import keys_of
-from dataplane.control.opening import door_address
+from dataplane.client.rpc.handshake import door_address
+from dataplane.controller import grpc_public, grpc_server, health
+from dataplane.controller.controller import Controller
+from dataplane.core.addresses import split_address
 from dataplane.errors import SessionExpiredError, to_wire
-from dataplane.host import split_address
-from dataplane.kept import discard
-from dataplane.pb import control_pb2 as pb
-from dataplane.proof import NONCE_BYTES, proof_of
-from dataplane.zap import ENDPOINT
+from dataplane.protocol import http2, server_keys
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.proof import NONCE_BYTES, proof_of
+from dataplane.protocol.server_keys import keys_of
+from dataplane.protocol.zap import ENDPOINT
+from dataplane.storage.arena_record import discard
 from tests.lives import CONFIG, Lives, wait_until
 from tests.logs import logged
 from tests.test_security import endpoint_of_unit, heard, hello
@@ -154,7 +155,7 @@ def put_and_get(client: Any) -> None:
     client.clear_samples(None, "p")
 
 
-METHODS = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", keys.METHOD, "/tq.v1.Control/PutTags"]
+METHODS = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", server_keys.METHOD, "/tq.v1.Control/PutTags"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -221,7 +222,7 @@ def test_watchers_of_health_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> No
         wait_until(again, "a place for another")
 
 
-@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", keys.METHOD])
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", server_keys.METHOD])
 def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(grpc_public, "CALLS_PER_PEER", 4)
     with Controller(replace(CONFIG, token=TOKEN)) as controller, grpc.insecure_channel(controller.address) as channel:
@@ -240,7 +241,7 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
             assert is_busy()
             why = "answered with gRPC status 8: calls without the token under way from ipv4:127.0.0.1: 5, and the limit"
             with pytest.raises(http2.BusyError, match=why):
-                keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
+                server_keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(connect, controller.address, token=TOKEN, connect_timeout_s=WAIT_S)
                 assert wait([asked], SILENT_S).not_done
@@ -257,7 +258,7 @@ def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, cal
     connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
     for _ in range(calls):
         headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": address}
-        asks = ("content-type", "application/grpc"), (keys.NONCE_KEY, "00" * NONCE_BYTES)
+        asks = ("content-type", "application/grpc"), (server_keys.NONCE_KEY, "00" * NONCE_BYTES)
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, [*headers.items(), ("te", "trailers"), *asks])
     peer.sendall(connection.data_to_send())
@@ -269,8 +270,8 @@ def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, cal
 
 
 def test_a_port_with_as_many_connections_as_it_takes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_door, "CONNECTIONS", 4)
-    monkeypatch.setattr(grpc_door, "IDLE_S", 3600)
+    monkeypatch.setattr(grpc_server, "CONNECTIONS", 4)
+    monkeypatch.setattr(grpc_server, "IDLE_S", 3600)
     with Controller(replace(CONFIG, token=TOKEN)) as controller, contextlib.ExitStack() as ends:
         for _ in range(4):
             peer = ends.enter_context(socket.create_connection(split_address(controller.address), timeout=WAIT_S))
@@ -393,7 +394,7 @@ def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> tu
 
 @pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
 def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(keys, "_ask", functools.partial(lie, how))
+    monkeypatch.setattr(server_keys, "_ask", functools.partial(lie, how))
     with pytest.raises(AuthenticationError, match="does not prove that it knows"):
         keys_of("127.0.0.1:7", TOKEN, None, deadline=time.monotonic() + WAIT_S)
 
@@ -418,7 +419,7 @@ def test_an_impostor_ends_neither_sessions_nor_storage_units(
         with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client:
             put_and_get(client)
             with monkeypatch.context() as patched:
-                patched.setattr(keys, "_ask", answer)
+                patched.setattr(server_keys, "_ask", answer)
                 lives.restart()
                 wait_until(lambda: asked >= {"tq-heartbeat", "tq-unit-link"}, "both to look for the service")
             put_and_get(client)

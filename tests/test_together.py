@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dataplane.together import Together
+from dataplane.core.fan_out import Together
 
 WAIT_S = 60.0
 
@@ -90,7 +90,7 @@ def test_an_interrupt_between_jobs_is_waited_for_by_nobody(together, monkeypatch
                 raise KeyboardInterrupt
 
     mine = SimpleNamespace(Condition=Interrupting, get_ident=threading.get_ident)
-    monkeypatch.setattr("dataplane.together.threading", mine)
+    monkeypatch.setattr("dataplane.core.fan_out.threading", mine)
     outcomes = []
 
     def run():

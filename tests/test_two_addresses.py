@@ -11,7 +11,7 @@ import torch
 
 from dataplane import DataPlaneConfig, Server, connect, serve
 from dataplane.config import MIB
-from dataplane.unit import StorageUnit
+from dataplane.storage.unit import StorageUnit
 from tests.secure import tls
 
 pytestmark = pytest.mark.integration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec, field_spec
+from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec, field_spec
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)

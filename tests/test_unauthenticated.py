@@ -14,15 +14,15 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from dataplane import connect, serve, unauthenticated, zap
-from dataplane.bulk import frames
+from dataplane import connect, serve
+from dataplane.client.rpc.handshake import door_address, door_socket
 from dataplane.config import MIB
-from dataplane.control import wire
-from dataplane.control.controller import Controller
-from dataplane.control.opening import door_address, door_socket
-from dataplane.descriptors import allow_more
-from dataplane.host import split_address
-from dataplane.unauthenticated import PLAIN_BYTES, SHORT_BYTES, Unauthenticated
+from dataplane.controller.controller import Controller
+from dataplane.core.addresses import split_address
+from dataplane.protocol import unauthenticated, zap, zmq_frames
+from dataplane.protocol.fd_limits import allow_more
+from dataplane.protocol.unauthenticated import PLAIN_BYTES, SHORT_BYTES, Unauthenticated
+from dataplane.storage.transport import request_chunks
 from tests.lives import CONFIG, wait_until
 from tests.secure import tls
 from tests.test_security import endpoint_of_unit
@@ -205,7 +205,7 @@ def has_ended(peer: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("of", "frame_bytes"), [(controller, wire.MAX_REQUEST_FRAME_BYTES), (unit, frames.MAX_FRAME_BYTES)]
+    ("of", "frame_bytes"), [(controller, zmq_frames.MAX_REQUEST_FRAME_BYTES), (unit, request_chunks.MAX_FRAME_BYTES)]
 )
 def test_long_hellos_that_never_end_are_few(
     monkeypatch: pytest.MonkeyPatch, of: Callable[[], contextlib.AbstractContextManager[str]], frame_bytes: int
@@ -284,7 +284,7 @@ for peer in peers[2:]:
 def test_other_users_of_the_host_have_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much they have sent over a socket of the host is not known."""
     monkeypatch.setattr(zap, "HANDSHAKE_MS", 3_600_000)
-    monkeypatch.setattr(unauthenticated, "HELD_BYTES", 4 * wire.MAX_REQUEST_FRAME_BYTES)
+    monkeypatch.setattr(unauthenticated, "HELD_BYTES", 4 * zmq_frames.MAX_REQUEST_FRAME_BYTES)
     with (
         Controller(replace(CONFIG, token=TOKEN)) as made,
         connect(made.address, token=TOKEN) as client,

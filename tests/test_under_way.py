@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import threading
 
-from dataplane.under_way import UnderWay
+from dataplane.core.in_flight import InFlight
 from tests.lives import WAIT_S
 
 
 def test_a_call_is_under_way_from_its_entry_until_it_leaves() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     with (call := threading.Lock()):
         assert calls.enter(call)
         assert calls.enter(call), "a call may enter twice"
@@ -17,7 +17,7 @@ def test_a_call_is_under_way_from_its_entry_until_it_leaves() -> None:
 
 
 def test_a_call_that_could_not_leave_is_under_way_until_it_releases_its_lock() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     with (call := threading.Lock()):
         calls.enter(call)
         assert calls.wait(0.0) == 1
@@ -25,7 +25,7 @@ def test_a_call_that_could_not_leave_is_under_way_until_it_releases_its_lock() -
 
 
 def test_after_shut_only_those_enter_that_are_under_way() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     with (call := threading.Lock()), (late := threading.Lock()):
         calls.enter(call)
         calls.shut()
@@ -35,7 +35,7 @@ def test_after_shut_only_those_enter_that_are_under_way() -> None:
 
 
 def test_what_a_call_handed_over_is_waited_for() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     with (call := threading.Lock()):
         calls.enter(call)
         calls.shut()

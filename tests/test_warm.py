@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.columns import warm
-from dataplane.warm import FROM_BYTES, WarmMemory
+from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
+from dataplane.data.columns import warm
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ def place(array: np.ndarray) -> int:
 
 @pytest.mark.parametrize("size", [100, 2 * MIB + 100, 3 * MIB])
 def test_what_was_dropped_is_used_again(size: int) -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     first = memory.take(size)
     where = place(first)
     del first
@@ -32,7 +32,7 @@ def test_what_was_dropped_is_used_again(size: int) -> None:
 
 @pytest.mark.parametrize("keep", ["array", "view", "tensor", "tensor view", "numpy of tensor"])
 def test_what_is_held_in_any_way_is_not(keep: str) -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     array = memory.take(MIB)
     array[:] = 7
     tensor = torch.from_numpy(array)
@@ -54,7 +54,7 @@ def test_what_is_held_in_any_way_is_not(keep: str) -> None:
 
 
 def test_regions_much_too_large_stay_for_others() -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     memory.take(32 * MIB)
     idle = memory.idle_bytes
     assert idle == 32 * MIB
@@ -64,7 +64,7 @@ def test_regions_much_too_large_stay_for_others() -> None:
 
 
 def test_of_equal_regions_the_one_used_last_is_next_and_a_smaller_one_before_a_larger() -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     large, first, last = memory.take(6 * MIB), memory.take(4 * MIB), memory.take(4 * MIB)
     places = [place(last), place(first), place(large)]
     del large, first
@@ -75,7 +75,7 @@ def test_of_equal_regions_the_one_used_last_is_next_and_a_smaller_one_before_a_l
 
 
 def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
-    memory = WarmMemory(10 * MIB)
+    memory = BufferPool(10 * MIB)
     held = [memory.take(4 * MIB) for _ in range(5)]
     held.clear()
     assert 0 < memory.idle_bytes <= 10 * MIB
@@ -87,7 +87,7 @@ def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64])
 def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
-    empty = warm(WarmMemory(64 * MIB))
+    empty = warm(BufferPool(64 * MIB))
     for shape in ((3, 0), (7,), (5, FROM_BYTES, 2)):
         tensor, memory = empty(shape, dtype)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
@@ -98,7 +98,7 @@ def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
 
 @pytest.mark.integration
 def test_a_forked_child_keeps_what_it_inherited() -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     array = memory.take(MIB)
     array[:] = 7
     go_r, go_w = os.pipe()
@@ -118,7 +118,7 @@ def test_a_forked_child_keeps_what_it_inherited() -> None:
 
 
 def test_threads_never_share() -> None:
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     wrong: list[int] = []
 
     def work(value: int) -> None:
@@ -140,14 +140,14 @@ def test_what_the_machine_has_not_is_a_memory_error(monkeypatch: pytest.MonkeyPa
     def none(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    memory = WarmMemory(64 * MIB)
+    memory = BufferPool(64 * MIB)
     with monkeypatch.context() as patched:
-        patched.setattr("dataplane.warm.mmap.mmap", none)
+        patched.setattr("dataplane.core.buffer_pool.mmap.mmap", none)
         with pytest.raises(MemoryError, match="no memory for 2,097,152 bytes"):
             memory.take(MIB)
     assert memory.take(MIB).size == MIB
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.warm.mmap.MADV_HUGEPAGE", 10_000)
-    assert WarmMemory(64 * MIB).take(MIB).size == MIB
+    monkeypatch.setattr("dataplane.core.buffer_pool.mmap.MADV_HUGEPAGE", 10_000)
+    assert BufferPool(64 * MIB).take(MIB).size == MIB

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.config import DataPlaneConfig
-from dataplane.control.tls import server_context
-from dataplane.host import split_address
-from dataplane.web import server as server_module
-from dataplane.web.messages import HttpError, Parameters, Request, Response, as_json, plain
-from dataplane.web.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer
+from dataplane.core.addresses import split_address
+from dataplane.protocol.http import server as server_module
+from dataplane.protocol.http.messages import HttpError, HttpRequest, Parameters, Response, as_json, plain
+from dataplane.protocol.http.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer
+from dataplane.protocol.tls import server_context
 from tests.lives import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, ask, context, raw
@@ -29,7 +29,7 @@ from tests.web_client import WAIT_S, ask, context, raw
 pytestmark = pytest.mark.integration
 
 
-def echo(request: Request) -> Response:
+def echo(request: HttpRequest) -> Response:
     if request.path == "/defect":
         raise ZeroDivisionError("of all things")
     if request.path == "/refused":
@@ -162,7 +162,7 @@ def test_more_at_once_than_are_taken_are_refused(
     monkeypatch.setattr(server_module, "COMPLAIN_S", 3600.0)
     came, go = threading.Semaphore(0), threading.Event()
 
-    def slow(request: Request) -> Response:
+    def slow(request: HttpRequest) -> Response:
         came.release()
         assert go.wait(WAIT_S)
         return plain("done")
@@ -216,7 +216,7 @@ def test_health_is_told_while_every_place_is_taken(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(server_module, "AT_ONCE", 1)
     came, go = threading.Semaphore(0), threading.Event()
 
-    def slow(request: Request) -> Response:
+    def slow(request: HttpRequest) -> Response:
         if request.path != server_module.HEALTH_PATH:
             came.release()
             assert go.wait(WAIT_S)
@@ -270,7 +270,7 @@ def test_it_answers_at_an_ipv6_address() -> None:
 
 
 def parameters(**query: str) -> Parameters:
-    return Parameters(Request(method="GET", path="/api/x", query=query), "name", "count")
+    return Parameters(HttpRequest(method="GET", path="/api/x", query=query), "name", "count")
 
 
 def test_parameters_are_what_was_asked_for() -> None:

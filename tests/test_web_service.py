@@ -17,12 +17,12 @@ import torch
 
 from dataplane import DataPlaneClient, DataPlaneConfig, Server, connect, serve
 from dataplane.config import MIB
-from dataplane.control import inside
-from dataplane.control.controller import Controller
-from dataplane.host import split_address
-from dataplane.web import server as server_module
-from dataplane.web.auth import Guard
-from dataplane.web.messages import HttpError, Request
+from dataplane.controller import local_session
+from dataplane.controller.controller import Controller
+from dataplane.core.addresses import split_address
+from dataplane.protocol.http import server as server_module
+from dataplane.protocol.http.auth import Guard
+from dataplane.protocol.http.messages import HttpError, HttpRequest
 from tests.lives import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, Answer, ask, context
@@ -51,7 +51,7 @@ def _busy_machine() -> Iterator[None]:
     """Neither a client nor a ledger that a busy machine delays is given up."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server_module, "READ_S", WAIT_S)
-        patched.setattr(inside, "ASK_S", WAIT_S)
+        patched.setattr(local_session, "ASK_S", WAIT_S)
         yield
 
 
@@ -300,8 +300,8 @@ def test_a_name_that_leads_to_loopback_is_not_answered(server: Server) -> None:
 
 
 def test_nor_is_one_by_a_service_that_is_open_to_its_network() -> None:
-    def asked(host: str) -> Request:
-        return Request(method="GET", path="/", query={}, headers={"host": host})
+    def asked(host: str) -> HttpRequest:
+        return HttpRequest(method="GET", path="/", query={}, headers={"host": host})
 
     open_to_all = Guard(None, secure=False, local=False)
     for host in ("10.0.0.1:7042", "localhost", socket.gethostname(), f"{socket.gethostname()}:7042"):
@@ -327,7 +327,7 @@ def test_with_tls_nobody_without_a_certificate_gets_anywhere(
 ) -> None:
     with pytest.raises(OSError), caplog.at_level(logging.WARNING):  # noqa: PT011 (how it ends is up to both ends)
         ask(secured.http_address, "/healthz", context=context(certificate))
-    assert not [record for record in caplog.records if record.name.startswith("dataplane.web")]
+    assert not [record for record in caplog.records if record.name.startswith("dataplane.protocol.http")]
 
 
 def test_who_does_not_speak_tls_gets_nothing(secured: Server) -> None:

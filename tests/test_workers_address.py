@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 
 PATHS = st.lists(st.integers(0, 10**6), max_size=5).map(tuple)
 NAMES = st.text(st.characters(exclude_characters=":", exclude_categories=["Cs"]), min_size=1, max_size=12)

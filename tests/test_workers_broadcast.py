@@ -12,14 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane import failpoints
-from dataplane.batch import BatchedDataDict
 from dataplane.config import DataPlaneConfig
+from dataplane.core import failpoints
+from dataplane.data.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import RankDied, Ranks
-from workers import siblings
-from workers.broadcast import FETCH_TIMEOUT_S, NO_DIGEST, Part, ReplicaGroup, _broadcast_batched_data_dict
-from workers.siblings import Deadline, ReplicaGroupError, ReplicaLostError, Siblings
+from workers.training import replica_collectives
+from workers.training.replica_collectives import Deadline, ReplicaGroupError, ReplicaLostError, Siblings
+from workers.training.replica_fetch import (
+    FETCH_TIMEOUT_S,
+    NO_DIGEST,
+    FetchedPart,
+    ReplicaGroup,
+    _broadcast_batched_data_dict,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -63,8 +69,8 @@ def same(a: Any, b: Any) -> bool:
     return bool(a.dtype == b.dtype and a.tolist() == b.tolist())
 
 
-def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> Part:
-    return Part(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
+def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> FetchedPart:
+    return FetchedPart(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
 
 
 # --- what travels ---------------------------------------------------------------------------------------------
@@ -113,7 +119,7 @@ def count_collectives(rank: int, fields: int) -> dict[str, int]:
         return {f"f{i}": torch.nested.nested_tensor_from_jagged(torch.randn(12000), offsets) for i in range(fields)}
 
     group = ReplicaGroup(dist.group.WORLD)
-    part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
+    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
     group.fetch(part, "auto", lambda batch: batch)
     ranks = group.siblings
     return {
@@ -147,9 +153,9 @@ def disagree(rank: int, what: str) -> str:
     if what == "policy":
         policy = "leader_broadcast" if rank == last else "auto"
     elif what == "two leaders":
-        part = Part(leads=lambda: rank in (0, last), digest=part.digest, read=part.read)
+        part = FetchedPart(leads=lambda: rank in (0, last), digest=part.digest, read=part.read)
     elif what == "no leader":
-        part = Part(leads=lambda: False, digest=part.digest, read=part.read)
+        part = FetchedPart(leads=lambda: False, digest=part.digest, read=part.read)
     elif what == "meta":
         part = part_of(rank, digest=bytes([rank == last] * 16))
     try:
@@ -228,9 +234,9 @@ def fail(rank: int, who: str, kind: str) -> Exception:
     culprit = 0 if who.startswith("leader") else group.size - 1
     part = part_of(rank)
     if who == "leader reads" and rank == 0:
-        part = Part(leads=part.leads, digest=part.digest, read=boom)
+        part = FetchedPart(leads=part.leads, digest=part.digest, read=boom)
     if who == "sibling early" and rank == culprit:
-        part = Part(leads=boom, digest=part.digest, read=part.read)
+        part = FetchedPart(leads=boom, digest=part.digest, read=part.read)
     try:
         group.fetch(part, "auto", lambda batch: boom() if who.endswith("finishes") and rank == culprit else batch)
     except Exception as error:
@@ -294,11 +300,11 @@ class NoStore:
 
 
 def die_with_the_store(rank: int) -> Exception:
-    siblings._get_process_group_store = lambda group: NoStore()  # type: ignore[assignment, return-value]
+    replica_collectives._get_process_group_store = lambda group: NoStore()  # type: ignore[assignment, return-value]
     try:
         return die(rank)
     finally:
-        siblings._get_process_group_store = dist.distributed_c10d._get_process_group_store
+        replica_collectives._get_process_group_store = dist.distributed_c10d._get_process_group_store
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, cast
 
-from workers.calls import Called, GroupCall
+from workers.groups.calls import Called, GroupCall
 
 
 class Reference:

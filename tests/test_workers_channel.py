@@ -26,15 +26,9 @@ from tests.channels import (
     make,
     waiting,
 )
-from workers.channel import (
-    Channel,
-    ChannelBroker,
-    ItemTooLargeError,
-    LocalChannelError,
-    items,
-)
-from workers.channel import pump as pump_module
-from workers.channel.settings import Settings
+from workers.channels import Channel, ChannelBroker, ItemTooLargeError, LocalChannelError, items
+from workers.channels import background as pump_module
+from workers.channels.settings import ChannelSettings
 from workers.errors import MessageTimeoutError, NotSerializableError
 
 pytestmark = pytest.mark.integration
@@ -300,7 +294,7 @@ def test_a_batch_of_small_items_may_have_more_bytes_than_a_request(
 ) -> None:
     monkeypatch.setattr(items, "CARRIED_BYTES", 4 * MIB)
     with ChannelBroker(capacity_bytes=4 * CAPACITY) as large:
-        settings = Settings(
+        settings = ChannelSettings(
             name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(at(large.endpoint),)
         )
         channel = Channel(settings)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.channel import Channel
-from workers.channel.settings import NODES_VARIABLE
+from workers.channels import Channel
+from workers.channels.settings import NODES_VARIABLE
 
 
 @pytest.mark.parametrize("maxsize", [1.5, True, "3", None])

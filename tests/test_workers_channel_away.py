@@ -12,12 +12,12 @@ import pytest
 from tests.channel_peer import Peer, kept
 from tests.channels import CAPACITY, hosted
 from tests.lives import wait_until
-from workers.channel import Channel, line
-from workers.channel import channel as channel_module
-from workers.channel.endpoint import Endpoint
-from workers.channel.errors import ChannelLostError, ChannelSettingsError, EndOfChannelError
-from workers.channel.hosted import HostedBroker
-from workers.channel.settings import broker_name
+from workers.channels import Channel, connection
+from workers.channels import channel as channel_module
+from workers.channels.endpoint import Endpoint
+from workers.channels.errors import ChannelLostError, ChannelSettingsError, EndOfChannelError
+from workers.channels.hosted import HostedBroker
+from workers.channels.settings import broker_name
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
 
@@ -68,18 +68,18 @@ class Away:
 
     def answers_within(self, endpoint: Endpoint) -> float:
         """How long to wait for an answer from there: not long for one that will not come."""
-        return 0.5 if self.still and endpoint == self.endpoint else line.CONNECT_S
+        return 0.5 if self.still and endpoint == self.endpoint else connection.CONNECT_S
 
 
 @pytest.fixture
 def away(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
     made = Away(directory)
-    real = line.Line._shake_hands
+    real = connection.Line._shake_hands
 
-    def shake_hands(each: line.Line, endpoint: Endpoint, _: float) -> None:
+    def shake_hands(each: connection.Line, endpoint: Endpoint, _: float) -> None:
         real(each, endpoint, time.monotonic() + made.answers_within(endpoint))
 
-    monkeypatch.setattr(line.Line, "_shake_hands", shake_hands)
+    monkeypatch.setattr(connection.Line, "_shake_hands", shake_hands)
     yield made
     made.go_on()
     made.peer.stop()

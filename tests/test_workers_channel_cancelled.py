@@ -13,8 +13,8 @@ import pytest
 from tests.channels import broker
 from tests.far_channels import near_and_far, proxy
 from tests.lives import Proxy, wait_until
-from workers.channel import Channel, ChannelLostError
-from workers.channel.line import Arrived
+from workers.channels import Channel, ChannelLostError
+from workers.channels.connection import ArrivedItems
 
 pytestmark = pytest.mark.integration
 
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def held(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once an item has been copied here; from then on the broker hears and says nothing."""
-    copied, real = threading.Event(), Arrived._values
+    copied, real = threading.Event(), ArrivedItems._values
 
-    def pause(arrived: Arrived) -> Any:
+    def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
         if arrived.remote and not copied.is_set():
             proxy.pause()
             copied.set()
         return found
 
-    monkeypatch.setattr(Arrived, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_values", pause)
     return copied
 
 
@@ -200,7 +200,7 @@ def test_many_that_follow_take_no_thread_each(
 def test_what_is_never_confirmed_ends(
     near_and_far: tuple[Channel, Channel], held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.channel.pump.CONFIRM_S", 0.05)
+    monkeypatch.setattr("workers.channels.background.CONFIRM_S", 0.05)
     near, far = near_and_far
     near.put("a")
     work = far.get(async_op=True)

@@ -14,8 +14,8 @@ import torch
 from tests.channels import broker
 from tests.far_channels import near_and_far, proxy
 from tests.lives import Proxy, wait_until
-from workers.channel import Channel, ChannelLostError
-from workers.channel.line import Arrived
+from workers.channels import Channel, ChannelLostError
+from workers.channels.connection import ArrivedItems
 
 pytestmark = pytest.mark.integration
 
@@ -58,15 +58,15 @@ def test_what_cannot_be_acknowledged_is_not_had_by_two(
     get: Callable[[Channel], Any],
 ) -> None:
     near, far = near_and_far
-    real = Arrived._values
+    real = ArrivedItems._values
 
-    def cut(arrived: Arrived) -> Any:
+    def cut(arrived: ArrivedItems) -> Any:
         found = real(arrived)
         if not arrived._line.local:
             proxy.cut()
         return found
 
-    monkeypatch.setattr(Arrived, "_values", cut)
+    monkeypatch.setattr(ArrivedItems, "_values", cut)
     for item in ("a", "b"):
         near.put(item, weight=1)
     with pytest.raises(ChannelLostError, match="the broker of the channel at"):
@@ -93,15 +93,15 @@ def test_an_event_loop_goes_on_while_the_broker_s_word_is_awaited(
 ) -> None:
     near, far = near_and_far
     near.put("a")
-    held, real = threading.Event(), Arrived._values
+    held, real = threading.Event(), ArrivedItems._values
 
-    def pause(arrived: Arrived) -> Any:
+    def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
         proxy.pause()
         held.set()
         return found
 
-    monkeypatch.setattr(Arrived, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_values", pause)
 
     async def get() -> Any:
         getting = asyncio.ensure_future(far.get(async_op=True).async_wait())

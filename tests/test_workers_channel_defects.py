@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.channels import alongside, broker, every_wire, make, waiting
-from workers.channel import Channel, ChannelBroker, ChannelLostError
-from workers.channel import broker as broker_module
-from workers.channel.state import Broker
+from workers.channels import Channel, ChannelBroker, ChannelLostError
+from workers.channels import broker as broker_module
+from workers.channels.queues import Broker
 
 pytestmark = pytest.mark.integration
 

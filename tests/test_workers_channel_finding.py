@@ -9,9 +9,9 @@ import pytest
 
 from tests.directories import client, directory  # noqa: F401
 from tests.lives import wait_until
-from workers.channel import finding
-from workers.channel.finding import await_others, find_brokers
-from workers.channel.settings import broker_name
+from workers.channels import discovery
+from workers.channels.discovery import await_others, find_brokers
+from workers.channels.settings import broker_name
 from workers.directory import DirectoryClient, Kind
 from workers.errors import NameNotFoundError
 
@@ -46,7 +46,7 @@ def test_the_broker_of_a_node_is_waited_for(client: DirectoryClient) -> None:  #
 
 
 def test_no_broker_is_a_named_error(client: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(finding, "FIND_S", 0.05)
+    monkeypatch.setattr(discovery, "FIND_S", 0.05)
     for node_rank in (None, 1):
         with pytest.raises(NameNotFoundError):
             find_brokers(client, node_rank)

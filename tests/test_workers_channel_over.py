@@ -10,8 +10,8 @@ import pytest
 
 from tests.channels import hosted
 from tests.directories import client, directory
-from workers.channel import Channel, ChannelClosedError, ChannelLostError, EndOfChannelError
-from workers.channel.hosted import HostedBroker
+from workers.channels import Channel, ChannelClosedError, ChannelLostError, EndOfChannelError
+from workers.channels.hosted import HostedBroker
 from workers.directory import DirectoryClient
 
 pytestmark = pytest.mark.integration

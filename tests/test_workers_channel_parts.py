@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.channel import wire
-from workers.channel.endpoint import Endpoint
-from workers.channel.keys import key_bytes
+from workers.channels import wire
+from workers.channels.endpoint import Endpoint
+from workers.channels.keys import key_bytes
 
 plain = st.recursive(
     st.none()
@@ -61,12 +61,12 @@ def test_it_does_not_matter_whether_equal_parts_of_a_key_are_one_object() -> Non
 
 
 REQUESTS = [
-    wire.Hello(1, wire.VERSION, "token", True),
+    wire.OpenBroker(1, wire.VERSION, "token", True),
     wire.Create(2, "c", "name", 3),
     wire.Put(3, "c", b"k", wire.Item(b"head", b"abc"), 1.5, False, 9),
     wire.Get(4, "c", b"k", None, True),
     wire.Reserve(5, "c", b"k", 100, False),
-    wire.Ack(6),
+    wire.AckItems(6),
     wire.Cancel(7),
 ]
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.host import split_address
+from dataplane.core.addresses import split_address
 from tests.channel_peer import Peer, kept, say
 from tests.channels import CAPACITY, ROADS, alongside, broker, elsewhere, every_wire, make, peer, waiting
 from tests.lives import wait_until
-from workers.channel import (
+from workers.channels import (
     Channel,
     ChannelBroker,
     ChannelClosedError,
@@ -32,11 +32,11 @@ from workers.channel import (
     EndOfChannelError,
     wire,
 )
-from workers.channel import broker as broker_module
-from workers.channel import channel as channel_module
-from workers.channel.endpoint import Endpoint
-from workers.channel.hosted import HostedBroker
-from workers.channel.settings import Settings, broker_name
+from workers.channels import broker as broker_module
+from workers.channels import channel as channel_module
+from workers.channels.endpoint import Endpoint
+from workers.channels.hosted import HostedBroker
+from workers.channels.settings import ChannelSettings, broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
 from workers.errors import NameNotFoundError, WorkerLostError
@@ -144,7 +144,7 @@ def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) ->
     endpoint = peer.call(_run_broker)
     address = Endpoint.parse(endpoint).address
     endpoint = endpoint if road == "shared" else elsewhere(endpoint)
-    settings = Settings(name="c", ident="c", maxsize=1, distributed=False, nodes=(0,), endpoints=(endpoint,))
+    settings = ChannelSettings(name="c", ident="c", maxsize=1, distributed=False, nodes=(0,), endpoints=(endpoint,))
     channel = Channel(settings)
     channel._create()
     channel.put(1)
@@ -208,7 +208,7 @@ def test_the_child_of_a_getter_that_died_does_not_keep_its_items(make: Callable[
 
 def test_a_client_without_the_token_is_turned_away(broker: ChannelBroker) -> None:
     wrong = str(dataclasses.replace(Endpoint.parse(broker.endpoint), token="wrong"))
-    settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(wrong,))
+    settings = ChannelSettings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(wrong,))
     with pytest.raises(ChannelLostError):
         Channel(settings).get()
     assert broker.alive
@@ -495,6 +495,6 @@ def test_a_distributed_channel_is_drained_on_every_node(directory: DirectoryClie
 def test_a_token_of_any_letters_is_only_wrong(broker: ChannelBroker, token: str) -> None:
     host, port = split_address(Endpoint.parse(broker.endpoint).address)
     with socket.create_connection((host, port), timeout=20) as peer:
-        peer.sendall(wire.encode(wire.Hello(1, wire.VERSION, token, False)))
+        peer.sendall(wire.encode(wire.OpenBroker(1, wire.VERSION, token, False)))
         assert peer.recv(1) == b""
     assert broker.alive

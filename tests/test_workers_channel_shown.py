@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.channels import broker, every_road, every_wire, make
-from workers.channel import Channel, ChannelBroker
-from workers.channel.showing import SHOWN_CHARS, SHOWN_ITEMS
+from workers.channels import Channel, ChannelBroker
+from workers.channels.preview import SHOWN_CHARS, SHOWN_ITEMS
 
 pytestmark = pytest.mark.integration
 

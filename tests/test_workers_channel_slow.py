@@ -17,10 +17,10 @@ import torch
 from tests.channels import broker
 from tests.far_channels import near_and_far, proxy
 from tests.lives import Proxy, wait_until
-from workers.channel import Channel, line, pump
-from workers.channel import stream as stream_module
-from workers.channel.line import Arrived
-from workers.channel.stream import Stream
+from workers.channels import Channel, background, connection
+from workers.channels import stream as stream_module
+from workers.channels.connection import ArrivedItems
+from workers.channels.stream import Stream
 
 pytestmark = pytest.mark.integration
 
@@ -92,11 +92,11 @@ def test_what_goes_slowly_is_sent_while_it_goes(
 def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
     near_and_far: tuple[Channel, Channel], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pump, "CONFIRM_S", 0.1)
+    monkeypatch.setattr(background, "CONFIRM_S", 0.1)
     near, far = near_and_far
-    copied, real = threading.Event(), Arrived._values
+    copied, real = threading.Event(), ArrivedItems._values
 
-    def pause(arrived: Arrived) -> Any:
+    def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
         proxy.pause()
         of_far: Any = far._links[0]._pump  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
         copied.set()
         return found
 
-    monkeypatch.setattr(Arrived, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_values", pause)
     near.put("a")
     work = far.get(async_op=True)
     healing = threading.Timer(1.0, proxy.heal)
@@ -116,14 +116,14 @@ def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """There is none for the next item that comes from another host; emptied then."""
-    left, real = ["none left"], line.values.fresh
+    left, real = ["none left"], connection.pickling.fresh
 
     def fresh(*args: Any) -> Any:
         if left:
             raise MemoryError(left.pop())
         return real(*args)
 
-    monkeypatch.setattr(line.values, "fresh", fresh)
+    monkeypatch.setattr(connection.pickling, "fresh", fresh)
     return left
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.ledger.space import granules_up
+from dataplane.ledger.state.free_space import granules_up
 from tests.channel_desk import CAPACITY, KEY, Backed, Desk, heads, kinds
-from workers.channel import wire
-from workers.channel.state import Effects
+from workers.channels import wire
+from workers.channels.queues import Effects
 
 
 def test_items_leave_in_the_order_they_came() -> None:
     desk = Desk()
     for number in range(3):
-        assert kinds(desk.put(number)) == [wire.Done]
+        assert kinds(desk.put(number)) == [wire.BrokerDone]
     assert [heads(desk.get()) for _ in range(3)] == [[[0]], [[1]], [[2]]]
 
 
@@ -21,7 +21,7 @@ def test_keys_are_independent() -> None:
     desk = Desk(maxsize=1)
     desk.put("a", key=b"a")
     assert desk.get(key=b"b") == []
-    assert kinds(desk.put("b", key=b"b")) == [wire.Done, wire.Items]
+    assert kinds(desk.put("b", key=b"b")) == [wire.BrokerDone, wire.Items]
     assert heads(desk.get(key=b"a")) == [["a"]]
 
 
@@ -33,7 +33,7 @@ def test_a_full_queue_makes_puts_wait_in_line() -> None:
     assert kinds(desk.put(3, nowait=True)) == [wire.Full]
     effects = desk.get()
     assert heads(effects) == [[0]]
-    assert kinds(effects) == [wire.Items, wire.Done]
+    assert kinds(effects) == [wire.Items, wire.BrokerDone]
     assert heads(desk.get()) == [[1]]
     assert heads(desk.get()) == [[2]]
 
@@ -44,13 +44,13 @@ def test_a_small_item_does_not_overtake_one_that_waits_for_memory() -> None:
     def put(head: str, nbytes: int, *, nowait: bool = False) -> Effects:
         return desk.say(1, wire.Put, "c", KEY, wire.Item(head, bytes(nbytes)), 0, nowait)[1]
 
-    assert kinds(put("first", CAPACITY * 3 // 4)) == [wire.Done]
+    assert kinds(put("first", CAPACITY * 3 // 4)) == [wire.BrokerDone]
     assert put("large", CAPACITY // 2) == []
     assert put("small", 1) == []
     assert kinds(put("none", 1, nowait=True)) == [wire.Full]
     number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["first"]]
-    assert kinds(desk.broker.apply(2, wire.Ack(number))) == [wire.Done, wire.Done]
+    assert kinds(desk.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone, wire.BrokerDone]
     assert [heads(desk.get()) for _ in range(2)] == [[["large"]], [["small"]]]
 
 
@@ -145,7 +145,7 @@ def test_an_item_given_back_goes_to_who_waits() -> None:
     number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["a"]]
     assert desk.get(client=3) == []
-    effects = desk.broker.apply(2, wire.Nack(number))
+    effects = desk.broker.apply(2, wire.NackItems(number))
     assert [client for client, _ in effects] == [3]
 
 
@@ -154,25 +154,25 @@ def test_items_given_back_without_those_that_are_lost() -> None:
     for head in "abc":
         desk.say(1, wire.Put, "c", KEY, wire.Item(head, b"x" * (CAPACITY // 4)), 1, False)
     number, _ = desk.say(2, wire.Get, "c", KEY, 3, False)
-    assert heads(desk.broker.apply(2, wire.Nack(number, (1,)))) == []
+    assert heads(desk.broker.apply(2, wire.NackItems(number, (1,)))) == []
     assert heads(desk.get(target=2)) == [["a", "c"]]
-    assert kinds(desk.put("d", client=3)) == [wire.Done]
+    assert kinds(desk.put("d", client=3)) == [wire.BrokerDone]
     assert desk.broker._carried_bytes == CAPACITY // 2
 
 
 def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
     desk = Desk()
     with pytest.raises(ValueError, match="nothing was handed out"):
-        desk.broker.apply(2, wire.Ack(77))
+        desk.broker.apply(2, wire.AckItems(77))
 
 
 def test_an_acknowledgement_is_answered_where_that_is_asked_for() -> None:
     desk = Desk()
     for head in "ab":
         desk.put(head)
-    for confirm, answers in ((False, []), (True, [wire.Done])):
+    for confirm, answers in ((False, []), (True, [wire.BrokerDone])):
         number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
-        assert kinds(desk.broker.apply(2, wire.Ack(number, confirm))) == answers
+        assert kinds(desk.broker.apply(2, wire.AckItems(number, confirm))) == answers
 
 
 def test_closing_refuses_puts_and_lets_gets_drain() -> None:
@@ -183,7 +183,7 @@ def test_closing_refuses_puts_and_lets_gets_drain() -> None:
     assert kinds(desk.put("c")) == [wire.Closed]
     number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["a"]]
-    desk.broker.apply(2, wire.Ack(number))
+    desk.broker.apply(2, wire.AckItems(number))
     assert kinds(desk.get()) == [wire.Ended]
     assert kinds(desk.get(nowait=True)) == [wire.Ended]
     assert desk.broker.channels == 0
@@ -210,7 +210,7 @@ def test_cancelling_a_wait_takes_it_out_of_its_line() -> None:
     desk = Desk()
     number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
     assert desk.broker.apply(2, wire.Cancel(number)) == [(2, wire.Cancelled(number))]
-    assert kinds(desk.put("a")) == [wire.Done]
+    assert kinds(desk.put("a")) == [wire.BrokerDone]
 
 
 def test_cancelling_what_was_answered_says_nothing() -> None:
@@ -218,7 +218,7 @@ def test_cancelling_what_was_answered_says_nothing() -> None:
     desk.put("a")
     number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
     assert desk.broker.apply(2, wire.Cancel(number)) == []
-    assert heads(desk.broker.apply(2, wire.Nack(number))) == []
+    assert heads(desk.broker.apply(2, wire.NackItems(number))) == []
     assert heads(desk.get(client=3)) == [["a"]]
 
 
@@ -227,7 +227,7 @@ def test_room_is_waited_for_in_line_and_given_back() -> None:
     room = desk.reserve(CAPACITY)[0][1].room
     assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
     assert desk.reserve(64) == []
-    assert kinds(desk.say(1, wire.Release, room)[1]) == [wire.Room]
+    assert kinds(desk.say(1, wire.ReleaseSpace, room)[1]) == [wire.ItemSpace]
     assert kinds(desk.reserve(CAPACITY + 1, client=3)) == [wire.TooLarge]
 
 
@@ -238,8 +238,8 @@ def test_a_put_that_waits_for_memory_holds_up_its_own_queue_only() -> None:
     assert desk.reserve(CAPACITY) == []
     assert desk.reserve(64) == []
     assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
-    assert kinds(desk.reserve(64, key=b"other")) == [wire.Room]
-    assert kinds(desk.reserve(64, channel="d", nowait=True)) == [wire.Room]
+    assert kinds(desk.reserve(64, key=b"other")) == [wire.ItemSpace]
+    assert kinds(desk.reserve(64, channel="d", nowait=True)) == [wire.ItemSpace]
 
 
 def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> None:
@@ -249,9 +249,9 @@ def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> 
     for _ in range(2):
         assert desk.reserve(CAPACITY // 2, client=2, key=b"b") == []
         assert desk.reserve(CAPACITY // 2, client=3, key=b"c") == []
-    first = desk.say(1, wire.Release, rooms[0])[1]
-    second = desk.say(1, wire.Release, rooms[1])[1]
-    third = desk.say(2, wire.Release, first[0][1].room)[1]
+    first = desk.say(1, wire.ReleaseSpace, rooms[0])[1]
+    second = desk.say(1, wire.ReleaseSpace, rooms[1])[1]
+    third = desk.say(2, wire.ReleaseSpace, first[0][1].room)[1]
     assert [client for client, _ in (*first, *second, *third)] == [2, 3, 2]
     assert desk.broker.leave(3) == []
     assert [client for client, _ in desk.broker.leave(2)] == [1]
@@ -263,7 +263,7 @@ def test_closing_ends_waits_for_memory() -> None:
     assert desk.reserve(64, client=2) == []
     assert kinds(desk.close()) == [wire.Closed]
     assert kinds(desk.reserve(64, client=2)) == [wire.Closed]
-    assert desk.say(1, wire.Release, room)[1] == []
+    assert desk.say(1, wire.ReleaseSpace, room)[1] == []
     assert desk.broker.channels == 0
 
 
@@ -291,18 +291,18 @@ def test_a_put_brings_room_for_the_next_while_there_is_plenty() -> None:
 def test_items_that_carry_their_bytes_are_bounded_too() -> None:
     desk = Desk()
     item = wire.Item("a", b"x" * CAPACITY)
-    assert kinds(desk.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.Done]
+    assert kinds(desk.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.BrokerDone]
     assert desk.say(1, wire.Put, "c", KEY, item, 0, False)[1] == []
     number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
     assert kinds(effects) == [wire.Items]
-    assert kinds(desk.broker.apply(2, wire.Ack(number))) == [wire.Done]
+    assert kinds(desk.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone]
 
 
 def test_a_key_stays_where_it_was_first_used() -> None:
     desk = Desk()
-    assert desk.say(1, wire.Route, "c", b"x", 2)[1][0][1].replica == 2
-    assert desk.say(2, wire.Route, "c", b"x", 0)[1][0][1].replica == 2
-    assert desk.say(2, wire.Route, "c", b"y", 0)[1][0][1].replica == 0
+    assert desk.say(1, wire.RouteKey, "c", b"x", 2)[1][0][1].replica == 2
+    assert desk.say(2, wire.RouteKey, "c", b"x", 0)[1][0][1].replica == 2
+    assert desk.say(2, wire.RouteKey, "c", b"y", 0)[1][0][1].replica == 0
     assert [desk.say(2, wire.Count, "c", key)[1][0][1].routed for key in (b"x", b"y", b"z")] == [True, True, False]
 
 

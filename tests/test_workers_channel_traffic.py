@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.channel_desk import CAPACITY, Backed
-from workers.channel import wire
-from workers.channel.state import Broker, Effects
+from workers.channels import wire
+from workers.channels.queues import Broker, Effects
 
 
 class Traffic(RuleBasedStateMachine):
@@ -47,9 +47,9 @@ class Traffic(RuleBasedStateMachine):
                     places = [int(each.head) for each in answer.items]
                     assert places == sorted(places)
                     self.leases[(client, answer.number)] = (key, places)
-                case wire.Done() if kind == "put":
+                case wire.BrokerDone() if kind == "put":
                     self.accepted[key].add(item)
-                case wire.Room():
+                case wire.ItemSpace():
                     self.rooms.setdefault(client, deque()).append((answer.room, item))
                 case wire.Ended():
                     assert self.closed
@@ -109,7 +109,7 @@ class Traffic(RuleBasedStateMachine):
             self.acknowledged.update(places)
             if confirm:
                 self.requests[(client, number)] = ("ack", key, -1)
-        self.tell(client, wire.Nack(number) if back else wire.Ack(number, confirm))
+        self.tell(client, wire.NackItems(number) if back else wire.AckItems(number, confirm))
         assert (client, number) not in self.requests, "it is answered at once"
 
     @precondition(lambda self: self.requests)
@@ -184,7 +184,7 @@ class Traffic(RuleBasedStateMachine):
                 self.tell(last, wire.Get(number, "c", key, None, True))
                 found += self.leases.pop((last, number))[1]
                 self.acknowledged.update(found)
-                self.tell(last, wire.Ack(number))
+                self.tell(last, wire.AckItems(number))
             assert found == sorted(found)
         self.broker.leave(last)
         assert self.memory.used_bytes == 0

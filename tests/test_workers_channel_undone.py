@@ -10,11 +10,11 @@ import pytest
 
 from tests.channels import hosted
 from tests.directories import client, directory
-from workers.channel import Channel, ChannelTimeoutError
-from workers.channel import channel as channel_module
-from workers.channel.hosted import HostedBroker
-from workers.channel.link import Link
-from workers.channel.wire import Close, Create
+from workers.channels import Channel, ChannelTimeoutError
+from workers.channels import channel as channel_module
+from workers.channels.connection_pool import Link
+from workers.channels.hosted import HostedBroker
+from workers.channels.wire import Close, Create
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError
 

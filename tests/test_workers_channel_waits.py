@@ -23,15 +23,9 @@ from tests.channels import CAPACITY, MIB, alongside, broker, every_road, every_w
 from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
-from workers.channel import (
-    Channel,
-    ChannelBroker,
-    ChannelClosedError,
-    ChannelTimeoutError,
-    EndOfChannelError,
-)
-from workers.channel.items import Parcel
-from workers.channel.settings import Settings
+from workers.channels import Channel, ChannelBroker, ChannelClosedError, ChannelTimeoutError, EndOfChannelError
+from workers.channels.items import Parcel
+from workers.channels.settings import ChannelSettings
 
 pytestmark = pytest.mark.integration
 
@@ -123,9 +117,9 @@ def test_a_wait_for_memory_ends_at_its_timeout(make: Callable[..., Channel], asy
 def test_the_log_says_what_is_waited_for(
     make: Callable[..., Channel], async_op: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("line", "pump", "local"):
-        monkeypatch.setattr(f"workers.channel.{module}.LOG_EVERY_S", 0.02)
-    monkeypatch.setattr("workers.messages.work.LOG_EVERY_S", 0.02)
+    for module in ("connection", "background", "local"):
+        monkeypatch.setattr(f"workers.channels.{module}.LOG_EVERY_S", 0.02)
+    monkeypatch.setattr("workers.messages.async_work.LOG_EVERY_S", 0.02)
     channel = make()
     with alongside(lambda: finished(channel.get(key="k", async_op=async_op))) as outcome:
         with logged("get of channel 'c', key 'k'"):
@@ -279,7 +273,9 @@ def _use_and_end(end: str) -> None:
     threads, descriptors = threading.active_count(), process.num_fds()
     with ChannelBroker(capacity_bytes=CAPACITY) as broker:
         with_broker = threading.active_count()
-        settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,))
+        settings = ChannelSettings(
+            name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,)
+        )
         channel = Channel(settings)
         channel._create()
         channel.put(torch.zeros(MIB))

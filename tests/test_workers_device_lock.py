@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.children import Child
-from workers import device_lock
-from workers.device_lock import DeviceLock
 from workers.errors import DeviceLockTimeoutError
+from workers.groups import device_lock
+from workers.groups.device_lock import DeviceLock
 
 pytestmark = pytest.mark.integration
 
 WAIT_S = 60.0
 HOLD = """
 import sys
-from workers.device_lock import DeviceLock
+from workers.groups.device_lock import DeviceLock
 DeviceLock("w:9", ["0"], "job", sys.argv[1]).acquire()
 print("holds", flush=True)
 sys.stdin.read()

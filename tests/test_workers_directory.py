@@ -21,20 +21,20 @@ from tests.directories import client, directory  # noqa: F401
 from tests.late import Late
 from tests.logs import logged
 from tests.processor import costs_little
-from workers.address import WorkerAddress
-from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Entry, Kind, State, server
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, DirectoryEntry, EntryState, Kind, server
 from workers.directory import client as client_module
+from workers.directory.address import WorkerAddress
 from workers.directory.process import has_ended, this_process
-from workers.directory.state import Registry
+from workers.directory.registry import Registry
 from workers.directory.wire import (
     End,
     Failed,
     Found,
     Gone,
-    Hello,
     Listing,
     Lookup,
-    Register,
+    OpenDirectory,
+    RegisterProcess,
     Reply,
     decode_reply,
     encode,
@@ -52,7 +52,7 @@ G0 = WorkerAddress("g", 0)
 def _register(
     registry: Registry, session: bytes, kind: Kind, name: str, *, owned: bool = True, returns: bool = False
 ) -> list[Any]:
-    request = Register(
+    request = RegisterProcess(
         number=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned, returns=returns
     )
     return registry.register(session, request)
@@ -94,10 +94,10 @@ def test_a_lookup_waits_for_the_name_and_is_told_of_its_end() -> None:
     assert answered[0] == b"a"
     assert waited == (b"b", Found(7, answered[1].entries))
     assert registry.next_expiry() is None
-    told = _only(registry.leave(b"a", State.LOST, "died"))
+    told = _only(registry.leave(b"a", EntryState.LOST, "died"))
     assert told[0] == b"b"
     assert isinstance(told[1], Gone)
-    assert (told[1].entry.state, told[1].entry.why) == (State.LOST, "died")
+    assert (told[1].entry.state, told[1].entry.why) == (EntryState.LOST, "died")
 
 
 def test_a_lookup_that_waited_long_enough_fails() -> None:
@@ -113,7 +113,7 @@ def test_a_lookup_that_waited_long_enough_fails() -> None:
 def test_what_was_lost_is_said_at_once_and_until_it_is_registered_again() -> None:
     registry = Registry()
     _register(registry, b"a", Kind.WORKER, "g:0")
-    registry.leave(b"a", State.LOST, "died")
+    registry.leave(b"a", EntryState.LOST, "died")
     reply = _only(_lookup(registry, b"b", Kind.WORKER, "g:0", wait_s=5.0))[1]
     assert reply == Failed(7, "WorkerLostError", {"worker": "g:0", "why": "died"})
     _register(registry, b"c", Kind.WORKER, "g:0")
@@ -124,11 +124,11 @@ def test_what_returns_is_waited_for_once_it_is_lost() -> None:
     registry = Registry()
     _register(registry, b"a", Kind.CHANNEL, "c", returns=True)
     _lookup(registry, b"x", Kind.CHANNEL, "c")
-    assert isinstance(_only(registry.leave(b"a", State.LOST, "died"))[1], Gone)
+    assert isinstance(_only(registry.leave(b"a", EntryState.LOST, "died"))[1], Gone)
     assert _lookup(registry, b"b", Kind.CHANNEL, "c", wait_s=5.0) == []
     _, told = _register(registry, b"d", Kind.CHANNEL, "c", returns=True)
     assert told[0] == b"b"
-    registry.leave(b"d", State.ENDED, "closed")
+    registry.leave(b"d", EntryState.ENDED, "closed")
     assert _only(_lookup(registry, b"b", Kind.CHANNEL, "c", wait_s=5.0))[1].error == "WorkerLostError"
 
 
@@ -139,7 +139,7 @@ def test_what_returns_takes_the_place_of_the_one_before() -> None:
     _lookup(registry, b"x", Kind.CHANNEL, "c")
     gone, answered = _register(registry, b"b", Kind.CHANNEL, "c", returns=True)
     assert (gone[0], gone[1].entry.incarnation) == (b"x", first.incarnation)
-    assert registry.leave(b"a", State.LOST, "died") == []
+    assert registry.leave(b"a", EntryState.LOST, "died") == []
     assert _only(_lookup(registry, b"x", Kind.CHANNEL, "c"))[1].entries == answered[1].entries
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
     registry = Registry()
     for name in ("g:1", "g:2", "gg:2", "g:²"):
         _lookup(registry, name.encode(), Kind.WORKER, name, wait_s=5.0)
-    request = Register(number=1, kind=Kind.GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False)
+    request = RegisterProcess(number=1, kind=Kind.GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False)
     waited, registered = registry.register(b"d", request)
     no_such_rank = Failed(7, "NoSuchRankError", {"group": "g", "rank": 2, "size": 2})
     assert registered[0] == b"d"
@@ -197,9 +197,9 @@ def test_who_leaves_waits_and_watches_no_more() -> None:
     _register(registry, b"a", Kind.WORKER, "g:0")
     _lookup(registry, b"b", Kind.WORKER, "g:0")
     _lookup(registry, b"b", Kind.WORKER, "g:1", wait_s=60.0)
-    assert registry.leave(b"b", State.LOST, "died") == []
+    assert registry.leave(b"b", EntryState.LOST, "died") == []
     assert registry.next_expiry() is None
-    assert registry.leave(b"a", State.LOST, "died") == []
+    assert registry.leave(b"a", EntryState.LOST, "died") == []
 
 
 # --- served --------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_closed_client_takes_its_own_with_it(
     directory: Directory, client: DirectoryClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_BYE_S", 60.0)
-    told: list[Entry] = []
+    told: list[DirectoryEntry] = []
     heard = threading.Event()
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
     leaving = DirectoryClient(directory.address)
@@ -254,7 +254,7 @@ def test_a_closed_client_takes_its_own_with_it(
     leaving.close()
     leaving.close()
     assert heard.wait(60)
-    assert [(entry.name, entry.state) for entry in told] == [("g:0", State.ENDED)]
+    assert [(entry.name, entry.state) for entry in told] == [("g:0", EntryState.ENDED)]
     assert client.lookup_group("g").live
     with pytest.raises(WorkerLostError, match="g:0 is gone: it was closed"):
         client.lookup_worker(G0)
@@ -279,7 +279,7 @@ def test_a_process_that_dies_is_noticed(
 ) -> None:
     """By its end: nobody waits to see whether it comes back."""
     monkeypatch.setattr(server, "GRACE_S", 600.0)
-    told: list[Entry] = []
+    told: list[DirectoryEntry] = []
     heard = threading.Event()
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
     spawn = multiprocessing.get_context("spawn")
@@ -293,7 +293,7 @@ def test_a_process_that_dies_is_noticed(
     os.kill(pid, fatal)
     assert heard.wait(60)
     process.join()
-    assert told[0].state is State.LOST
+    assert told[0].state is EntryState.LOST
     assert f"process {pid} died" in told[0].why
     with pytest.raises(WorkerLostError, match=f"g:0 is gone: its process {pid} died"):
         client.lookup_worker(G0, wait_s=60)
@@ -406,7 +406,7 @@ def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: Dire
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.connect(f"tcp://{directory.address}")
-        peer.send(encode(Hello(this_process())))
+        peer.send(encode(OpenDirectory(this_process())))
         peer.send(msgspec.msgpack.encode(lookup))
         peer.send(encode(Listing(number=2, kind=Kind.WORKER)))
         assert peer.poll(60_000)

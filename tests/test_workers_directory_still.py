@@ -18,12 +18,12 @@ import zmq
 from tests.children import START_S
 from tests.directories import client, directory  # noqa: F401
 from tests.lives import Proxy, wait_until
-from workers.address import WorkerAddress
-from workers.directory import Directory, DirectoryClient, Entry, Kind, State, server
+from workers.directory import Directory, DirectoryClient, DirectoryEntry, EntryState, Kind, server
 from workers.directory import client as client_module
+from workers.directory.address import WorkerAddress
 from workers.directory.process import this_process
-from workers.directory.state import Registry
-from workers.directory.wire import Hello, Lookup, Register, encode
+from workers.directory.registry import Registry
+from workers.directory.wire import Lookup, OpenDirectory, RegisterProcess, encode
 from workers.errors import DirectoryLostError, NameInUseError, WorkerLostError
 
 pytestmark = pytest.mark.integration
@@ -100,7 +100,7 @@ def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes
     frozen: Frozen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DirectoryClient(frozen.address) as client, DirectoryClient(frozen.address) as other:
-        told: list[Entry] = []
+        told: list[DirectoryEntry] = []
         client.subscribe(told.append)
         mine = client.register_worker(G0, "e")
         assert other.listing(Kind.GROUP) == [], "it is connected"
@@ -165,7 +165,7 @@ def test_a_process_that_was_given_up_learns_it_and_is_registered_anew(
     directory: Directory, client: DirectoryClient, apart: Proxy
 ) -> None:
     with DirectoryClient(f"127.0.0.1:{apart.port}") as other:
-        told: list[Entry] = []
+        told: list[DirectoryEntry] = []
         other.subscribe(told.append)
         mine = other.register_worker(G0, "e", {"rank": 3})
         _cut_for_long(apart, client)
@@ -175,7 +175,7 @@ def test_a_process_that_was_given_up_learns_it_and_is_registered_anew(
         apart.heal()
         wait_until(lambda: len(told) == 2, "it learns it")
         lost, anew = told
-        assert (lost.incarnation, lost.state, lost.name) == (mine.incarnation, State.LOST, "g:0")
+        assert (lost.incarnation, lost.state, lost.name) == (mine.incarnation, EntryState.LOST, "g:0")
         assert "given up" in lost.why
         assert anew.live
         assert anew.incarnation > mine.incarnation
@@ -191,14 +191,14 @@ def test_a_process_whose_name_was_taken_meanwhile_is_told_so(
     directory: Directory, client: DirectoryClient, apart: Proxy
 ) -> None:
     with DirectoryClient(f"127.0.0.1:{apart.port}") as other:
-        told: list[Entry] = []
+        told: list[DirectoryEntry] = []
         other.subscribe(told.append)
         other.register_worker(G0, "e")
         _cut_for_long(apart, client)
         taken = client.register_worker(G0, "f")
         apart.heal()
         wait_until(lambda: len(told) == 2, "it learns it")
-        assert [entry.state for entry in told] == [State.LOST, State.LOST]
+        assert [entry.state for entry in told] == [EntryState.LOST, EntryState.LOST]
         assert other.lookup_worker(G0) == taken
 
 
@@ -258,9 +258,9 @@ def test_what_a_connection_brought_last_does_not_make_it_live_again(
     port = int(directory.address.rpartition(":")[2])
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.connect(f"tcp://{directory.address}")
-        peer.send(encode(Hello(this_process())))
+        peer.send(encode(OpenDirectory(this_process())))
         facts = {"number": 1, "kind": Kind.WORKER, "name": "g:0"}
-        peer.send(encode(Register(endpoints=(), facts={}, owned=True, **facts)))  # type: ignore[arg-type]
+        peer.send(encode(RegisterProcess(endpoints=(), facts={}, owned=True, **facts)))  # type: ignore[arg-type]
         assert peer.poll(60_000)
         client.lookup_worker(G0)
         held.set()

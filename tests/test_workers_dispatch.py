@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers import dispatch
-from workers.sharding import NamedSharding
+from workers.placement import dispatch
+from workers.placement.sharding import NamedSharding
 
 AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
 SHARDING = NamedSharding(np.arange(8).reshape(2, 2, 2), AXES)

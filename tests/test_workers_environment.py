@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.environment import Layer, driver_environment, layered
+from workers.placement.environment import Layer, driver_environment, layered
 
 
 def variables(**values: str) -> dict[str, Any]:

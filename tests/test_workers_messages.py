@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.messengers import Here, address, here, one_road
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 from workers.messages import Messenger, WithPayload
 
 pytestmark = pytest.mark.integration

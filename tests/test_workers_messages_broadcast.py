@@ -9,10 +9,10 @@ import torch
 
 from tests.lives import wait_until
 from tests.messengers import Here, address, elsewhere, here, settling, until_it_fails
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, NotSerializableError, SourceFailedError, WorkerLostError
-from workers.messages import CollectiveGroupOptions, Messenger, groups
-from workers.messages.slabs import OwnSlab
+from workers.messages import CollectiveGroupOptions, Messenger, participants
+from workers.messages.shared_buffers import OwnSlab
 
 pytestmark = pytest.mark.integration
 
@@ -29,14 +29,14 @@ BIG = 3 << 20
     ],
 )
 def test_groups_as_they_are_written(written: Any, names: list[str]) -> None:
-    assert [worker.get_name() for worker in groups.participants(written)] == names
+    assert [worker.get_name() for worker in participants(written)] == names
 
 
 def test_groups_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        groups.participants([])
+        participants([])
     with pytest.raises(ValueError, match=r"g:0.*more than once"):
-        groups.participants([("g", [0, 1]), ("g", (0,))])
+        participants([("g", [0, 1]), ("g", (0,))])
 
 
 @pytest.mark.parametrize("value", ["text", torch.arange(BIG), {"a": torch.ones(3), "b": [1]}])
@@ -165,7 +165,7 @@ def test_the_values_are_copied_in_once_and_memory_is_used_again(monkeypatch: pyt
 def test_a_child_takes_part(here: Here) -> None:
     a = here.worker(address(0))
     child = here.worker(WorkerAddress("g", (0, 0)))
-    names = groups.participants([("g", [(0,), (0, 0)])])
+    names = participants([("g", [(0,), (0, 0)])])
     work = child.broadcast(None, names, async_op=True)
     a.broadcast("x", names)
     assert work.wait() == "x"

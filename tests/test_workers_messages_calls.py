@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.warm import WarmMemory
+from dataplane.core.buffer_pool import BufferPool
 from tests.lives import wait_until
 from tests.messengers import WAIT_S, Here, address, here, one_road, until_it_fails
 from tests.test_workers_messages_late import Dam, far
-from workers import values
 from workers.errors import (
     MessageBacklogError,
     MessageMismatchError,
@@ -24,14 +23,14 @@ from workers.errors import (
     SourceFailedError,
     WorkerLostError,
 )
-from workers.messages import Messenger
+from workers.messages import Messenger, pickling
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
-from workers.messages.outgoing import Outgoing, Sending, Snapshot
+from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
 from workers.messages.relays import Relays
-from workers.messages.slabs import Mappings
-from workers.messages.wire import ObjectForm, Post
+from workers.messages.shared_buffers import Mappings
+from workers.messages.wire import ObjectForm, PostMessage
 
 pytestmark = pytest.mark.integration
 
@@ -221,18 +220,18 @@ class Ends:
         self.stream = stream
         self.incarnation = 0
         self.lives: list[str] = []
-        self.under_way: deque[tuple[Post, bytes]] = deque()
+        self.under_way: deque[tuple[PostMessage, bytes]] = deque()
         nobody = Relays(Backlog(1 << 30), lambda *_: None, lambda *_: None)
         self.incoming = Incoming(
             "g:1",
             Mappings("here"),
-            WarmMemory(1 << 20),
+            BufferPool(1 << 20),
             nobody,
             reply=lambda _, answer: self.outgoing.answered("g:1", answer),  # type: ignore[arg-type]
             ask=lambda *_: False,
             later=lambda *_: None,
             call=lambda work: work(),
-            contact=Outgoing("g:1", lambda *_: None, lambda *_: None).contact,
+            contact=OutgoingMessages("g:1", lambda *_: None, lambda *_: None).contact,
             forget=lambda *_: None,
             busy=lambda: True,
             lives=lambda _: True,
@@ -245,7 +244,9 @@ class Ends:
         self.incoming.lose("g:0", WorkerLostError(worker="g:0", why="died"))
         self.under_way.clear()
         self.incarnation += 1
-        self.outgoing = Outgoing("g:0", lambda _, *post: self.under_way.append((post[0], post[1])), lambda *_: None)  # type: ignore[arg-type, return-value]
+        self.outgoing = OutgoingMessages(
+            "g:0", lambda _, *post: self.under_way.append((post[0], post[1])), lambda *_: None
+        )  # type: ignore[arg-type, return-value]
         self.said = 0
         self.calls: list[tuple[int, Posting]] = []
         self.kept = 0
@@ -256,8 +257,8 @@ class Ends:
             self.outgoing.skip([B], self.stream)
             return
         self.kept += 1
-        packed = values.pack(value)
-        snapshot = Snapshot(ObjectForm(), packed, None, b"".join(packed.runs()), 1, self._free)
+        packed = pickling.pack(value)
+        snapshot = ValueSnapshot(ObjectForm(), packed, None, b"".join(packed.runs()), 1, self._free)
         self.outgoing.queue(Sending("g:1", self.stream, snapshot, None, "say", 0.0, 600.0))
         self.outgoing.flush("g:1", self.incarnation, 1, "")
 

@@ -22,7 +22,7 @@ from workers.errors import (
     WorkerLostError,
 )
 from workers.messages import Messenger, deliveries, messenger
-from workers.messages.slabs import Mappings
+from workers.messages.shared_buffers import Mappings
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.lives import wait_until
 from tests.messengers import Here, address, until_it_fails
 from workers.errors import MessageMismatchError, MessageTimeoutError
 from workers.messages import Messenger
-from workers.messages.engine import Engine
+from workers.messages.io_thread import IoThread
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +38,7 @@ class Dam:
         self.asked = threading.Event()
         self._engine = messenger._engine
         self._held: list[tuple[Any, ...]] | None = []
-        self._real: Callable[..., None] = Engine._serve.__get__(self._engine)
+        self._real: Callable[..., None] = IoThread._serve.__get__(self._engine)
         monkeypatch.setattr(self._engine, "_serve", self._serve)
 
     def _serve(self, *args: Any) -> None:

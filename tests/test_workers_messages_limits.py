@@ -22,16 +22,16 @@ import pytest
 import torch
 import zmq
 
-from dataplane.control.waker import LONGEST_MS, poll_ms
+from dataplane.core.wakeup import LONGEST_MS, poll_ms
 from dataplane.errors import InternalError
 from tests.alone import alone
 from tests.lives import wait_until
 from tests.messengers import Here, address, here, one_road, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import MessageBacklogError, MessageTimeoutError, WorkerLostError
-from workers.messages import CollectiveGroupOptions, engine, links, wire
+from workers.messages import CollectiveGroupOptions, io_thread, links, wire
 from workers.messages.incoming import Incoming
-from workers.messages.slabs import Mappings, OwnSlab, Slabs
+from workers.messages.shared_buffers import Mappings, OwnSlab, Slabs
 
 pytestmark = pytest.mark.integration
 
@@ -86,8 +86,8 @@ def test_options_are_checked_at_the_call(here: Here) -> None:
         for operation in (partial(a.send, 1, B), partial(a.recv, B), partial(a.broadcast, 1, [A, B])):
             with pytest.raises(TypeError, match="expected a CollectiveGroupOptions or None"):
                 operation(options=wrong)
-    numpy_options = CollectiveGroupOptions(accel_max_ctas=np.int64(4), is_high_priority_stream=np.bool_(True))  # type: ignore[arg-type]
-    receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4, is_high_priority_stream=True))
+    numpy_options = CollectiveGroupOptions(accel_max_ctas=np.int64(4), use_ring_broadcast=np.bool_(True))  # type: ignore[arg-type]
+    receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4, use_ring_broadcast=True))
     a.send("fine", B, options=numpy_options)
     assert receiving.result(60) == "fine"
 
@@ -100,6 +100,7 @@ def test_options_are_checked_at_the_call(here: Here) -> None:
         ({"accel_cluster_size": True}, TypeError),
         ({"accel_max_ctas": -1}, ValueError),
         ({"is_high_priority_stream": 1}, TypeError),
+        ({"use_ring_broadcast": None}, TypeError),
     ],
 )
 def test_options_that_are_none(wrong: dict[str, Any], kind: type[Exception]) -> None:
@@ -257,8 +258,8 @@ def _broadcast_to_many() -> None:
             route, head, inline = peers.recv_multipart()
             assert pickle.loads(inline) == value
             post = wire.decode_request(head)
-            assert isinstance(post, wire.Post)
-            peers.send_multipart((route, wire.encode(wire.Done(stream=post.stream, number=post.number))))
+            assert isinstance(post, wire.PostMessage)
+            peers.send_multipart((route, wire.encode(wire.MessageReceived(stream=post.stream, number=post.number))))
         assert work.wait() == value
         workers.close()
 
@@ -363,7 +364,7 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Incoming, "arrive"), (links.Links, "send"), (engine.Engine, "_meet"), (engine.Engine, "_found")],
+    [(Incoming, "arrive"), (links.Links, "send"), (io_thread.IoThread, "_meet"), (io_thread.IoThread, "_found")],
 )
 def test_a_defect_at_one_message_is_that_message_s(
     one_road: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.messengers import Here, address, here, one_road, settling, until_it_fails
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 from workers.errors import (
     GroupOptionsError,
     MessageMismatchError,

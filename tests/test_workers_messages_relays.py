@@ -18,13 +18,13 @@ import torch
 
 from tests.lives import wait_until
 from tests.messengers import Here, address, elsewhere, one_road, want_of
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 from workers.errors import WorkerLostError
-from workers.messages import Messenger, fetches, groups, outgoing, relays
-from workers.messages.engine import Engine
+from workers.messages import Messenger, broadcast_members, fetches, outgoing, relays
+from workers.messages.io_thread import IoThread
 from workers.messages.links import Links
 from workers.messages.relays import Relays, Tree
-from workers.messages.wire import Absent, Data, Relay, Want
+from workers.messages.wire import Absent, Data, Relay, WantMessage
 
 BIG = 50_000
 """Integers that take several chunks."""
@@ -68,9 +68,9 @@ class Served:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_source = 0
         self.passed_on = 0
-        real_serve, real_pass = Engine._serve, Relays._serve
+        real_serve, real_pass = IoThread._serve, Relays._serve
 
-        def serve(engine: Engine, *args: Any) -> None:
+        def serve(engine: IoThread, *args: Any) -> None:
             self.by_source += 1
             real_serve(engine, *args)
 
@@ -78,7 +78,7 @@ class Served:
             self.passed_on += 1
             real_pass(kept, *args)
 
-        monkeypatch.setattr(Engine, "_serve", serve)
+        monkeypatch.setattr(IoThread, "_serve", serve)
         monkeypatch.setattr(Relays, "_serve", pass_on)
 
 
@@ -150,7 +150,7 @@ def test_what_is_pickled_goes_the_same_way(hosts: Hosts, served: Served, monkeyp
     real = Links.send
 
     def send(links: Links, peer: str, endpoint: str, frames: Any, *idle: Any) -> None:
-        if msgspec.msgpack.decode(frames[0])["type"] == "Post":
+        if msgspec.msgpack.decode(frames[0])["type"] == "PostMessage":
             sent.append(sum(map(len, frames)))
         real(links, peer, endpoint, frames, *idle)
 
@@ -386,7 +386,7 @@ def test_what_is_asked_for_early_waits_for_its_message(
     monkeypatch.setattr(engine.incoming._relays, "_reply", lambda route, answer, body: answered.append(answer))
     source = workers[0]._engine.incarnation
     serial = next(outgoing._serials) + 1 if comes else 10**9
-    stream = groups.stream_of(NAMES)
+    stream = broadcast_members.stream_of(NAMES)
     want = want_of(
         "g:0", incarnation=source, serial=serial, stream=stream, receiver=engine.incarnation, nbytes=CHUNK_BYTES
     )

@@ -16,7 +16,7 @@ from tests.logs import logged
 from tests.messengers import Here, address, here, one_road
 from tests.processor import costs_little
 from workers.errors import MessageBacklogError, MessageTimeoutError, MessengerClosedError, NameNotFoundError
-from workers.messages import work
+from workers.messages import async_work
 
 pytestmark = pytest.mark.integration
 
@@ -103,7 +103,7 @@ def test_the_default_bound(one_road: Here) -> None:
 
 
 def test_a_long_wait_is_logged(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "LOG_EVERY_S", 0.02)
+    monkeypatch.setattr(async_work, "LOG_EVERY_S", 0.02)
     (a,) = one_road.workers(1)
     with logged("g:0: recv from g:1: waiting for"):
         waits = [one_road.start(a.recv, B)]
@@ -116,7 +116,7 @@ def test_a_long_wait_is_logged(one_road: Here, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_done_as_a_wait_runs_out_is_not_lost() -> None:
-    assert work.AsyncWork(Late("done"), "recv").wait(0.01) == "done"
+    assert async_work.AsyncWork(Late("done"), "recv").wait(0.01) == "done"
 
 
 def test_waiting_costs_no_processor_time(one_road: Here) -> None:

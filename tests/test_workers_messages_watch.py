@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.warm import WarmMemory
+from dataplane.core.buffer_pool import BufferPool
 from tests.messengers import want_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
@@ -18,13 +18,13 @@ from workers.messages.incoming import Incoming
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import RELAY_S, Relays
-from workers.messages.slabs import Mappings
-from workers.messages.wire import ObjectForm, Post, Pull, Relay, Slab, Want
+from workers.messages.shared_buffers import Mappings
+from workers.messages.wire import ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
 
 NBYTES = 1000
 OPTIONS = CollectiveGroupOptions()
 RELAY = Relay("relay", 1, "127.0.0.1:1", 1)
-POST = Post(
+POST = PostMessage(
     stream=b"s",
     number=0,
     source="source",
@@ -49,12 +49,12 @@ class Engine:
     def __init__(self) -> None:
         self.timers: list[tuple[float, Any]] = []
         self.said: list[Any] = []
-        self.wants: list[Want] = []
+        self.wants: list[WantMessage] = []
         reply, later = self._reply, lambda seconds, work: self.timers.append((seconds, work))
         self.incoming = Incoming(
             "me",
             Mappings("here"),
-            WarmMemory(0),
+            BufferPool(0),
             Relays(Backlog(1 << 20), reply, lambda seconds, work: None),
             reply=reply,
             ask=self._ask,
@@ -70,7 +70,7 @@ class Engine:
     def _reply(self, route: bytes, answer: Any, body: Any = None) -> None:
         self.said.append(answer)
 
-    def _ask(self, relay: Relay, want: Want) -> bool:
+    def _ask(self, relay: Relay, want: WantMessage) -> bool:
         self.wants.append(want)
         return True
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server, failpoints, schema
+from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server
+from dataplane.core import failpoints, schema
 from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
 from tests.gloo import RankDied, Ranks
 from tests.mixin_service import alone, partition  # noqa: F401
@@ -28,10 +29,10 @@ from tests.mixin_worker import (
     worker_on,
 )
 from tests.service import client, server  # noqa: F401
-from workers.broadcast import FetchPolicy
-from workers.mixin import PolicyWorker, TQWorkerMixin
-from workers.ranks import is_replica_leader
-from workers.siblings import ReplicaGroupError, ReplicaLostError
+from workers.placement.ranks import is_replica_leader
+from workers.training.mixin import PolicyWorker, TQWorkerMixin
+from workers.training.replica_collectives import ReplicaGroupError, ReplicaLostError
+from workers.training.replica_fetch import FetchPolicy
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server, schema
+from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server
+from dataplane.core import schema
 from tests.gloo import Ranks
 from tests.mixin_service import alone, partition  # noqa: F401
 from tests.mixin_worker import LENGTHS, Worker, put, worker_on

@@ -12,19 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from dataplane.descriptors import OF_A_CONTEXT
-from dataplane.host import split_address
+from dataplane.core.addresses import split_address
+from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from tests.alone import alone
 from tests.channels import CAPACITY, broker, make
 from tests.lives import Proxy, wait_until
 from tests.messengers import Here, address, one_road
 from tests.open_files import exhausted
-from workers.channel import Channel, ChannelBroker
+from workers.channels import Channel, ChannelBroker
 from workers.directory import Directory, DirectoryClient, Kind, server
 from workers.directory import client as client_module
 from workers.errors import OpenFilesError
 from workers.messages import Messenger
-from workers.ports import PortKeeper
+from workers.placement.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
 __all__ = ["broker", "make", "one_road"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack
 
+from dataplane.core.types import DTYPE_BYTES
 from dataplane.errors import UnsupportedValueError
-from dataplane.types import DTYPE_BYTES
-from workers.payload import Header, pack, unpack
+from workers.training.batch_codec import Header, pack, unpack
 
 
 def through(batch: dict[str, Any]) -> dict[str, Any]:

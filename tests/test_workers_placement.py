@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from workers.placement import (
+from workers.placement.bundles import (
     RANK_VARIABLES,
     bundles_by_node,
     bundles_to_use,

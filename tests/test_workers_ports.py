@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers import ports
-from workers.ports import PortKeeper
+from workers.placement import ports
+from workers.placement.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ import pytest
 from ray import cloudpickle
 
 from workers.errors import WorkerCallError, WorkerExitError
-from workers.raised import portable
+from workers.groups.remote_errors import portable
 
 
 class OfTwoFacts(Exception):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.routing import (
+from workers.groups.batch_routing import (
     CommMapper,
     RoutePlan,
     build_recv_plan,

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError
 from dataplane.config import DataPlaneConfig
 from workers.service import supervisor as module
 from workers.service.nodes import RayNode
+from workers.service.plan import ServicePlan
 from workers.service.supervisor import SupervisorActor, _Unit
-from workers.service.views import Plan
 
 HERE, THERE = RayNode(ident="here", host="10.0.0.1"), RayNode(ident="there", host="10.0.0.2")
 WAIT_S = 60.0
@@ -40,7 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[RayNode]:
 
 def supervisor() -> SupervisorActor:
     config = DataPlaneConfig(address="actor:s@n", token="t")
-    return SupervisorActor(Plan(name="s", namespace="n", config=config, storage=2, nodes=None, driver="here"))
+    return SupervisorActor(ServicePlan(name="s", namespace="n", config=config, storage=2, nodes=None, driver="here"))
 
 
 def unit_on(made: SupervisorActor, node: RayNode, drain: Callable[..., Awaitable[None]], *, serves: bool) -> _Unit:

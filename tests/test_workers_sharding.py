@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.ranks import REPLICATED_AXES, is_axis_zero, is_replica_leader
-from workers.sharding import NamedSharding
+from workers.placement.ranks import REPLICATED_AXES, is_axis_zero, is_replica_leader
+from workers.placement.sharding import NamedSharding
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.stages import Stage, check_settings, packing_arguments, stage_of
+from workers.training.stages import Stage, check_settings, packing_arguments, stage_of
 
 PACKING = {"enabled": True, "algorithm": "concatenative", "train_mb_tokens": 8, "logprob_mb_tokens": 16}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from workers.strategies import (
+from workers.placement.strategies import (
     FlexiblePlacementStrategy,
     NodePlacementStrategy,
     PackedPlacementStrategy,

@@ -10,21 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.warm import WarmMemory
-from workers import values
-from workers.values import ALIGN_BYTES
+from dataplane.core.buffer_pool import BufferPool
+from workers.messages import pickling
+from workers.messages.pickling import ALIGN_BYTES
 
-WARM = WarmMemory(0)
-TYPES = sorted(name for name in values._DTYPES if "q" not in name and "bits" not in name)
+WARM = BufferPool(0)
+TYPES = sorted(name for name in pickling._DTYPES if "q" not in name and "bits" not in name)
 
 
 def there_and_back(value: Any, *, own: bool = False) -> Any:
     """As bytes by both ways, which are the same."""
-    packed = values.pack(value)
+    packed = pickling.pack(value)
     memory = np.zeros(packed.nbytes, np.uint8)
     packed.write(memory)
     assert b"".join(packed.runs()) == memory.tobytes()
-    got = values.unpack(packed.skeleton_from, packed.segments, memory, WARM, own=own)
+    got = pickling.unpack(packed.skeleton_from, packed.segments, memory, WARM, own=own)
     if not own:
         memory.fill(255)
     return got.load()
@@ -33,7 +33,7 @@ def there_and_back(value: Any, *, own: bool = False) -> Any:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @given(st.sampled_from(TYPES), st.lists(st.integers(0, 5), max_size=3), st.randoms(), st.booleans())
 def test_tensors_of_every_type_and_shape(name: str, shape: list[int], random: Any, own: bool) -> None:
-    dtype = values._DTYPES[name]
+    dtype = pickling._DTYPES[name]
     nbytes = int(np.prod([1, *shape])) * dtype.itemsize
     raw = torch.tensor([random.randrange(2) for _ in range(nbytes)], dtype=torch.uint8)
     value = raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
@@ -54,17 +54,17 @@ def test_tensors_that_do_not_lie_in_a_row() -> None:
 
 def test_bytes_of_tensors_and_large_arrays_are_not_pickled() -> None:
     value = {"tensor": torch.zeros(5000), "array": np.zeros(5000), "parameter": torch.nn.Parameter(torch.zeros(5000))}
-    packed = values.pack(value)
+    packed = pickling.pack(value)
     assert sorted(segment.nbytes for segment in packed.segments) == [20_000, 20_000, 40_000]
     assert len(packed.skeleton) < 2000
-    assert values.pack(torch.zeros(3)).skeleton == b""
-    assert values.pack([np.zeros(3)]).segments == ()
+    assert pickling.pack(torch.zeros(3)).skeleton == b""
+    assert pickling.pack([np.zeros(3)]).segments == ()
 
 
 def test_what_lies_in_a_row_is_not_copied_before_it_is_written() -> None:
     value = torch.zeros(5000)
     for sent in (value, [value]):
-        packed = values.pack(sent)
+        packed = pickling.pack(sent)
         value.fill_(1)
         assert b"".join(packed.runs()) == value.numpy().tobytes() + packed.skeleton
         value.fill_(0)
@@ -103,7 +103,7 @@ def test_what_came_may_be_written(own: bool) -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=6))
 def test_runs_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
-    packed = values.pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    packed = pickling.pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
     assert [segment.nbytes for segment in packed.segments] == sizes
     ends = [segment.start + segment.nbytes for segment in packed.segments]
     assert all(segment.start % ALIGN_BYTES == 0 for segment in packed.segments)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.host import split_address
+from dataplane.core.addresses import split_address
 from tests.secure import tls
 
 WAIT_S = 60.0

@@ -10,83 +10,83 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dataplane.compat.rendezvous import register_rendezvous
-from dataplane.control.resolve import register_resolver
-from workers.channel.jobs import register_job
-from workers.resolver import SCHEME, resolve_actor
+from dataplane.compat.discovery import register_rendezvous
+from dataplane.protocol.resolver import register_resolver
+from workers.channels.jobs import register_job
+from workers.service.resolver import SCHEME, resolve_actor
 
 if TYPE_CHECKING:
-    from workers.actors import WorkerStartError as WorkerStartError
-    from workers.address import WorkerAddress as WorkerAddress
-    from workers.broadcast import FetchPolicy as FetchPolicy
-    from workers.builder import RayWorkerBuilder as RayWorkerBuilder
-    from workers.channel import Channel as Channel
-    from workers.cluster import RayVirtualCluster as RayVirtualCluster
-    from workers.cluster import ResourcesNotReadyError as ResourcesNotReadyError
-    from workers.group import RayWorkerGroup as RayWorkerGroup
+    from workers.channels import Channel as Channel
+    from workers.directory.address import WorkerAddress as WorkerAddress
+    from workers.groups.actors import WorkerStartError as WorkerStartError
+    from workers.groups.cluster import Cluster as Cluster
+    from workers.groups.cluster import ClusterResource as ClusterResource
+    from workers.groups.futures import MultiWorkerFuture as MultiWorkerFuture
+    from workers.groups.ray_worker_builder import RayWorkerBuilder as RayWorkerBuilder
+    from workers.groups.ray_worker_group import RayWorkerGroup as RayWorkerGroup
+    from workers.groups.virtual_cluster import RayVirtualCluster as RayVirtualCluster
+    from workers.groups.virtual_cluster import ResourcesNotReadyError as ResourcesNotReadyError
+    from workers.groups.worker import Worker as Worker
+    from workers.groups.worker_group import WorkerGroup as WorkerGroup
     from workers.messages import AsyncWork as AsyncWork
     from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
-    from workers.mixin import PolicyWorker as PolicyWorker
-    from workers.mixin import TQWorkerMixin as TQWorkerMixin
-    from workers.policy import TQPolicy as TQPolicy
-    from workers.ranks import REPLICATED_AXES as REPLICATED_AXES
-    from workers.resources import Cluster as Cluster
-    from workers.resources import ClusterResource as ClusterResource
-    from workers.results import MultiWorkerFuture as MultiWorkerFuture
+    from workers.placement.ranks import REPLICATED_AXES as REPLICATED_AXES
+    from workers.placement.sharding import NamedSharding as NamedSharding
+    from workers.placement.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
+    from workers.placement.strategies import NodePlacementStrategy as NodePlacementStrategy
+    from workers.placement.strategies import PackedPlacementStrategy as PackedPlacementStrategy
     from workers.service import LaunchedService as LaunchedService
     from workers.service import RayNode as RayNode
     from workers.service import ServiceNode as ServiceNode
     from workers.service import ServiceStartError as ServiceStartError
     from workers.service import ServiceUnit as ServiceUnit
     from workers.service import launch_service as launch_service
-    from workers.sharding import NamedSharding as NamedSharding
-    from workers.siblings import ReplicaGroupError as ReplicaGroupError
-    from workers.siblings import ReplicaLostError as ReplicaLostError
-    from workers.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
-    from workers.strategies import NodePlacementStrategy as NodePlacementStrategy
-    from workers.strategies import PackedPlacementStrategy as PackedPlacementStrategy
-    from workers.worker import Worker as Worker
-    from workers.worker_group import WorkerGroup as WorkerGroup
+    from workers.training.mixin import PolicyWorker as PolicyWorker
+    from workers.training.mixin import TQWorkerMixin as TQWorkerMixin
+    from workers.training.policy import TQPolicy as TQPolicy
+    from workers.training.replica_collectives import ReplicaGroupError as ReplicaGroupError
+    from workers.training.replica_collectives import ReplicaLostError as ReplicaLostError
+    from workers.training.replica_fetch import FetchPolicy as FetchPolicy
 
 _HOME = {
     "AsyncWork": "workers.messages",
-    "Channel": "workers.channel",
-    "Cluster": "workers.resources",
-    "ClusterResource": "workers.resources",
+    "Channel": "workers.channels",
+    "Cluster": "workers.groups.cluster",
+    "ClusterResource": "workers.groups.cluster",
     "CollectiveGroupOptions": "workers.messages",
-    "FetchPolicy": "workers.broadcast",
-    "FlexiblePlacementStrategy": "workers.strategies",
+    "FetchPolicy": "workers.training.replica_fetch",
+    "FlexiblePlacementStrategy": "workers.placement.strategies",
     "LaunchedService": "workers.service",
-    "MultiWorkerFuture": "workers.results",
-    "NamedSharding": "workers.sharding",
-    "NodePlacementStrategy": "workers.strategies",
-    "PackedPlacementStrategy": "workers.strategies",
-    "PolicyWorker": "workers.mixin",
-    "REPLICATED_AXES": "workers.ranks",
+    "MultiWorkerFuture": "workers.groups.futures",
+    "NamedSharding": "workers.placement.sharding",
+    "NodePlacementStrategy": "workers.placement.strategies",
+    "PackedPlacementStrategy": "workers.placement.strategies",
+    "PolicyWorker": "workers.training.mixin",
+    "REPLICATED_AXES": "workers.placement.ranks",
     "RayNode": "workers.service",
-    "RayVirtualCluster": "workers.cluster",
-    "RayWorkerBuilder": "workers.builder",
-    "RayWorkerGroup": "workers.group",
-    "ReplicaGroupError": "workers.siblings",
-    "ReplicaLostError": "workers.siblings",
-    "ResourcesNotReadyError": "workers.cluster",
+    "RayVirtualCluster": "workers.groups.virtual_cluster",
+    "RayWorkerBuilder": "workers.groups.ray_worker_builder",
+    "RayWorkerGroup": "workers.groups.ray_worker_group",
+    "ReplicaGroupError": "workers.training.replica_collectives",
+    "ReplicaLostError": "workers.training.replica_collectives",
+    "ResourcesNotReadyError": "workers.groups.virtual_cluster",
     "ServiceNode": "workers.service",
     "ServiceStartError": "workers.service",
     "ServiceUnit": "workers.service",
-    "TQPolicy": "workers.policy",
-    "TQWorkerMixin": "workers.mixin",
-    "Worker": "workers.worker",
-    "WorkerAddress": "workers.address",
-    "WorkerGroup": "workers.worker_group",
-    "WorkerStartError": "workers.actors",
+    "TQPolicy": "workers.training.policy",
+    "TQWorkerMixin": "workers.training.mixin",
+    "Worker": "workers.groups.worker",
+    "WorkerAddress": "workers.directory.address",
+    "WorkerGroup": "workers.groups.worker_group",
+    "WorkerStartError": "workers.groups.actors",
     "launch_service": "workers.service",
 }
 
 __all__ = sorted(_HOME)
 
 register_resolver(SCHEME, resolve_actor)
-register_job(lambda: str(importlib.import_module("workers.resources").job_directory()))
-register_rendezvous("ray", lambda: importlib.import_module("workers.rendezvous").RayRendezvous())
+register_job(lambda: str(importlib.import_module("workers.groups.cluster").job_directory()))
+register_rendezvous("ray", lambda: importlib.import_module("workers.service.discovery").RayRendezvous())
 
 
 def __getattr__(name: str) -> Any:

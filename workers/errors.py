@@ -1,9 +1,9 @@
 """What goes wrong between workers, as errors.
 
     DataPlaneError
-    ├── NotThereError (KeyError)
+    ├── NotFoundError (KeyError)
     │   └── NameNotFoundError           nobody registered the name within the wait
-    ├── RefusedError (ValueError)
+    ├── BadRequestError (ValueError)
     │   ├── NameInUseError              a live group, worker or channel has the name
     │   ├── MessageMismatchError        send met by recv_tensor, or another shape, dtype or form
     │   ├── MessageBacklogError         too much was sent that nobody received
@@ -31,11 +31,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from dataplane.descriptors import enough_or
-from dataplane.errors import DataPlaneError, NotThereError, RefusedError, ServiceError, WaitTimeoutError
+from dataplane.errors import BadRequestError, DataPlaneError, NotFoundError, ServiceError, WaitTimeoutError
+from dataplane.protocol.fd_limits import enough_or
 
 
-class NameNotFoundError(NotThereError):
+class NameNotFoundError(NotFoundError):
     def __init__(self, *, kind: str, name: str, waited_s: float) -> None:
         super().__init__(
             f"no {kind} named {name!r} was registered within {waited_s:.1f} s; was it launched, and under this name?",
@@ -45,14 +45,14 @@ class NameNotFoundError(NotThereError):
         )
 
 
-class NameInUseError(RefusedError):
+class NameInUseError(BadRequestError):
     def __init__(self, *, kind: str, name: str) -> None:
         super().__init__(
             f"the {kind} name {name!r} is in use; end the one that has it, or take another name", kind=kind, name=name
         )
 
 
-class MessageMismatchError(RefusedError):
+class MessageMismatchError(BadRequestError):
     """sender, receiver: worker names; sent, expected: what each end named."""
 
     def __init__(self, *, sender: str, receiver: str, sent: str, expected: str) -> None:
@@ -66,7 +66,7 @@ class MessageMismatchError(RefusedError):
         )
 
 
-class GroupOptionsError(RefusedError):
+class GroupOptionsError(BadRequestError):
     def __init__(self, *, worker: str, peer: str, ours: str, theirs: str) -> None:
         super().__init__(
             f"{worker} made first contact with {peer} under options {ours}, {peer} under {theirs}; give both ends the "
@@ -78,7 +78,7 @@ class GroupOptionsError(RefusedError):
         )
 
 
-class NoSuchRankError(RefusedError, IndexError):
+class NoSuchRankError(BadRequestError, IndexError):
     def __init__(self, *, group: str, rank: object, size: int) -> None:
         super().__init__(
             f"rank {rank!r} of worker group {group!r} was named; it has {size} workers, counted from 0",
@@ -88,12 +88,12 @@ class NoSuchRankError(RefusedError, IndexError):
         )
 
 
-class GroupEndedError(RefusedError):
+class GroupEndedError(BadRequestError):
     def __init__(self, *, group: str) -> None:
         super().__init__(f"worker group {group!r} has ended: it has no workers to call", group=group)
 
 
-class MessageBacklogError(RefusedError):
+class MessageBacklogError(BadRequestError):
     """Sizes in bytes."""
 
     def __init__(self, *, what: str, nbytes: int, waiting_bytes: int, limit_bytes: int) -> None:
@@ -107,7 +107,7 @@ class MessageBacklogError(RefusedError):
         )
 
 
-class MessengerClosedError(RefusedError):
+class MessengerClosedError(BadRequestError):
     def __init__(self, *, worker: str) -> None:
         super().__init__(f"the messages of worker {worker} were closed", worker=worker)
 

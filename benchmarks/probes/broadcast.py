@@ -16,7 +16,7 @@ from benchmarks.measure import ratios
 from benchmarks.payload import BatchSpec, Shape, build
 from benchmarks.probes.base import Figure, side_by_side
 from dataplane import BatchedDataDict
-from workers.broadcast import NO_DIGEST, Part, ReplicaGroup
+from workers.training.replica_fetch import NO_DIGEST, FetchedPart, ReplicaGroup
 
 WORLD = 2
 REPETITIONS = 9
@@ -53,7 +53,7 @@ def _rank(go: Callable[[], Any], store: str, rank: int) -> tuple[float, float, l
     batch = build(TOKENS)
     flat = torch.zeros(batch.nbytes, dtype=torch.uint8)
     group = ReplicaGroup(dist.group.WORLD)
-    part = Part(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
+    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
     fetches, bare = [], []
     go()
     for _ in range(REPETITIONS + 2):

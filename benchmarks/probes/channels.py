@@ -12,7 +12,7 @@ from ray.util.queue import Queue
 from benchmarks.measure import MIN_REPETITIONS, alternating, ratios
 from benchmarks.probes.base import Figure
 from benchmarks.systems.ray_session import RaySession
-from workers.channel import Channel, start_brokers
+from workers.channels import Channel, start_brokers
 from workers.directory import Directory, DirectoryClient
 
 PLACES = 16

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.measure import alternating, percentile, ratios
 from benchmarks.probes.base import Figure, side_by_side
-from workers.address import WorkerAddress
 from workers.directory import Directory, DirectoryClient
+from workers.directory.address import WorkerAddress
 from workers.messages import Messenger
 
 WORLD = 4

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from benchmarks.measure import uncollected
 from benchmarks.probes.base import Figure
 from dataplane import KVBatchMeta, shard_meta_for_dp
-from dataplane.packing import PackingAlgorithm, get_packer
+from dataplane.data.packing import PackingAlgorithm, get_packer
 
 RANKS = 8
 LONGEST = 8192

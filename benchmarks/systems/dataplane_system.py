@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.payload import Batch
 from benchmarks.systems.service import Service
 from dataplane import DataPlaneClient, KVBatchMeta, connect
-from dataplane.kept import discard
+from dataplane.storage.arena_record import discard
 
 PARTITION = "bench"
 CAPACITY_BYTES = 2 << 30

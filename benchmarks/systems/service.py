@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from dataplane import serve
-from dataplane.bulk import endpoints
+from dataplane.storage import endpoints
 
 READY_S = 60.0
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from dataplane.cli.bench import bench
+from dataplane.cli.checkpoint import checkpoint, restore
 from dataplane.cli.clear import clear
 from dataplane.cli.doctor import doctor
 from dataplane.cli.drain import drain
 from dataplane.cli.drop import drop
 from dataplane.cli.flags import verb
 from dataplane.cli.ls import ls
-from dataplane.cli.saving import checkpoint, restore
 from dataplane.cli.serve import serve
 from dataplane.cli.show import show
 from dataplane.cli.shrink import shrink

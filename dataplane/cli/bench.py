@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dataplane.cli.flags import Address, Json, Target
-from dataplane.cli.measuring import Measure, measure
+from dataplane.cli.bench_runner import Measure, measure
+from dataplane.cli.flags import Address, Json, TargetFlags
+from dataplane.cli.local_service import own_service
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.own import own_service
 from dataplane.config import MIB, DataPlaneConfig
 
 _CAPACITY_BYTES = 128 * MIB
@@ -25,7 +25,7 @@ def bench(
     *,
     address: Address = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Measure puts, gets and claims from here: of the service at an address, or of one that is started for it.

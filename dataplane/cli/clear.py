@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import ask, partition_stats, session
-from dataplane.cli.completing import partitions
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import partitions
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import counted, readable, shown
 from dataplane.cli.output import print_json
-from dataplane.cli.text import counted, readable, shown
+from dataplane.cli.session import ask, partition_stats, session
 
 if TYPE_CHECKING:
     from dataplane.ledger import commands as c
@@ -25,7 +25,7 @@ def clear(
         typer.Argument(metavar="[SAMPLES]...", help="Drop these only (default: the whole partition, schema too)."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a whole partition is dropped.")] = False,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Drop samples, or a whole partition with its schema and whoever waits on it.

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from dataplane.cli.checks import Finding
-from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.flags import Address, Json, TargetFlags
+from dataplane.cli.formatting import shown
 from dataplane.cli.output import console, print_json
-from dataplane.cli.text import shown
 from dataplane.config import DataPlaneConfig
 
 
@@ -22,7 +22,7 @@ def doctor(
         str, typer.Option(metavar="DIR", help="The local directory that arenas are to lie in.")
     ] = "/dev/shm",
     port: Annotated[int, typer.Option(min=0, max=65534, help="The port that a service is to have here (0: any).")] = 0,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Look for what is wrong with this machine, what is installed on it and, with an address, with that service.

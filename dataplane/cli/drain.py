@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dataplane
-from dataplane.cli.asking import ask, session, unit_stats
-from dataplane.cli.completing import units
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import units
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import counted, duration, readable, shown
 from dataplane.cli.output import print_json
-from dataplane.cli.text import counted, duration, readable, shown
+from dataplane.cli.session import ask, session, unit_stats
 from dataplane.errors import DrainError
 
 if TYPE_CHECKING:
     from dataplane import DataPlaneClient
+    from dataplane.client.operations.drain_unit import Drained, DrainProgress
     from dataplane.config import DataPlaneConfig
-    from dataplane.draining import Drained, DrainProgress
     from dataplane.ledger import commands as c
 
 _TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
@@ -40,7 +40,7 @@ def drain(
     force: Annotated[
         bool, typer.Option("--force", help="Also if no other unit has room for new rows: puts then wait.")
     ] = False,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Move everything that lives on a storage unit to others, while all go on; nothing new goes there from then on.

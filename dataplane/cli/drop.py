@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.asking import ask, session, unit_stats
-from dataplane.cli.completing import units
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import units
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import readable, shown
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable, shown
+from dataplane.cli.session import ask, session, unit_stats
 
 
 def drop(
@@ -19,7 +19,7 @@ def drop(
         str, typer.Argument(metavar="UNIT", help="Its number or its name (`tq status`).", autocompletion=units)
     ],
     force: Annotated[bool, typer.Option("--force", help="Also with rows that live on it: these are cleared.")] = False,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Let a service forget one of its storage units for good, so that the unit's process can end.

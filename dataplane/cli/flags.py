@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dataplane.cli.text import size
+from dataplane.cli.formatting import size
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 
 _security = functools.partial(typer.Option, rich_help_panel="Security")
@@ -54,7 +54,7 @@ class Security:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target(Security):
+class TargetFlags(Security):
     """Which service, and how to get in."""
 
     at: Annotated[
@@ -85,7 +85,7 @@ class Target(Security):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryFlags:
     """What controllers and storage units are told."""
 
     host: Annotated[

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dataplane.cli.asking import PARTITIONS, ask, not_shown, session, stats
-from dataplane.cli.completing import partitions
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import partitions
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import ago, counted, pairs, readable, shown
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.text import ago, counted, pairs, readable, shown
+from dataplane.cli.session import PARTITIONS, ask, not_shown, session, stats
 
 if TYPE_CHECKING:
-    from dataplane.control.channel import Channel
+    from dataplane.client.rpc.channel import ControllerChannel
     from dataplane.ledger import commands as c
 
 SAMPLES = 50
@@ -29,7 +29,7 @@ def ls(
         int | None,
         typer.Option("--limit", "-n", min=1, help="At most so many samples (default: 50) or partitions (1000)."),
     ] = None,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """List the partitions of a service, or the samples of one with their fields and tags."""
@@ -69,7 +69,7 @@ def _partition(part: c.PartitionStats) -> tuple[object, ...]:
     )
 
 
-def _samples(channel: Channel, partition: str, limit: int, json: bool) -> None:
+def _samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
     from dataplane.ledger import commands as c
 
     ids = ask(channel, c.List(partition=partition, limit=limit), c.Listed).ids
@@ -97,21 +97,21 @@ def _samples(channel: Channel, partition: str, limit: int, json: bool) -> None:
         print(f"the oldest {limit:,} of {counted(total, 'sample')}; --limit {total} lists all")
 
 
-def _look(channel: Channel, partition: str, name: str) -> c.Shown | None:
+def _look(channel: ControllerChannel, partition: str, name: str) -> c.Shown | None:
     """One sample; None if it was cleared meanwhile."""
-    from dataplane.errors import NotThereError
+    from dataplane.errors import NotFoundError
     from dataplane.ledger import commands as c
 
     try:
         return ask(channel, c.Show(partition=partition, samples=c.Samples(ids=(name,))), c.Shown)
-    except NotThereError:
+    except NotFoundError:
         return None
 
 
 def _as_dict(sample: c.Shown) -> dict[str, Any]:
     return {
         "sample": sample.sample,
-        "birth": sample.birth,
+        "generation": sample.generation,
         "age_s": sample.now - sample.since,
         "bytes": sum(cell.size_bytes for cell in sample.cells),
         "fields": [cell.field for cell in sample.cells],

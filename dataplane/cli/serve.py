@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.flags import Http, Json, Memory, Security
+from dataplane.cli.flags import Http, Json, MemoryFlags, Security
+from dataplane.cli.formatting import duration
 from dataplane.cli.output import print_json
-from dataplane.cli.text import duration
 from dataplane.config import DataPlaneConfig
-from dataplane.stopping import Stop
-from dataplane.types import Checksums
+from dataplane.core.stopping import Stop
+from dataplane.core.types import Checksums
 
 
 def serve(
@@ -33,7 +33,7 @@ def serve(
         Checksums, typer.Option(help="Which rows get a checksum that readers compare.")
     ] = Checksums.ACROSS_HOSTS,
     http: Http,
-    memory: Memory,
+    memory: MemoryFlags,
     security: Security,
     json: Json = False,
 ) -> int:
@@ -55,8 +55,8 @@ def serve(
 def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
     """A controller in this process and each storage unit in a process of its own."""
     stop = Stop()
-    from dataplane.control.controller import Controller
-    from dataplane.unit_process import UnitProcesses, require_room
+    from dataplane.controller.controller import Controller
+    from dataplane.storage.unit_process import UnitProcesses, require_room
 
     require_room(count)
     controller = Controller(config).start()

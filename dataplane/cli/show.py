@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import ask, session, stats
-from dataplane.cli.completing import partitions
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import partitions
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import ago, pairs, readable, shown
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.text import ago, pairs, readable, shown
+from dataplane.cli.session import ask, session, stats
 
 if TYPE_CHECKING:
     from dataplane.ledger import commands as c
@@ -29,7 +29,7 @@ def show(
             autocompletion=partitions,
         ),
     ] = None,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Show one sample: where each of its fields is and how long, its tags, and how each task stands to it."""
@@ -46,7 +46,7 @@ def show(
 
 
 def _print(found: c.Shown, units: dict[int, str]) -> None:
-    born = f"born {ago(found.now - found.since)} ago as number {found.birth}"
+    born = f"born {ago(found.now - found.since)} ago as number {found.generation}"
     print(f"sample {shown(found.sample)} of partition {shown(found.partition)}, {born}")
     print(f"tags: {pairs(found.tags) or 'none'}")
     if found.missing:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataplane.cli.asking import ask, session
-from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.flags import Address, Json, TargetFlags
+from dataplane.cli.formatting import readable, shown
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable, shown
+from dataplane.cli.session import ask, session
 
 
-def shrink(*, address: Address = None, target: Target, json: Json = False) -> int:
+def shrink(*, address: Address = None, target: TargetFlags, json: Json = False) -> int:
     """Give memory above what is used back to the machine.
 
     Exit code 1 if a storage unit did not; the others did.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataplane.cli.asking import not_shown, session, stats
-from dataplane.cli.flags import Address, Json, Target
+from dataplane.cli.flags import Address, Json, TargetFlags
+from dataplane.cli.formatting import readable, shown
 from dataplane.cli.output import print_json
-from dataplane.cli.text import readable, shown
+from dataplane.cli.session import not_shown, session, stats
 
 if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 
-def status(*, address: Address = None, target: Target, json: Json = False) -> int:
+def status(*, address: Address = None, target: TargetFlags, json: Json = False) -> int:
     """Print what a service holds: its units, partitions, fields, tasks, sessions, and who waits."""
     config = target.config("status", address)
     with session(config) as channel:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import not_shown, session, waits_not_shown
-from dataplane.cli.flags import Address, Json, Target
-from dataplane.cli.flowing import FlowRates, flow, where
+from dataplane.cli.flags import Address, Json, TargetFlags
+from dataplane.cli.formatting import ago, counted, duration, readable, shown
 from dataplane.cli.output import console, print_json, table
-from dataplane.cli.text import ago, counted, duration, readable, shown
-from dataplane.cli.watching import Look, Rates, as_json, look, rates
+from dataplane.cli.rates import Look, Rates, as_json, look, rates
+from dataplane.cli.session import not_shown, session, waits_not_shown
+from dataplane.cli.throughput import FlowRates, flow, where
 from dataplane.config import DataPlaneConfig
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def top(
             help="Also show what goes through it a second: its HTTP port, as `tq serve --metrics` printed it.",
         ),
     ] = None,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Watch a service: what comes and goes a second, how full it is, what each task has to do, and who waits.

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.flags import Json, Memory, Security
-from dataplane.cli.text import duration
+from dataplane.cli.flags import Json, MemoryFlags, Security
+from dataplane.cli.formatting import duration
 from dataplane.config import DataPlaneConfig
-from dataplane.stopping import Stop
+from dataplane.core.stopping import Stop
 
 
 def unit(
@@ -35,7 +35,7 @@ def unit(
             parser=duration, metavar="SECONDS", help="How long to wait for a controller that is gone (seconds)."
         ),
     ] = DataPlaneConfig.reconnect_s,
-    memory: Memory,
+    memory: MemoryFlags,
     security: Security,
     json: Json = False,
 ) -> int:
@@ -52,9 +52,9 @@ def unit(
 
 def _run(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:
     stop = Stop()
-    from dataplane.descriptors import allow_more
-    from dataplane.unit import StorageUnit
-    from dataplane.unit_process import run_unit
+    from dataplane.protocol.fd_limits import allow_more
+    from dataplane.storage.unit import StorageUnit
+    from dataplane.storage.unit_process import run_unit
 
     allow_more()
     started = StorageUnit(config, address, name=name)

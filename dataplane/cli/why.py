@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataplane.cli.asking import ask, partition_stats, session, waits, waits_not_shown
-from dataplane.cli.completing import fields_of, partitions, tasks_of
-from dataplane.cli.flags import Json, Target
+from dataplane.cli.completion import fields_of, partitions, tasks_of
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import ago, counted, shown
 from dataplane.cli.output import print_json, print_table
-from dataplane.cli.text import ago, counted, shown
-from dataplane.conditions import parsed
+from dataplane.cli.session import ask, partition_stats, session, waits, waits_not_shown
+from dataplane.data.conditions import parsed
 from dataplane.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from dataplane.control.channel import Channel
+    from dataplane.client.rpc.channel import ControllerChannel
     from dataplane.ledger import commands as c
 
 
@@ -45,7 +45,7 @@ def why(
     max_lag: Annotated[
         int | None, typer.Option(min=0, help="The claim takes samples at most so many weight versions old.")
     ] = None,
-    target: Target,
+    target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Say why a task's claim would wait now: what is missing, who has the rest, and who wrote last.
@@ -90,7 +90,7 @@ def _condition(text: str) -> c.Predicate:
     return c.Predicate(tag=tag, op=operator, value=value)
 
 
-def _latest(channel: Channel, partition: str, task: str) -> tuple[str, ...]:
+def _latest(channel: ControllerChannel, partition: str, task: str) -> tuple[str, ...]:
     """The fields of the task's latest claim; none if it never claimed, or is not there."""
     named = [found for found in partition_stats(channel, partition).tasks if found.task == task]
     return named[0].fields if named else ()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
+from dataplane.core.types import Checksums
 from dataplane.errors import (
     CallCancelledError,
     DataPlaneError,
@@ -19,24 +20,23 @@ from dataplane.errors import (
     StaleCallError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.administration import Partitions, UnitReports
-from dataplane.ledger.claims import Claims
-from dataplane.ledger.commits import Commits
-from dataplane.ledger.compaction import Compactions
-from dataplane.ledger.digest import digest
-from dataplane.ledger.draining import Drains
-from dataplane.ledger.image import ImageError, dump, load
-from dataplane.ledger.inspection import Inspection
-from dataplane.ledger.limits import Limits, check_limit
+from dataplane.ledger.allocation.pressure import Pressure
+from dataplane.ledger.allocation.reservations import Rooms
+from dataplane.ledger.allocation.shrink import Shrinks
+from dataplane.ledger.claims.claims import Claims
+from dataplane.ledger.encoding.fingerprint import digest
+from dataplane.ledger.encoding.image import ImageError, dump, load
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.pressure import Pressure
-from dataplane.ledger.reads import Reads
-from dataplane.ledger.rooms import Rooms
-from dataplane.ledger.saves import Saves
-from dataplane.ledger.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
-from dataplane.ledger.shrinking import Shrinks
-from dataplane.ledger.state import State
-from dataplane.types import Checksums
+from dataplane.ledger.samples.commit import Commits
+from dataplane.ledger.samples.compaction import Compactions
+from dataplane.ledger.samples.drain import Drains
+from dataplane.ledger.samples.inspection import Inspection
+from dataplane.ledger.samples.locate import Reads
+from dataplane.ledger.samples.partitions import Partitions, UnitReports
+from dataplane.ledger.samples.snapshots import Saves
+from dataplane.ledger.state.limits import Limits, check_limit
+from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
+from dataplane.ledger.state.state import State
 
 _NEVER_TOO_MANY = (c.Abort, c.Release, c.Unclaim, c.Bye)
 """Commands that give back: without them what is held would be for good."""

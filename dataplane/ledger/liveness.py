@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     DataPlaneError,
     ProtocolVersionError,
@@ -22,11 +23,10 @@ from dataplane.ledger.commands import (
     SessionGone,
     SessionSilent,
 )
-from dataplane.ledger.drops import drop_staged
-from dataplane.ledger.limits import check_limit
-from dataplane.ledger.sessions import Session, SessionState
-from dataplane.ledger.state import State
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.ledger.state.drops import drop_staged
+from dataplane.ledger.state.limits import check_limit
+from dataplane.ledger.state.sessions import Session, SessionStatus
+from dataplane.ledger.state.state import State
 
 SESSIONS_APART_NS = 100_000
 """Epochs are times in nanoseconds: a state opens ten thousand sessions per second before it comes to a later one's."""
@@ -146,7 +146,7 @@ class Liveness:
 
     def end(self, session: Session, why: str) -> None:
         state = self.state
-        session.state, session.why = SessionState.ENDING, why
+        session.state, session.why = SessionStatus.ENDING, why
         for parked in list(session.parked.values()):
             state.unpark(parked, SessionExpiredError(session=session.number, why=why))
         session.answers.clear()

@@ -20,8 +20,9 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from dataplane import KVBatchMeta, ReplayBuffer, Reservation, RolloutAbortedError, WeightFifo
+from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.errors import CallTimeoutError
-from dataplane.staleness import WEIGHT_VERSION, Flow
+from dataplane.training.staleness import Flow
 from workers.directory import Directory
 
 from .actors import TRAIN, Actors

@@ -6,8 +6,8 @@ import ray
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.address import WorkerAddress
 from workers.directory import DirectoryClient
+from workers.directory.address import WorkerAddress
 from workers.messages import AsyncWork, Messenger, participants
 
 from .worker import PolicyWorker

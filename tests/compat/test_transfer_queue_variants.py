@@ -11,10 +11,10 @@ from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
 from dataplane import DataPlaneClient, FieldSpec, connect
+from dataplane.client.operations.put import ask
+from dataplane.core.schema import VARIANTS
 from dataplane.errors import FieldNotProducedError, SchemaError
 from dataplane.ledger import commands as c
-from dataplane.operations import ask
-from dataplane.schema import VARIANTS
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dataplane import Server, connect, connect_async, serve
-from dataplane.client import DataPlaneClient
-from dataplane.roads import Roads
+from dataplane.client.client import DataPlaneClient
+from dataplane.client.unit_connections import UnitConnections
 from tests.engine import require_engine, use_at_once, why_not
 
 MIB = 1 << 20
@@ -114,9 +114,9 @@ def partition(client: DataPlaneClient) -> Iterator[str]:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room handed out for a put is overwritten before the put's own bytes come: whoever still reads there sees it."""
-    honest = Roads.write
+    honest = UnitConnections.write
 
-    def write(self: Roads, placements: Any, columns: Any, reservation: int, unfinished: set[int]) -> None:
+    def write(self: UnitConnections, placements: Any, columns: Any, reservation: int, unfinished: set[int]) -> None:
         for placement in placements:
             sizes = columns[placement.column].sizes[placement.first : placement.last]
             garbage = np.full(int(sizes.sum()), 0xA5, np.uint8)
@@ -127,4 +127,4 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
                 connection.write([placement.offset], [[garbage]], reservation=reservation, timeout_s=30)
         honest(self, placements, columns, reservation, unfinished)
 
-    monkeypatch.setattr(Roads, "write", write)
+    monkeypatch.setattr(UnitConnections, "write", write)

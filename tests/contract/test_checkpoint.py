@@ -19,9 +19,9 @@ from dataplane import (
     SchemaError,
     Shared,
     StaleSampleError,
-    failpoints,
 )
-from dataplane.roads import Roads
+from dataplane.client.unit_connections import UnitConnections
+from dataplane.core import failpoints
 
 from .values import DTYPES, random_tensor, same, same_rows
 
@@ -149,15 +149,15 @@ def test_a_failure_half_way_leaves_nothing(
     client.put_samples(IDS, partition, {"x": torch.ones(5, 9), "y": torch.ones(5)})
     client.checkpoint(tmp_path / "saved", [partition])
     before = [found.partition for found in client.stats().partitions]
-    honest, calls = Roads.write, []
+    honest, calls = UnitConnections.write, []
 
-    def write(self: Roads, *arguments: Any) -> None:
+    def write(self: UnitConnections, *arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) == 2:
             raise OSError("the mapping broke")
         honest(self, *arguments)
 
-    monkeypatch.setattr(Roads, "write", write)
+    monkeypatch.setattr(UnitConnections, "write", write)
     with pytest.raises(OSError, match="the mapping broke"):
         client.restore(tmp_path / "saved", replace=True)
     assert len(calls) == 2

@@ -13,7 +13,7 @@ from dataplane import DataPlaneClient, KVBatchMeta
 from dataplane.errors import (
     ClaimTimeoutError,
     PartitionNotFoundError,
-    ShareTakenError,
+    ShareConflictError,
     StaleSampleError,
     TaskNotFoundError,
 )
@@ -303,7 +303,7 @@ def test_a_share_that_went_back_is_handed_out_again_unless_another_took_it(
     assert again.sample_ids == first.sample_ids
     client.nack(again)
     client.claim_meta(partition, "train", ["x"], 1)
-    with pytest.raises(ShareTakenError, match="'s0'") as caught:
+    with pytest.raises(ShareConflictError, match="'s0'") as caught:
         client.claim_meta(partition, "train", ["x"], 4, 0, dp_world=2, step=0, sampler="rank-aware")
     assert (caught.value.samples, caught.value.step) == (["s0"], 0)
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, DrainError, InvalidRequestError, Shared, connect, failpoints
+from dataplane import DataPlaneClient, DrainError, InvalidRequestError, Shared, connect
+from dataplane.client.operations.drain_unit import DrainProgress
 from dataplane.config import MIB
-from dataplane.draining import DrainProgress
+from dataplane.core import failpoints
 from dataplane.errors import ChecksumError
 from tests.faults.forks import forks
 from tests.lives import Lives, one_unit, wait_until

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dataplane import Server, Shared, connect, serve
-from dataplane.bulk.client import UnitConnection
-from dataplane.client import DataPlaneClient
+from dataplane.client.client import DataPlaneClient
 from dataplane.errors import ChecksumError
 from dataplane.ledger import commands as c
+from dataplane.storage.client import UnitConnection
 from tests.contract.conftest import MIB, Blocking, unit_transport
 from tests.contract.values import same_rows
 from tests.lives import wait_until
@@ -62,8 +62,8 @@ def cell(server: Server) -> Iterator[Callable[[str, str, str], np.ndarray]]:
         number, located = connection._channel.call(locate)
         (found,) = located.fields
         connection._channel.post(c.Release(located=number))
-        connection.desk.roads.learn(connection._channel.call(c.Units())[1].units)
-        arena = connection.desk.roads.connection(int(found.units[0])).arena
+        connection.session_state.connections.learn(connection._channel.call(c.Units())[1].units)
+        arena = connection.session_state.connections.connection(int(found.units[0])).arena
         return arena.writable(int(found.offsets[0]), int(found.lengths[0]) * found.spec.unit_bytes)
 
     yield find
@@ -233,7 +233,7 @@ def test_the_unit_that_holds_the_row_is_named() -> None:
         (found,) = inner._channel.call(locate)[1].fields
         assert set(found.units.tolist()) == {1, 2}
         for place, unit in enumerate(found.units.tolist()):
-            row = inner.desk.roads.connection(unit).arena.writable(int(found.offsets[place]), 16)
+            row = inner.session_state.connections.connection(unit).arena.writable(int(found.offsets[place]), 16)
             row[7] ^= 1
             with pytest.raises(ChecksumError) as raised:
                 client.get_samples(locate.samples.ids, "p", ["f"])

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, Server, connect, connect_async, failpoints, serve
+from dataplane import DataPlaneClient, Server, connect, connect_async, serve
+from dataplane.core import failpoints
 from dataplane.errors import ClientClosedError
 from tests.lives import wait_until
 
@@ -274,7 +275,7 @@ def test_a_close_look(client: DataPlaneClient, partition: str) -> None:
     )
     shown = client.show_sample("look-b")
     assert (shown.partition, shown.tags, shown.missing) == (partition, {"group": "h"}, ("y",))
-    assert client.show_sample("look-b", partition).birth == shown.birth
+    assert client.show_sample("look-b", partition).generation == shown.generation
     with pytest.raises(KeyError, match="nobody"):
         client.show_sample("nobody")
     drawn = client.memory_map(shown.cells[0].unit, cells=16)

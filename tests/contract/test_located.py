@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, KVBatchMeta, SampleNotFoundError, StaleSampleError, failpoints
+from dataplane import DataPlaneClient, KVBatchMeta, SampleNotFoundError, StaleSampleError
+from dataplane.core import failpoints
 from dataplane.errors import FieldNotProducedError
 from tests.lives import Lives, one_unit, wait_until
 

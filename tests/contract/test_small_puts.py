@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, connect
-from dataplane.ahead import SMALL_BYTES, RoomAhead
+from dataplane.client.preallocated import SMALL_BYTES, PreallocatedBuffer
 from dataplane.errors import SampleExistsError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
@@ -66,8 +66,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, puts come soon after one another, and room is not idle between them."""
-    monkeypatch.setattr("dataplane.ahead.SOON_S", 1e9)
-    monkeypatch.setattr(RoomAhead, "idle", lambda self: None)
+    monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)
+    monkeypatch.setattr(PreallocatedBuffer, "idle", lambda self: None)
 
 
 def row(number: int, width: int = 8) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def onlooker(server: Any) -> Iterator[DataPlaneClient]:
 def test_idle_room_goes_back_by_itself(
     client: DataPlaneClient, onlooker: DataPlaneClient, partition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.ahead.SOON_S", 1e9)
+    monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)
     client.register_partition(partition, ["x", "y"], None, [])
     for number in range(3):
         put(client, partition, number)

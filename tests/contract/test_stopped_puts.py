@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, Server, connect, connect_async, failpoints, serve
-from dataplane.bulk.client import UnitConnection
-from dataplane.bulk.server import BulkServer
+from dataplane import DataPlaneClient, Server, connect, connect_async, serve
+from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, StorageUnitError
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import BulkServer
 
 pytestmark = pytest.mark.integration
 

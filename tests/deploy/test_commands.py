@@ -21,7 +21,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import dataplane
-from dataplane.kept import discard
+from dataplane.storage.arena_record import discard
 from tests.deploy.manifests import containers, documents, pod_templates
 from tests.ports import free_ports
 

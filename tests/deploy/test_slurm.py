@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.folder import own_path
-from dataplane.lockfile import sweep
+from dataplane.core.file_locks import sweep
+from dataplane.core.private_dir import own_path
 from tests.conftest import litter, our_files
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dataplane import DataPlaneError, failpoints, host
+from dataplane import DataPlaneError
+from dataplane.core import addresses, failpoints
 
 BAD = "BAD"
 """A note that begins so tells of what must never be."""
@@ -128,7 +129,7 @@ def begin(name: str, folder: str, shared: Any, orders: list[Order], lives_on: st
 
 
 def _live_on(name: str) -> None:
-    real = host.boot_id
+    real = addresses.boot_id
     for module in list(sys.modules.values()):
         if getattr(module, "boot_id", None) is real:
             module.boot_id = lambda: name  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dataplane import CallTimeoutError, DataPlaneConfig, ServiceUnavailableError, durable
-from dataplane import unit as storage
-from dataplane.bulk import server as bulk
-from dataplane.control.controller import Controller
+from dataplane import CallTimeoutError, DataPlaneConfig, ServiceUnavailableError
+from dataplane.controller import durable_ledger
+from dataplane.controller.controller import Controller
+from dataplane.storage import server as bulk
+from dataplane.storage import unit as storage
 from tests.faults.acting import Order, begin, serve
 
 CAPACITY_BYTES = 16 << 20
@@ -34,7 +35,7 @@ def serve_controller(
     pipe: Connection, name: str, folder: str, shared: Any, orders: list[Order], durability: str
 ) -> None:
     """A controller that makes images often. Says its address; its port is in the file `controller.port`."""
-    durable.SMALL_AFTER_RECORDS = IMAGE_AFTER_RECORDS
+    durable_ledger.SMALL_AFTER_RECORDS = IMAGE_AFTER_RECORDS
     actor = begin(name, folder, shared, orders)
     controller = Controller(DataPlaneConfig(units=0, **promising(durability, folder)))
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dataplane.host import lasting_port
+from dataplane.core.addresses import lasting_port
 from tests.faults.forks import forks
 
 HOST = "127.0.0.1"

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataplane import DataPlaneClient, SessionExpiredError, StaleSampleError, connect
-from dataplane.folder import own_path
-from dataplane.kept import discard
-from dataplane.lockfile import sweep
+from dataplane.core.file_locks import sweep
+from dataplane.core.private_dir import own_path
+from dataplane.storage.arena_record import discard
 from tests.faults import books, players
 from tests.faults.acting import Actor, Order, play
 from tests.faults.books import Books, StormError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
-from dataplane.checkpoint import files, manifest
+from dataplane.client.checkpoint import files, manifest
 from tests.faults.dying import SESSION_TIMEOUT_S, Dying, give_up
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import DataPlaneClient, StateDirError, connect, failpoints, serve
-from dataplane.kept import discard
+from dataplane import DataPlaneClient, StateDirError, connect, serve
+from dataplane.core import failpoints
+from dataplane.storage.arena_record import discard
 from tests.lives import wait_until
 
 pytestmark = pytest.mark.slow

@@ -63,7 +63,9 @@ def test_rows_stay_on_their_writer_s_host_and_are_read_from_the_other(
     assert all(holds for _, _, holds, _ in one.do(SEEN))
     for guest in guests:
         assert guest.do("read(client, list(range(20)))") == list(range(20))
-        mapped = guest.do("[c.local for c in client._connections.get().desk.roads._connections.values()]")
+        mapped = guest.do(
+            "[c.local for c in client._connections.get().session_state.connections._connections.values()]"
+        )
         assert sorted(mapped) == [False, True], "its own host's arena is mapped, the other's is not"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, KVBatchMeta, ServiceRestartedError, ServiceUnavailableError, connect
-from dataplane.kept import discard
+from dataplane.storage.arena_record import discard
 from tests.faults.acting import Order
 from tests.faults.cast import Player
 from tests.faults.houses import HERE, serve_unit

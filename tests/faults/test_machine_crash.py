@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from dataplane import connect, serve
-from dataplane.arena import Arena, MappedArena
-from dataplane.kept import discard
-from dataplane.lockfile import file_system
+from dataplane.core.file_locks import file_system
+from dataplane.storage.arena import Arena, MappedArena
+from dataplane.storage.arena_record import discard
 from tests.cli_service import Service, services
 from tests.conftest import litter, our_files
 from tests.lives import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import failpoints
+from dataplane.core import failpoints
 from tests.faults import storm, weather
 
 ROOT = Path(__file__).parents[2]

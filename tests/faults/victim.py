@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dataplane import connect, failpoints
+from dataplane import connect
+from dataplane.core import failpoints
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataplane import failpoints
+from dataplane.core import failpoints
 from tests.faults.acting import Order
 from tests.faults.network import DISTURBANCES
 

@@ -25,16 +25,15 @@ import torch
 from tests.faults import board as places
 from tests.faults.acting import Actor, begin
 from tests.faults.board import LANES, board
-from workers import values
-from workers.address import WorkerAddress
-from workers.channel import Channel, ChannelLostError
-from workers.channel.endpoint import Endpoint
-from workers.channel.errors import ChannelTimeoutError
-from workers.channel.hosted import HostedBroker
-from workers.channel.line import UNCONFIRMED
+from workers.channels import Channel, ChannelLostError
+from workers.channels.connection import UNCONFIRMED
+from workers.channels.endpoint import Endpoint
+from workers.channels.errors import ChannelTimeoutError
+from workers.channels.hosted import HostedBroker
 from workers.directory import Directory, DirectoryClient
+from workers.directory.address import WorkerAddress
 from workers.errors import DirectoryLostError, MessageTimeoutError, NameInUseError, NameNotFoundError, WorkerLostError
-from workers.messages import Messenger, deliveries
+from workers.messages import Messenger, deliveries, pickling
 
 GROUP = "w"
 WORKERS = ("near", "far", "aside")
@@ -212,7 +211,7 @@ def _forever(life: Life, act: Callable[..., None], lane: int, other: str, with_w
 def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
     """Have this process stop itself in the middle of a large send or receive when it is told to: of one in memory that
     it shares with its sender, unless it is alone on its host."""
-    unpack, write = deliveries.unpack, values.Packed.write
+    unpack, write = deliveries.unpack, pickling.Packed.write
 
     def stop(order: int, nbytes: int) -> None:
         if shared[places.ORDER] == order and nbytes >= LARGE_BYTES:
@@ -225,12 +224,12 @@ def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
             stop(places.STOP_IN_RECV, memory.size)
         return unpack(skeleton_from, segments, memory, *rest, **more)
 
-    def stopping_write(packed: values.Packed, memory: Any) -> None:
+    def stopping_write(packed: pickling.Packed, memory: Any) -> None:
         stop(places.STOP_IN_SEND, packed.nbytes)
         write(packed, memory)
 
     deliveries.unpack = stopping_unpack
-    values.Packed.write = stopping_write  # type: ignore[method-assign]
+    pickling.Packed.write = stopping_write  # type: ignore[method-assign]
 
 
 # --- messages

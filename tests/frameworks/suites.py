@@ -30,8 +30,8 @@ ENDING_S = 30.0
 @dataclass(frozen=True, kw_only=True)
 class Framework:
     """name: of its package; a checkout is known by it. suites: paths below `tests` for each. queues: how each is
-    chosen, as arguments of Python, the original first. python_path: further directories of PYTHONPATH. files: what lies
-    in a new directory of PYTHONPATH, by name."""
+    chosen, as arguments of Python, the original first. python_path: further directories of PYTHONPATH; relative ones
+    are in the checkout. files: what lies in a new directory of PYTHONPATH, by name."""
 
     name: str
     tests: str
@@ -57,6 +57,7 @@ def environment(framework: Framework, checkout: Path, directory: Path) -> dict[s
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     kept = {name: value for name, value in os.environ.items() if name not in ("TQ_REPLACE", "PYTHONPATH")}
+    on_path = (checkout, *[checkout / path for path in framework.python_path], directory)
     return {
         **kept,
         "RAY_ADDRESS": "local",
@@ -64,7 +65,7 @@ def environment(framework: Framework, checkout: Path, directory: Path) -> dict[s
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(map(str, (checkout, *framework.python_path, directory))),
+        "PYTHONPATH": os.pathsep.join(map(str, on_path)),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 
 import zmq
 
-from dataplane.bulk.wire import Wire, WireLostError
+from dataplane.core.addresses import boot_id
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, SessionExpiredError, from_wire, to_wire
-from dataplane.host import boot_id
-from dataplane.pb import bulk_pb2 as pb
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.transport.connection import Wire, WireLostError
 from tests.bulk_unit import EPOCH, WAIT_S, Peer, Unit
 from tests.fuzz.target import Feed, FindingError, Standing, Target, piece
 

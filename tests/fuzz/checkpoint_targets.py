@@ -13,7 +13,7 @@ import torch
 
 import dataplane
 from dataplane import DataPlaneClient, Shared
-from dataplane.checkpoint import manifest
+from dataplane.client.checkpoint import manifest
 from tests.fuzz.target import Feed, FindingError, Standing, Target, piece
 
 MIB = 1 << 20

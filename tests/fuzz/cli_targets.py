@@ -12,8 +12,8 @@ from unittest import mock
 
 from dataplane import cli
 from dataplane.config import DataPlaneConfig
+from dataplane.core.addresses import require_guard_beyond_loopback, split_address
 from dataplane.errors import ServiceUnavailableError
-from dataplane.host import require_guard_beyond_loopback, split_address
 from tests.fuzz.target import Feed, FindingError, Target
 
 WORDS = (
@@ -75,9 +75,9 @@ def _fenced() -> Iterator[None]:
         with open("token", "w") as file:
             file.write("sesame")
         for name, stand_in in (
-            ("dataplane.control.controller.Controller", _Unreachable),
-            ("dataplane.unit.StorageUnit", _Unreachable),
-            ("dataplane.control.channel.Channel.open", _Unreachable),
+            ("dataplane.controller.controller.Controller", _Unreachable),
+            ("dataplane.storage.unit.StorageUnit", _Unreachable),
+            ("dataplane.client.rpc.channel.ControllerChannel.open", _Unreachable),
             ("dataplane.DataPlaneClient", _Unreachable),
             ("sys.stdin", io.StringIO()),
             ("signal.signal", lambda number, handler: signal.SIG_DFL),

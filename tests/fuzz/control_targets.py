@@ -8,12 +8,13 @@ import zlib
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from dataplane.control import codec, unit_messages, wire
-from dataplane.control.handlers import CALLERS_REPORTS, Facts, message_of, parse
+from dataplane.controller.requests import CALLERS_REPORTS, Facts, message_of, parse
 from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, SessionExpiredError
-from dataplane.ledger import Ledger, Limits, records
+from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from dataplane.pb import control_pb2 as pb
+from dataplane.ledger.encoding import journal_records
+from dataplane.protocol import codec, unit_stream, zmq_frames
+from dataplane.protocol.pb import control_pb2 as pb
 from tests.control_values import plain
 from tests.fuzz.target import Feed, FindingError, Target, piece
 from tests.ledger_driver import Driver
@@ -94,7 +95,7 @@ def header_seeds() -> list[bytes]:
 
 def _journalled(item: c.Input) -> None:
     """What a ledger is given can be written down and read again."""
-    back = records.decode(records.encode(item))
+    back = journal_records.decode(journal_records.encode(item))
     if repr(plain(back)) != repr(plain(item)):
         raise FindingError(f"{item!r} comes back from the journal as {back!r}")
 
@@ -102,14 +103,14 @@ def _journalled(item: c.Input) -> None:
 def _answered(item: c.Input, output: c.Output) -> None:
     """What comes out becomes a message that the client, or the storage unit, reads."""
     if isinstance(output, c.FenceSession | c.GrowArena):
-        unit_messages.order_from_pb(unit_messages.order_to_pb(output))
+        unit_stream.order_from_pb(unit_stream.order_to_pb(output))
         return
     number = output.number if isinstance(output, c.Answer) else 0
     try:
         body = message_of(output, FACTS).SerializeToString()
-        wire.answer(number, body)
+        zmq_frames.answer(number, body)
     except DataPlaneError as error:
-        back = wire.Reply.parse(wire.refusal(number, error)).error
+        back = zmq_frames.Reply.parse(zmq_frames.refusal(number, error)).error
         if type(back) is not type(error) or str(back) != str(error):
             raise FindingError(f"the client reads {back!r} for {error!r}") from error
         return
@@ -157,7 +158,7 @@ def unit_reports(data: bytes) -> None:
     refused: Exception | None = None
     while feed:
         try:
-            item = unit_messages.report_from_pb(pb.UnitReport.FromString(feed.piece()))
+            item = unit_stream.report_from_pb(pb.UnitReport.FromString(feed.piece()))
         except (DecodeError, InvalidRequestError) as error:
             refused = error
             continue
@@ -178,13 +179,13 @@ def report_seeds() -> list[bytes]:
         c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"unit": 1, "epoch": 2}),
         c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"cookie": "new"}),
     ]
-    written = [piece(unit_messages.report_to_pb(item).SerializeToString()) for item in known]
+    written = [piece(unit_stream.report_to_pb(item).SerializeToString()) for item in known]
     return [*written, b"".join(written)]
 
 
 def unit_orders(data: bytes) -> None:
     """What a storage unit makes of the controller's orders."""
-    unit_messages.order_from_pb(pb.UnitOrder.FromString(data))
+    unit_stream.order_from_pb(pb.UnitOrder.FromString(data))
 
 
 def order_seeds() -> list[bytes]:
@@ -193,7 +194,7 @@ def order_seeds() -> list[bytes]:
         c.FenceSession(unit=1, session=2, lock_path="/x"),
         c.GrowArena(unit=1, backed_bytes=1 << 30),
     ]
-    return [unit_messages.order_to_pb(order).SerializeToString() for order in orders]
+    return [unit_stream.order_to_pb(order).SerializeToString() for order in orders]
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def answers(data: bytes) -> None:
     """A reply of the ZMQ door as a client reads it: a result, or an error."""
     feed = Feed(data)
     method, number = RESULTS[feed.number(len(RESULTS))], feed.take(8)
-    body = wire.Reply.parse([number, feed.piece(), feed.rest()]).good_body()
+    body = zmq_frames.Reply.parse([number, feed.piece(), feed.rest()]).good_body()
     result = codec.decode_result(method, body)
     if repr(plain(codec.decode_result(method, codec.encode_result(result)))) != repr(plain(result)):
         raise FindingError(f"{result!r} changes on its way")
@@ -220,7 +221,7 @@ def answer_seeds() -> list[bytes]:
                     method = type(item.command).__name__
                     found[method] = bytes([RESULTS.index(method)]) + _reply(b"ok", codec.encode_result(result))
     expired = SessionExpiredError(session=3, why="it is over")
-    refusals = [wire.refusal(7, expired)[1:], [b"NoSuchError", b"\x80"]]
+    refusals = [zmq_frames.refusal(7, expired)[1:], [b"NoSuchError", b"\x80"]]
     return [*found.values(), *(b"\0" + _reply(*frames) for frames in refusals)]
 
 
@@ -233,7 +234,7 @@ def errors(data: bytes) -> None:
     feed = Feed(data)
     names = sorted(ERROR_TYPES)
     frames = [b"\0" * 8, names[feed.number(len(names))].encode(), feed.rest()]
-    error = wire.Reply.parse(frames).error
+    error = zmq_frames.Reply.parse(frames).error
     if error is not None:
         str(error)
         raise error
@@ -243,7 +244,7 @@ def error_seeds() -> list[bytes]:
     names = sorted(ERROR_TYPES)
     seen = [result for results in day().answers.values() for result in results if isinstance(result, DataPlaneError)]
     some = [SessionExpiredError(session=3, why="it is over"), *seen]
-    return [bytes([names.index(type(error).__name__)]) + wire.refusal(0, error)[2] for error in some[:20]]
+    return [bytes([names.index(type(error).__name__)]) + zmq_frames.refusal(0, error)[2] for error in some[:20]]
 
 
 TARGETS = [

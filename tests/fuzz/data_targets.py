@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dataplane.bulk.frames import plan_read
-from dataplane.columns import RowSource, assemble, decode_batch, decode_padded
-from dataplane.control import codec
+from dataplane.client.operations.sample_names import meta_of
+from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.data.columns import RowSource, assemble, decode_batch, decode_padded
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.object_codec import decode_object, encode_object
 from dataplane.errors import DataPlaneError, InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
-from dataplane.meta import KVBatchMeta
-from dataplane.objects import decode_object, encode_object
-from dataplane.samples import meta_of
-from dataplane.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.protocol import codec
+from dataplane.storage.transport.request_chunks import plan_read
 from tests.columns_helpers import encode_one, store
 from tests.fuzz.target import Feed, FindingError, Target, piece
 
@@ -154,13 +154,13 @@ def meta_seeds() -> list[bytes]:
     rows = np.arange(3)
     lengths = c.TagColumn(name="input_lengths", values=(3, 4, 5))
     tags = (lengths, c.TagColumn(name="t", values=(1.5,), positions=rows[:1]))
-    claimed = c.Claimed(ids=("a", "b", "c"), rows=rows, births=rows + 1, tags=tags, fields=("x",))
+    claimed = c.Claimed(ids=("a", "b", "c"), rows=rows, generations=rows + 1, tags=tags, fields=("x",))
     return [b"\0" + codec.encode_result(claimed), b"\1" + codec.encode_result(_listed(tags))]
 
 
 def _listed(tags: tuple[c.TagColumn, ...]) -> c.Listed:
     rows = np.arange(3)
-    return c.Listed(ids=("a", "b", "c"), rows=rows, births=rows, tags=tags, fields=("x", "y"))
+    return c.Listed(ids=("a", "b", "c"), rows=rows, generations=rows, tags=tags, fields=("x", "y"))
 
 
 def read_plans(data: bytes) -> None:

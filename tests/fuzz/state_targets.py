@@ -9,17 +9,18 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from dataplane import kept as kept_module
-from dataplane.arena import Arena, sweep_kept
-from dataplane.bulk.lock import DEFAULT_LOCK_DIRECTORY
-from dataplane.durable import DurableLedger, LedgerSettings
+from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings
+from dataplane.controller.journal import LOG_NAME
+from dataplane.core.addresses import boot_id
 from dataplane.errors import StateDirError
-from dataplane.host import boot_id
-from dataplane.journal import LOG_NAME
-from dataplane.kept import UnitRecord
-from dataplane.ledger import Ledger, records
-from dataplane.ledger.image import ImageError
-from dataplane.ledger.records import RecordError
+from dataplane.ledger import Ledger
+from dataplane.ledger.encoding import journal_records
+from dataplane.ledger.encoding.image import ImageError
+from dataplane.ledger.encoding.journal_records import RecordError
+from dataplane.storage import arena_record as kept_module
+from dataplane.storage.arena import Arena, sweep_kept
+from dataplane.storage.arena_record import UnitRecord
+from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY
 from tests.control_values import plain
 from tests.fuzz.control_targets import day
 from tests.fuzz.target import Feed, FindingError, Target, piece
@@ -34,13 +35,13 @@ SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeou
 
 def ledger_records(data: bytes) -> None:
     """A record of the journal."""
-    item = records.decode(data)
-    if repr(plain(records.decode(records.encode(item)))) != repr(plain(item)):
+    item = journal_records.decode(data)
+    if repr(plain(journal_records.decode(journal_records.encode(item)))) != repr(plain(item)):
         raise FindingError(f"{item!r} changes when it is written again")
 
 
 def record_seeds() -> list[bytes]:
-    by_kind = {repr(item)[:40]: records.encode(item) for item in day().log}
+    by_kind = {repr(item)[:40]: journal_records.encode(item) for item in day().log}
     return list(by_kind.values())[:60]
 
 
@@ -78,7 +79,7 @@ def journals(data: bytes) -> None:
         for other, content in files.items():
             (Path(folder) / other).write_bytes(content)
         (Path(folder) / name).write_bytes(_patched(feed, files[name]))
-        with mock.patch("dataplane.durable._may_lack_its_end", return_value=bool(feed.number(2))):
+        with mock.patch("dataplane.controller.durable_ledger._may_lack_its_end", return_value=bool(feed.number(2))):
             durable = DurableLedger.open(folder, SETTINGS)
         durable.close()
 

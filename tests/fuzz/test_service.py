@@ -18,13 +18,13 @@ import torch
 import zmq
 
 import dataplane
-from dataplane.control import codec
-from dataplane.control.handlers import CALLERS_REPORTS
-from dataplane.host import split_address
+from dataplane.controller.requests import CALLERS_REPORTS
+from dataplane.core.addresses import split_address
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
-from dataplane.pb import bulk_pb2 as pb
-from dataplane.pb import control_pb2
-from dataplane.types import PROTOCOL_VERSION
+from dataplane.protocol import codec
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.protocol.pb import control_pb2
 from tests.fuzz.control_targets import day
 from tests.fuzz.mutation import damage
 

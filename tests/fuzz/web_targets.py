@@ -6,15 +6,16 @@ import socket
 from contextlib import ExitStack
 from unittest import mock
 
+from dataplane.controller.dashboard.api import api, health
+from dataplane.controller.dashboard.files import page
+from dataplane.controller.metrics.recorder import Recorder
+from dataplane.core.addresses import split_address
 from dataplane.errors import DataPlaneError, PartitionNotFoundError
-from dataplane.host import split_address
 from dataplane.ledger import commands as c
-from dataplane.metrics.recorder import Recorder
-from dataplane.web import server as web_server
-from dataplane.web.api import api, health
-from dataplane.web.auth import Guard
-from dataplane.web.server import HttpServer
-from dataplane.web.site import Guarded, page
+from dataplane.protocol.http import server as web_server
+from dataplane.protocol.http.auth import Guard
+from dataplane.protocol.http.routes import Guarded
+from dataplane.protocol.http.server import HttpServer
 from tests.fuzz.target import FindingError, Standing, Target
 
 WAIT_S = 60.0

@@ -6,11 +6,11 @@ import msgspec
 
 from dataplane.errors import DataPlaneError
 from tests.fuzz.target import Feed, FindingError, Target
-from workers.channel import wire as channels
+from workers.channels import wire as channels
 from workers.directory import wire as directory
 from workers.messages import wire as messages
 from workers.messages.options import CollectiveGroupOptions
-from workers.values import Segment
+from workers.messages.pickling import Segment
 
 DEFECTS = (msgspec.DecodeError, ValueError)
 
@@ -30,7 +30,7 @@ def channel_streams(data: bytes) -> None:
 def channel_seeds() -> list[bytes]:
     item = channels.Item(head=["tensor", 3], body=b"bytes", room=64, nbytes=10)
     requests = [
-        channels.Hello(1, channels.VERSION, "token", True),
+        channels.OpenBroker(1, channels.VERSION, "token", True),
         channels.Put(2, "c", b"key", item, 1.5, False, 100),
         channels.Get(3, "c", b"", 2.5, True),
         channels.Reserve(4, "c", b"k", 1 << 40, False),
@@ -57,10 +57,14 @@ def directory_messages(data: bytes) -> None:
 
 
 def directory_seeds() -> list[bytes]:
-    entry = directory.Entry(kind=directory.Kind.WORKER, name="w:0", incarnation=3, endpoints=("a:1",), facts={"x": [1]})
+    entry = directory.DirectoryEntry(
+        kind=directory.Kind.WORKER, name="w:0", incarnation=3, endpoints=("a:1",), facts={"x": [1]}
+    )
     requests = [
-        directory.Hello(directory.Process(host="h", pid=1, started=2)),
-        directory.Register(number=1, kind=directory.Kind.GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True),
+        directory.OpenDirectory(directory.Process(host="h", pid=1, started=2)),
+        directory.RegisterProcess(
+            number=1, kind=directory.Kind.GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True
+        ),
         directory.Lookup(number=2, kind=directory.Kind.CHANNEL, name="c", wait_s=1.0),
     ]
     failed = directory.Failed(3, "NameNotFoundError", {"kind": "group", "name": "g", "waited_s": 0.5})
@@ -75,12 +79,12 @@ def message_heads(data: bytes) -> None:
         messages.decode_request(feed.rest())
         return
     answer = messages.decode_answer(feed.rest())
-    if isinstance(answer, messages.Refused):
+    if isinstance(answer, messages.RefusedMessage):
         raise messages.error_of(answer)
 
 
 def message_seeds() -> list[bytes]:
-    post = messages.Post(
+    post = messages.PostMessage(
         stream=b"s",
         number=1,
         source="a:0",
@@ -98,16 +102,16 @@ def message_seeds() -> list[bytes]:
         passes_on=True,
     )
     data = messages.Data(stream=b"", number=1, source="a:0", incarnation=2, receiver=5, start=0)
-    want = messages.Want(
+    want = messages.WantMessage(
         source="a:0", incarnation=2, serial=4, stream=b"s", number=1, asker=3, receiver=5, start=0, nbytes=9
     )
-    requests = [post, data, messages.Forget(inodes=(1, 2)), want]
+    requests = [post, data, messages.ForgetMessage(inodes=(1, 2)), want]
     answers = [
         messages.Held(stream=b"", number=1, kept=True, busy=False),
         messages.Pull(stream=b"", number=1, start=0, nbytes=9),
         data,
         messages.Absent(source="a:0", stream=b"", number=1),
-        messages.Refused(stream=b"", number=1, error="NoSuchError", facts={"a": 1}),
+        messages.RefusedMessage(stream=b"", number=1, error="NoSuchError", facts={"a": 1}),
     ]
     return [b"\1" + messages.encode(r) for r in requests] + [b"\0" + messages.encode(a) for a in answers]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.channel import Channel, ChannelBroker
-from workers.channel.settings import Settings
+from workers.channels import Channel, ChannelBroker
+from workers.channels.settings import ChannelSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("async_op", [False, True])
 def test_what_was_on_a_gpu_comes_back_on_one(size: int, async_op: bool) -> None:
     with ChannelBroker(capacity_bytes=256 << 20) as broker:
-        settings = Settings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,))
+        settings = ChannelSettings(
+            name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(broker.endpoint,)
+        )
         channel = Channel(settings)
         channel._create()
         alone = torch.arange(size, device="cuda")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers import Channel, Worker
-from workers.device_lock import DeviceLock
+from workers.groups.device_lock import DeviceLock
 
 
 class Courier(Worker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dataplane import host
+from dataplane.core import addresses
 
 VARIABLE = "TQ_TEST_HOST"
 
@@ -14,4 +14,4 @@ def live_there() -> None:
     as "worker_process_setup_hook"; it comes before anything else of `dataplane` is imported."""
     name = os.environ.get(VARIABLE)
     if name:
-        host.boot_id = lambda: name
+        addresses.boot_id = lambda: name

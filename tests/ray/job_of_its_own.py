@@ -17,7 +17,7 @@ import torch
 import dataplane.compat.transfer_queue as tq
 from tests.ray.patience import be_patient
 from tests.ray.plain_job import job
-from workers.rendezvous import RayRendezvous
+from workers.service.discovery import RayRendezvous
 
 SMALL = {"capacity_bytes": 32 << 20}
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import dataplane
 from dataplane.errors import DataPlaneError, ServiceUnavailableError
-from dataplane.kept import discard
+from dataplane.storage.arena_record import discard
 from tests.ray.hosts import VARIABLE
 from tests.ray.patience import be_patient
 from workers import LaunchedService, launch_service

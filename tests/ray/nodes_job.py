@@ -17,7 +17,7 @@ from ray.util import placement_group_table
 import dataplane
 from tests.ray.patience import be_patient
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, ResourcesNotReadyError, launch_service
-from workers.cluster import node_of_bundle
+from workers.groups.virtual_cluster import node_of_bundle
 
 STARTER = RayWorkerBuilder("tests.ray.starters.Starter")
 TIED = RayWorkerBuilder("tests.ray.starters.Tied")

@@ -15,12 +15,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from workers.channel import (
-    Channel,
-    ChannelLostError,
-    EndOfChannelError,
-    start_brokers,
-)
+from workers.channels import Channel, ChannelLostError, EndOfChannelError, start_brokers
 from workers.directory import Directory, DirectoryClient, Kind
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]

@@ -20,7 +20,7 @@ from tests.lives import WAIT_S, wait_until
 from tests.logs import told
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
 from workers import RayVirtualCluster, ResourcesNotReadyError
-from workers import cluster as module
+from workers.groups import virtual_cluster as module
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

@@ -17,7 +17,8 @@ from ray import ObjectRefGenerator
 
 from tests.lives import wait_until
 from tests.ray.member import TwoArguments
-from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, results
+from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
+from workers.groups import futures
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 DATA, TENSOR = "data_parallel", "tensor_parallel"
@@ -349,8 +350,8 @@ def test_a_signal_is_heard_while_workers_are_waited_for(group: RayWorkerGroup, g
 def test_a_log_line_names_who_is_waited_for(
     group: RayWorkerGroup, gates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "STEP_S", 0.0625)
-    monkeypatch.setattr(results, "LOG_EVERY_S", 0.0625)
+    monkeypatch.setattr(futures, "STEP_S", 0.0625)
+    monkeypatch.setattr(futures, "LOG_EVERY_S", 0.0625)
     lines: list[str] = []
     logged = Event()
 
@@ -362,7 +363,7 @@ def test_a_log_line_names_who_is_waited_for(
         logged.wait(60)
         open_gates(gates, [2])
 
-    monkeypatch.setattr(results.logger, "info", info)
+    monkeypatch.setattr(futures.logger, "info", info)
     opener = Thread(target=open_once_logged)
     opener.start()
     future = group.run_single_worker_single_data("wait_at", 2, str(gates))

@@ -12,10 +12,11 @@ import pytest
 import ray
 import torch
 
-from dataplane import KVBatchMeta, build_data_plane_client, kv_first_write, unit
-from dataplane.control import opening
+from dataplane import KVBatchMeta, build_data_plane_client, kv_first_write
+from dataplane.client.rpc import handshake
+from dataplane.core.addresses import boot_id
 from dataplane.errors import FieldNotProducedError, StaleSampleError
-from dataplane.host import boot_id
+from dataplane.storage import unit
 from tests.ray.standing import call_until_dead
 from workers import (
     LaunchedService,
@@ -26,7 +27,7 @@ from workers import (
     TQPolicy,
     launch_service,
 )
-from workers.homes import hosts_of_samples
+from workers.training.sample_hosts import hosts_of_samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 LEFT_S = 60.0
@@ -118,7 +119,7 @@ def test_samples_go_to_ranks_on_their_own_host(
     policy.prepare_step(num_samples=8)
     with monkeypatch.context() as there:
         there.setattr(unit, "boot_id", lambda: "there")
-        there.setattr(opening, "boot_id", lambda: "there")
+        there.setattr(handshake, "boot_id", lambda: "there")
         far = unit.StorageUnit(replace(service.config, address=None), service.address)
         far.start()
         client = build_data_plane_client(service.config, bootstrap=False)

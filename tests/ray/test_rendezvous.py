@@ -18,7 +18,7 @@ from dataplane.config import DataPlaneConfig
 from tests.children import Child
 from tests.ray.jobs import ROOT
 from tests.ray.plain_job import job
-from workers.rendezvous import NAME, NAMESPACE, RayRendezvous, actor_name
+from workers.service.discovery import NAME, NAMESPACE, RayRendezvous, actor_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -13,16 +13,16 @@ import ray
 import torch
 
 import dataplane
+from dataplane.core.private_dir import own_path
 from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
-from dataplane.folder import own_path
 from tests.children import START_S
 from tests.lives import wait_until
 from tests.metrics_read import scrape
 from tests.secure import tls
 from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service
-from workers.resolver import resolve_actor
-from workers.service.asking import unit_actors
+from workers.service.queries import unit_actors
+from workers.service.resolver import resolve_actor
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SMALL = {"capacity_bytes": 16 << 20}

@@ -12,9 +12,9 @@ import torch
 
 import dataplane
 from dataplane.errors import StateDirError
-from dataplane.kept import discard
+from dataplane.storage.arena_record import discard
 from workers import LaunchedService, launch_service
-from workers.service.asking import unit_actors
+from workers.service.queries import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 PATIENCE_S = 150.0

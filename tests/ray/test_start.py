@@ -20,14 +20,8 @@ from tests import logs
 from tests.lives import wait_until
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
 from tests.ray.starters import Refused, Starter
-from workers import (
-    NamedSharding,
-    RayVirtualCluster,
-    RayWorkerBuilder,
-    RayWorkerGroup,
-    WorkerStartError,
-    actors,
-)
+from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, WorkerStartError
+from workers.groups import actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 STARTERS = "tests.ray.starters"

@@ -15,9 +15,9 @@ from tests.children import Child
 from tests.ray.couriers import Courier
 from tests.ray.jobs import ROOT
 from workers import Channel, Cluster, NodePlacementStrategy, WorkerGroup
-from workers import routed as routed_module
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import NameNotFoundError, WorkerLostError
+from workers.groups import routed as routed_module
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

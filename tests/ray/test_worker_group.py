@@ -188,8 +188,8 @@ def test_waits_that_end_before_the_call(
         asyncio.run(call.async_wait(timeout=0.01))
     with monkeypatch.context() as often:
         for module_value in ("LOG_EVERY_S", "STEP_S"):
-            often.setattr(f"workers.calls.{module_value}", 0.02)
-        often.setattr("workers.calls.logger.warning", log)
+            often.setattr(f"workers.groups.calls.{module_value}", 0.02)
+        often.setattr("workers.groups.calls.logger.warning", log)
         for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
             with pytest.raises(Logged, match=r"Talker.wait_at on calls:0: waiting for"):
                 wait(timeout=60)

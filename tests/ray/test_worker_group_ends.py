@@ -14,9 +14,10 @@ from ray.exceptions import RayActorError
 from tests.lives import wait_until
 from tests.ray.standing import call_until_dead
 from tests.ray.talkers import Forgetful, NeedsTwo, Talker
-from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup, hosted
+from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup
 from workers.directory import Kind
 from workers.errors import NameInUseError, NameNotFoundError, WorkerLostError
+from workers.groups import actor_class
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -127,15 +128,15 @@ def test_a_signal_that_ends_a_worker_is_in_its_log(cluster: Cluster) -> None:
 
 
 def test_a_driver_keeps_its_own_signals(cluster: Cluster) -> None:
-    kept = {number: signal.getsignal(number) for number in hosted._CAUGHT_SIGNALS}
-    assert hosted._end_by_signal not in kept.values()
+    kept = {number: signal.getsignal(number) for number in actor_class._CAUGHT_SIGNALS}
+    assert actor_class._end_by_signal not in kept.values()
     with pytest.raises(TypeError, match="positional arguments"):
         Talker.create_group(1, 2).launch(cluster, name="odd", catch_system_failure=True)
     assert {number: signal.getsignal(number) for number in kept} == kept
 
 
 def test_nodes_that_do_not_come_are_an_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.resources.NODES_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("workers.groups.cluster.NODES_TIMEOUT_S", 0.0)
     with pytest.raises(ResourcesNotReadyError, match=r"asked for 3 nodes; after \d+ s Ray has 1"):
         Cluster(num_nodes=3)
     with pytest.raises(ValueError, match="num_nodes=-1"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataplane.client.operations.sample_names import tags_of
 from dataplane.errors import DataPlaneError, StaleSampleError
 from dataplane.ledger.commands import (
     Ack,
@@ -22,7 +23,6 @@ from dataplane.ledger.commands import (
     Result,
     SetTags,
 )
-from dataplane.samples import tags_of
 
 if TYPE_CHECKING:
     from tests.simulation.record import Name, Recorder
@@ -42,7 +42,7 @@ class Holder:
 
 
 class ClaimBooks:
-    """`holders` are by partition, task and birth, `claims` has the call of each claim id, `tags` those of each
+    """`holders` are by partition, task and generation, `claims` has the call of each claim id, `tags` those of each
     sample."""
 
     def __init__(self, record: Recorder) -> None:
@@ -84,21 +84,25 @@ class ClaimBooks:
                 assert result.cleared.tolist() == gone, f"{name} was told of others than were cleared"
                 self.settled(command, ())
             case SetTags(), _:
-                births = command.samples.births
-                assert births is not None
-                for birth, tags in zip(births.tolist(), tags_of(command.tags, len(births)), strict=True):
-                    self.tags.setdefault((command.partition, birth), {}).update(tags)
+                generations = command.samples.generations
+                assert generations is not None
+                for generation, tags in zip(generations.tolist(), tags_of(command.tags, len(generations)), strict=True):
+                    self.tags.setdefault((command.partition, generation), {}).update(tags)
             case CheckConsumption(), Consumption():
                 self.check_consumption(command, result)
 
     def claimed(self, name: Name, command: Claim, result: Claimed) -> None:
         record = self.record
         assert name not in record.withdrawn, f"{name} was withdrawn, then served"
-        for birth, tags in zip(result.births.tolist(), tags_of(result.tags, len(result.ids)), strict=True):
-            assert (command.partition, birth) in record.cells, f"{name} claimed a sample that is not there: {birth}"
-            assert set(command.fields) <= set(record.cells[command.partition, birth]), f"{name} claimed too early"
-            assert tags == self.tags.get((command.partition, birth), {}), f"{name} was told other tags of {birth}"
-            key = (command.partition, command.task, birth)
+        for generation, tags in zip(result.generations.tolist(), tags_of(result.tags, len(result.ids)), strict=True):
+            assert (command.partition, generation) in record.cells, (
+                f"{name} claimed a sample that is not there: {generation}"
+            )
+            assert set(command.fields) <= set(record.cells[command.partition, generation]), f"{name} claimed too early"
+            assert tags == self.tags.get((command.partition, generation), {}), (
+                f"{name} was told other tags of {generation}"
+            )
+            key = (command.partition, command.task, generation)
             held = self.holders.get(key)
             assert held is None or self.may_be_back(held), f"{key} was claimed by {held} and again by {name}"
             until = None if command.lease_s is None else record.now + command.lease_s
@@ -115,10 +119,10 @@ class ClaimBooks:
     def settled(self, command: Settling, refused: Sequence[int]) -> None:
         """Done to all samples that live, but to those that were refused: what those were claimed by does not hold them,
         and what was done was done to samples that their claim holds."""
-        assert command.samples.births is not None
+        assert command.samples.generations is not None
         assert command.claims is not None
-        for place, birth in enumerate(command.samples.births.tolist()):
-            key, mine = (command.partition, command.task, birth), self.claims[int(command.claims[place])]
+        for place, generation in enumerate(command.samples.generations.tolist()):
+            key, mine = (command.partition, command.task, generation), self.claims[int(command.claims[place])]
             holder = self.holders.get(key)
             if not self.lives(command, place):
                 assert place not in refused, f"{key} was cleared, and holds up the rest"
@@ -142,23 +146,23 @@ class ClaimBooks:
             holder.lease_s = max(holder.lease_s, command.lease_s)
 
     def lives(self, command: Settling, place: int) -> bool:
-        assert command.samples.births is not None
-        return (command.partition, int(command.samples.births[place])) in self.record.cells
+        assert command.samples.generations is not None
+        return (command.partition, int(command.samples.generations[place])) in self.record.cells
 
     def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
         """What is not claimed, or on lease, is not consumed."""
         self.record.counts[f"consumed: {result.consumed}"] += 1
         samples = [key for key in self.record.cells if key[0] == command.partition] if result.consumed else []
-        for partition, birth in samples:
+        for partition, generation in samples:
             for task in command.tasks:
-                holder = self.holders.get((partition, task, birth))
-                assert holder is not None, f"sample {birth} counts as consumed, and nobody has claimed it"
-                assert holder.lease_until is None, f"sample {birth} counts as consumed, and is on lease: {holder}"
+                holder = self.holders.get((partition, task, generation))
+                assert holder is not None, f"sample {generation} counts as consumed, and nobody has claimed it"
+                assert holder.lease_until is None, f"sample {generation} counts as consumed, and is on lease: {holder}"
 
     def check(self) -> None:
         """A sample that nobody holds can be claimed."""
         for name, partition in self.record.ledger._state.partitions.items():
             for task in partition.tasks.values():
-                births = partition.rows.births[np.flatnonzero(task.stamps)].tolist()
-                lost = [birth for birth in births if (name, task.name, birth) not in self.holders]
+                generations = partition.rows.generations[np.flatnonzero(task.claim_ids)].tolist()
+                lost = [generation for generation in generations if (name, task.name, generation) not in self.holders]
                 assert not lost, f"samples {lost} of {name} are claimed for {task.name}, and by nobody"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dataplane.control.numbering import Numbering
+from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, SessionExpiredError, StaleCallError
 from dataplane.ledger.commands import (
     Answer,
@@ -18,7 +19,6 @@ from dataplane.ledger.commands import (
     Result,
     UnitInfo,
 )
-from dataplane.types import PROTOCOL_VERSION
 from tests.simulation.record import Name
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Client:
         self.units: dict[int, UnitInfo] = {}
         self.local: set[int] = set()
         self.handshakes = 0
-        self.numbering = Numbering(0)
+        self.numbering = CallNumbers(0)
         self.posted: set[int] = set()
         self.claims: list[int] = []
         self.confirms: dict[int, list[int]] = {}
@@ -204,7 +204,7 @@ class Client:
         self.locks.add(self.session)
         self.units = {unit.unit: unit for unit in opened.units}
         self.local = set()
-        self.numbering = Numbering(self.session)
+        self.numbering = CallNumbers(self.session)
         self.posted = set()
         self.claims = []
         self.confirms = {}

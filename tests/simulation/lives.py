@@ -9,9 +9,10 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
-from dataplane.ledger import Ledger, Limits, shrinking
+from dataplane.core.types import GRANULE_BYTES
+from dataplane.ledger import Ledger, Limits
+from dataplane.ledger.allocation import shrink
 from dataplane.ledger.commands import Mode
-from dataplane.types import GRANULE_BYTES
 from tests.simulation.client import Client
 from tests.simulation.movers import mover
 from tests.simulation.schedule import finish, play, settle
@@ -101,7 +102,7 @@ def new_ledger() -> Ledger:
 
 def small_pages() -> AbstractContextManager[object]:
     """Meanwhile parts of pages can be given back."""
-    return mock.patch.object(shrinking, "PAGE_BYTES", GRANULE_BYTES)
+    return mock.patch.object(shrink, "PAGE_BYTES", GRANULE_BYTES)
 
 
 def simulate(plan: Plan, decisions: bytes) -> World:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from dataplane.draining import move_of
+from dataplane.client.operations.drain_unit import move_of
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from tests.ledger_values import value_places

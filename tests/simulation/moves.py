@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
     partition: str
     field: str
-    births: list[int]
+    generations: list[int]
     cells: list[Cell]
     index: list[int]
 
@@ -48,14 +48,14 @@ class MoveBooks:
             left = [why for *_, why in record.in_use(command.unit) if why.startswith("live")]
             assert not left, f"{name} found nothing on unit {command.unit}, where there is {left}"
             return
-        births, index = result.births.tolist(), result.index.tolist()
-        cells = [record.cells[result.partition, birth][result.field] for birth in births]
+        generations, index = result.generations.tolist(), result.index.tolist()
+        cells = [record.cells[result.partition, generation][result.field] for generation in generations]
         for cell, k in zip(cells, index, strict=True):
             nbytes = int(result.lengths[k]) * result.spec.unit_bytes
             assert nbytes == cell.value.nbytes, (cell, nbytes)
             assert not nbytes or (command.unit, int(result.offsets[k])) == (cell.unit, cell.offset), (cell, result)
         assert len(set(result.offsets.tolist())) <= command.max_cells, "more than are the same bytes"
-        self.pages[name] = Page(result.partition, result.field, births, cells, index)
+        self.pages[name] = Page(result.partition, result.field, generations, cells, index)
         record.pins[name] = list(cells)
         values = dict(zip(index, cells, strict=True))
         record.located[name] = {result.field: [values[k] for k in range(len(result.lengths))]}
@@ -69,8 +69,8 @@ class MoveBooks:
         sizes = [column.sizes.tolist() for column in allocate.columns]
         (places,) = value_places(sizes, record.placements[name[0], command.reservation])
         moved = 0
-        for birth, cell, k in zip(page.births, page.cells, page.index, strict=True):
-            cells = record.cells.get((page.partition, birth), {})
+        for generation, cell, k in zip(page.generations, page.cells, page.index, strict=True):
+            cells = record.cells.get((page.partition, generation), {})
             if cells.get(page.field) is cell:
                 unit, offset = places[k]
                 cells[page.field] = cell._replace(unit=unit, offset=offset)

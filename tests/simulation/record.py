@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
@@ -48,8 +49,7 @@ from dataplane.ledger.commands import (
     UnitAdded,
     UnitLost,
 )
-from dataplane.ledger.space import granules_up
-from dataplane.types import GRANULE_BYTES
+from dataplane.ledger.state.free_space import granules_up
 from tests.ledger_values import canonical, placement_ranges, value_places
 from tests.simulation.claims import ClaimBooks
 from tests.simulation.moves import MoveBooks
@@ -299,26 +299,26 @@ class Recorder:
         return [entry for entry in used if entry[1]]
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
-        handles = list(zip(result.rows.tolist(), result.births.tolist(), strict=True))
+        handles = list(zip(result.rows.tolist(), result.generations.tolist(), strict=True))
         self.check_handles(command.samples, result)
-        for i, (row, birth) in enumerate(handles):
+        for i, (row, generation) in enumerate(handles):
             if command.samples.ids is not None:
                 key = (command.partition, command.samples.ids[i])
-                if self.ids.get(key) != (row, birth):
+                if self.ids.get(key) != (row, generation):
                     assert key not in self.ids, f"{key} lives already as {self.ids[key]}"
-                    assert (command.partition, birth) not in self.born, f"birth {birth} was used before"
-                    self.born.add((command.partition, birth))
-                    self.ids[key] = (row, birth)
-                    self.cells[command.partition, birth] = {}
+                    assert (command.partition, generation) not in self.born, f"generation {generation} was used before"
+                    self.born.add((command.partition, generation))
+                    self.ids[key] = (row, generation)
+                    self.cells[command.partition, generation] = {}
             else:
-                assert (command.partition, birth) in self.cells, f"a ghost row: {birth}"
+                assert (command.partition, generation) in self.cells, f"a ghost row: {generation}"
         if command.reservation is None:
             return
         plan, places = self.planned(name[0], command)
         for column, at in zip(plan, places, strict=True):
-            for i, (_, birth) in enumerate(handles):
+            for i, (_, generation) in enumerate(handles):
                 k = column.index[i]
-                self.cells[command.partition, birth][column.name] = Cell(column.values[k], *at[k])
+                self.cells[command.partition, generation][column.name] = Cell(column.values[k], *at[k])
 
     def planned(self, session: int, command: Commit) -> tuple[list[PlannedColumn], list[list[tuple[int, int]]]]:
         """What the commit's client wrote, and where each value of each column lies."""
@@ -335,17 +335,17 @@ class Recorder:
 
     def check_handles(self, asked: Samples, result: Committed | Located) -> None:
         """The samples answered for are those asked for, not others that took their place."""
-        assert len(result.births) == len(asked)
-        if asked.births is not None:
-            assert result.births.tolist() == asked.births.tolist(), "a stale handle named another sample"
+        assert len(result.generations) == len(asked)
+        if asked.generations is not None:
+            assert result.generations.tolist() == asked.generations.tolist(), "a stale handle named another sample"
 
     def locate(self, name: Name, command: Locate, result: Located) -> None:
         self.check_handles(command.samples, result)
         located: dict[str, list[Cell]] = {}
         for found in result.fields:
             cells = []
-            for i, birth in enumerate(result.births.tolist()):
-                cell = self.cells[command.partition, birth][found.name]
+            for i, generation in enumerate(result.generations.tolist()):
+                cell = self.cells[command.partition, generation][found.name]
                 nbytes = int(found.lengths[i]) * found.spec.unit_bytes
                 assert nbytes == cell.value.nbytes, (cell, nbytes)
                 if nbytes:
@@ -363,17 +363,17 @@ class Recorder:
         self.ids = {
             key: handle for key, handle in self.ids.items() if key[0] != command.partition or handle[1] not in gone
         }
-        for birth in gone:
-            del self.cells[command.partition, birth]
+        for generation in gone:
+            del self.cells[command.partition, generation]
 
     def named(self, partition: str, samples: Samples | None) -> set[int]:
         """Births of the live samples meant."""
         if samples is None:
-            return {birth for at, birth in self.cells if at == partition}
+            return {generation for at, generation in self.cells if at == partition}
         if samples.ids is not None:
             return {self.ids[partition, i][1] for i in samples.ids if (partition, i) in self.ids}
-        assert samples.births is not None
-        return {birth for birth in samples.births.tolist() if (partition, birth) in self.cells}
+        assert samples.generations is not None
+        return {generation for generation in samples.generations.tolist() if (partition, generation) in self.cells}
 
     # --- memory ----------------------------------------------------------------------------------------------
 

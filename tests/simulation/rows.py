@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataplane.checksums import checksums_of
+from dataplane.core.checksums import checksums_of
 
 POISON = 0xDB
 

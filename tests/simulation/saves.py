@@ -59,8 +59,8 @@ class SaveBooks:
         ]
 
     def snapshot(self, partition: str) -> Snapshot:
-        ids = {birth: name for (at, name), (_, birth) in self.record.ids.items() if at == partition}
-        return [(ids[birth], dict(self.record.cells[partition, birth])) for birth in sorted(ids)]
+        ids = {generation: name for (at, name), (_, generation) in self.record.ids.items() if at == partition}
+        return [(ids[generation], dict(self.record.cells[partition, generation])) for generation in sorted(ids)]
 
     def read(self, name: Name, command: ReadSaved, result: SavedRows) -> None:
         """It says what was there then, whatever was put and cleared since."""

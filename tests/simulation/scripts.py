@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from dataplane.core.types import GRANULE_BYTES, FieldSpec
 from dataplane.errors import (
+    BadRequestError,
     DataPlaneError,
-    NotThereError,
-    RefusedError,
+    NotFoundError,
     ServiceRestartedError,
     StaleCallError,
     StaleSampleError,
@@ -53,8 +54,7 @@ from dataplane.ledger.commands import (
     TagColumn,
     UInt32s,
 )
-from dataplane.ledger.space import granules_up
-from dataplane.types import GRANULE_BYTES, FieldSpec
+from dataplane.ledger.state.free_space import granules_up
 from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.places import PlannedColumn, part_places
@@ -95,8 +95,8 @@ def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
             except StaleCallError:
                 raise
             except (
-                NotThereError,
-                RefusedError,
+                NotFoundError,
+                BadRequestError,
                 ServiceRestartedError,
                 StorageUnitError,
                 WaitTimeoutError,
@@ -295,7 +295,7 @@ def bring_back(client: Client, thread: Thread, staged: str, described: SavedPart
         yield Ask(Publish(staged=(staged,), partitions=(wanted,), replace=True))
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
-        with contextlib.suppress(NotThereError):  # it was published, after all
+        with contextlib.suppress(NotFoundError):  # it was published, after all
             yield Ask(Clear(partition=staged, samples=None))
         raise
     yield from get(client, thread, by_ids(ids), ["prompt"], ALBUM)
@@ -369,7 +369,7 @@ def settle(client: Client, random: Random, claimed: dict[str, Any], lease_s: flo
     """What becomes of samples on lease: they are tagged, cleared, kept longer, acknowledged, given back in time or
     late. What is stale is no error of this script's."""
     samples = claimed["samples"]
-    one = Samples(rows=samples.rows[:1], births=samples.births[:1])
+    one = Samples(rows=samples.rows[:1], generations=samples.generations[:1])
     if random.random() < 0.3:
         tag = TagColumn(name="seen", values=(client.world.version(),))
         yield Ask(SetTags(partition=PARTITION, samples=one, tags=(tag,)))
@@ -442,7 +442,7 @@ def reader(seed: int, count: int) -> Make:
         if random.random() < 0.5:
             samples = by_ids(ids[i] for i in chosen)
         else:
-            samples = Samples(rows=reply.result.rows[chosen], births=reply.result.births[chosen])
+            samples = Samples(rows=reply.result.rows[chosen], generations=reply.result.generations[chosen])
         yield from get(client, thread, samples, random.choice([["tokens"], ["prompt", "tokens"], ["score"]]))
 
     return rounds(count, body)
@@ -467,7 +467,7 @@ def register(client: Client, thread: Thread) -> Script:
 
 def drop(client: Client, thread: Thread) -> Script:
     for partition in (PARTITION, ALBUM):
-        with contextlib.suppress(NotThereError):  # nobody may have made it
+        with contextlib.suppress(NotFoundError):  # nobody may have made it
             yield Ask(Clear(partition=partition, samples=None))
 
 
@@ -476,4 +476,4 @@ def claims_of(claimed: Claimed) -> Int64s:
 
 
 def handles_of(claimed: Claimed) -> Samples:
-    return Samples(rows=claimed.rows, births=claimed.births)
+    return Samples(rows=claimed.rows, generations=claimed.generations)

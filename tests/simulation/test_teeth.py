@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from dataplane.control.numbering import Numbering
+from dataplane.client.rpc.call_numbers import CallNumbers
 from dataplane.errors import StaleSampleError
-from dataplane.ledger import saves
-from dataplane.ledger.administration import UnitReports
-from dataplane.ledger.claims import Claims
-from dataplane.ledger.compaction import Compactions
-from dataplane.ledger.draining import Drains
-from dataplane.ledger.extents import Extents
+from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.partition import Partition
-from dataplane.ledger.rows import Rows
-from dataplane.ledger.saves import Saves
-from dataplane.ledger.state import State
+from dataplane.ledger.samples import snapshots
+from dataplane.ledger.samples.compaction import Compactions
+from dataplane.ledger.samples.drain import Drains
+from dataplane.ledger.samples.partitions import UnitReports
+from dataplane.ledger.samples.snapshots import Saves
+from dataplane.ledger.state.extents import Extents
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.rows import Rows
+from dataplane.ledger.state.state import State
 from tests.profiles import LONG, budget
 from tests.simulation.lives import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
@@ -68,8 +68,8 @@ def a_part_is_not_taken_out_of_its_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Extents, "cut", lambda self, number, start, nbytes: [number])
 
 
-def births_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rows, "holds", lambda self, rows, births: self.births[rows] > 0)
+def generations_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rows, "holds", lambda self, rows, generations: self.generations[rows] > 0)
 
 
 def units_serve_fenced_sessions(patch: pytest.MonkeyPatch) -> None:
@@ -173,12 +173,12 @@ def restarts_forget_saves(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saves, "drop", lambda state, partition: 0)
+    patch.setattr(snapshots, "drop", lambda state, partition: 0)
 
 
 def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
     def credulous(self: Drains, command: Any, partition: Any, field: Any, pinned: Any) -> Any:
-        return np.flatnonzero(partition.rows.holds(command.rows, command.births))
+        return np.flatnonzero(partition.rows.holds(command.rows, command.generations))
 
     patch.setattr(Drains, "_unchanged", credulous)
 
@@ -240,7 +240,7 @@ def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Numbering, "confirmed", ())
+    patch.setattr(CallNumbers, "confirmed", ())
 
 
 @LONG
@@ -255,7 +255,7 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         withdrawals_are_forgotten,
         reservations_leak,
         a_part_is_not_taken_out_of_its_room,
-        births_are_not_checked,
+        generations_are_not_checked,
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,
         a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect
-from dataplane.web import api
+from dataplane.controller.dashboard import api
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 

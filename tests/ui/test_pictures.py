@@ -97,21 +97,21 @@ def test_parts_of_many_samples_are_shaded_by_their_share(
 
 def test_the_matrix_answers_the_mouse(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
     scene.produce(client)
-    births = client.list_samples("train")
+    generations = client.list_samples("train")
     seen = visit(service.http_address)
     page = seen.open()
     seen.until(".row", "policy")
     picture = page.locator(".matrix canvas")
     picture.hover(position={"x": 22 * 20 + 5, "y": 30})
     seen.until(".tip strong", "field reward")
-    seen.until(".tip", "sample 21 of 24 by age, birth ")
+    seen.until(".tip", "sample 21 of 24 by age, generation ")
     seen.until(".tip", "0 of 1 produced")
     picture.hover(position={"x": 22 * 2 + 5, "y": 80})
     seen.until(".tip strong", "task reference")
     seen.until(".tip", "1 on lease")
     page.mouse.move(5, 5)
     page.locator(".tip").wait_for(state="hidden")
-    assert births.size == scene.SAMPLES
+    assert generations.size == scene.SAMPLES
 
 
 def test_the_matrix_answers_the_keyboard_and_says_it_aloud(

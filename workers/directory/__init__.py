@@ -5,6 +5,6 @@
 
 from workers.directory.client import DIRECTORY_VARIABLE, DirectoryClient
 from workers.directory.server import Directory
-from workers.directory.wire import Entry, Facts, Kind, State
+from workers.directory.wire import DirectoryEntry, EntryState, Facts, Kind
 
-__all__ = ["DIRECTORY_VARIABLE", "Directory", "DirectoryClient", "Entry", "Facts", "Kind", "State"]
+__all__ = ["DIRECTORY_VARIABLE", "Directory", "DirectoryClient", "DirectoryEntry", "Facts", "Kind", "EntryState"]

@@ -21,18 +21,18 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.control.waker import Waker, poll_ms
-from dataplane.descriptors import OF_A_CONTEXT
-from dataplane.durations import seconds
+from dataplane.core.addresses import bracketed, split_address
+from dataplane.core.durations import seconds
+from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.core.zmq_io import readable
 from dataplane.errors import InternalError
-from dataplane.host import bracketed, split_address
-from dataplane.sockets import readable
+from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from workers import errors
-from workers.address import WorkerAddress
 from workers.directory import wire
+from workers.directory.address import WorkerAddress
 from workers.directory.process import this_process
 from workers.directory.server import HEARTBEAT_MS, SILENCE_MS
-from workers.directory.wire import Entry, Facts, Kind, State
+from workers.directory.wire import DirectoryEntry, EntryState, Facts, Kind
 
 DIRECTORY_VARIABLE = "TQ_DIRECTORY"
 """Where a worker's process, and the children it starts, find the directory's address."""
@@ -49,8 +49,8 @@ _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
 
 _log = logging.getLogger(__name__)
 
-Listener = Callable[[Entry], None]
-Answer = Future[tuple[Entry, ...]]
+Listener = Callable[[DirectoryEntry], None]
+Answer = Future[tuple[DirectoryEntry, ...]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class DirectoryClient:
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._outbox: collections.deque[bytes] = collections.deque()
-        self._own: dict[tuple[Kind, str], tuple[Entry, wire.Register]] = {}
+        self._own: dict[tuple[Kind, str], tuple[DirectoryEntry, wire.RegisterProcess]] = {}
         self._known = False
         self._taken = False
         self._listeners: list[Listener] = []
@@ -117,12 +117,12 @@ class DirectoryClient:
 
     # --- what is registered ---------------------------------------------------------------------------------------
 
-    def register_group(self, name: str, facts: Facts) -> Entry:
+    def register_group(self, name: str, facts: Facts) -> DirectoryEntry:
         """Take a group's name: its workers may register, and what is known of workers of an ended group of that name is
         forgotten. Stays until `end`, whatever becomes of this process. `NameInUseError` while another has it."""
         return self._one(self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}")
 
-    def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> Entry:
+    def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:
         """Say that this process is the worker of that address. It is until `end`, `close` or this process's death.
         `NameInUseError` while another process is."""
         asked = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
@@ -130,7 +130,7 @@ class DirectoryClient:
 
     def register_channel(
         self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True, returns: bool = False
-    ) -> Entry:
+    ) -> DirectoryEntry:
         """Take a channel's name. owned: it is lost when this process dies; returns: another process registers it again
         then, and who looks it up meanwhile waits. `NameInUseError` while another has it."""
         asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
@@ -138,18 +138,18 @@ class DirectoryClient:
 
     # --- what is found --------------------------------------------------------------------------------------------
 
-    def lookup_group(self, name: str, wait_s: float = 0.0) -> Entry:
+    def lookup_group(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
         """The live entry of that name, once there is one: waits at the directory for up to `wait_s`.
 
         `NameNotFoundError` if nobody registered it in time; `WorkerLostError`, at once, if it was there and is gone."""
         return self._one(self.ask(Kind.GROUP, name, wait_s), f"group {name!r} to be registered", wait_s)
 
-    def lookup_worker(self, address: WorkerAddress, wait_s: float = 0.0) -> Entry:
+    def lookup_worker(self, address: WorkerAddress, wait_s: float = 0.0) -> DirectoryEntry:
         """The same for a worker. `WorkerLostError` also if its group has ended, or ends meanwhile."""
         name = address.get_name()
         return self._one(self.ask(Kind.WORKER, name, wait_s), f"worker {name} to be registered", wait_s)
 
-    def lookup_channel(self, name: str, wait_s: float = 0.0) -> Entry:
+    def lookup_channel(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
         """The same for a channel."""
         return self._one(self.ask(Kind.CHANNEL, name, wait_s), f"channel {name!r} to be registered", wait_s)
 
@@ -158,7 +158,7 @@ class DirectoryClient:
         wait_s = seconds("wait_s", wait_s)
         return self._ask(wire.Lookup(number=next(self._numbers), kind=kind, name=name, wait_s=wait_s))
 
-    def listing(self, kind: Kind) -> list[Entry]:
+    def listing(self, kind: Kind) -> list[DirectoryEntry]:
         """The live entries of a kind, oldest first."""
         return list(self._wait(self._ask(wire.Listing(number=next(self._numbers), kind=kind)), f"a list of {kind}s"))
 
@@ -175,7 +175,9 @@ class DirectoryClient:
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def end(self, kind: Kind, name: str, incarnation: int | None = None, why: str = "it ended") -> Entry | None:
+    def end(
+        self, kind: Kind, name: str, incarnation: int | None = None, why: str = "it ended"
+    ) -> DirectoryEntry | None:
         """End a live entry (of that incarnation only, if one is given), and a group's workers with it; all who found it
         are told. None if it lives no more."""
         entries = self._wait(self.ask_end(kind, name, incarnation, why), f"ending {kind} {name!r}")
@@ -191,7 +193,7 @@ class DirectoryClient:
         if self._pid != os.getpid():
             return
         with contextlib.suppress(errors.DirectoryLostError, FutureTimeout):
-            self._ask(wire.Bye(number=next(self._numbers))).result(_BYE_S)
+            self._ask(wire.LeaveJob(number=next(self._numbers))).result(_BYE_S)
         self._closing = True
         self._waker.wake()
         self._thread.join(_JOIN_S)
@@ -215,7 +217,7 @@ class DirectoryClient:
         owned: bool,
         returns: bool = False,
     ) -> Answer:
-        request = wire.Register(
+        request = wire.RegisterProcess(
             number=next(self._numbers),
             kind=kind,
             name=name,
@@ -240,10 +242,10 @@ class DirectoryClient:
         self._waker.wake()
         return call.future
 
-    def _one(self, future: Answer, what: str, wait_s: float = 0.0) -> Entry:
+    def _one(self, future: Answer, what: str, wait_s: float = 0.0) -> DirectoryEntry:
         return self._wait(future, what, wait_s)[0]
 
-    def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[Entry, ...]:
+    def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[DirectoryEntry, ...]:
         begun, limit_s = time.monotonic(), wait_s + ANSWER_S
         while True:
             left_s = begun + limit_s - time.monotonic()
@@ -314,7 +316,7 @@ class DirectoryClient:
     def _connected(self) -> None:
         """A new connection begins with Hello. Whether the directory heard on an older one what it has not answered, or
         its answer was lost, nobody knows."""
-        hello = wire.Hello(self._process, known=self._known)
+        hello = wire.OpenDirectory(self._process, known=self._known)
         with self._guard:
             self._away_since = self._lost = None
             self._outbox = collections.deque([wire.encode(hello), *(call.data for call in self._calls.values())])
@@ -353,18 +355,18 @@ class DirectoryClient:
         with self._guard:
             own, self._own = list(self._own.values()), {}
         for entry, asked in own:
-            lost = msgspec.structs.replace(entry, state=State.LOST, why=why)
+            lost = msgspec.structs.replace(entry, state=EntryState.LOST, why=why)
             self._tell(lost)
             again = self._ask(msgspec.structs.replace(asked, number=next(self._numbers)))
             again.add_done_callback(functools.partial(self._registered_anew, lost))
 
-    def _registered_anew(self, lost: Entry, future: Answer) -> None:
+    def _registered_anew(self, lost: DirectoryEntry, future: Answer) -> None:
         if future.exception() is None:
             self._tell(future.result()[0])
         else:
             self._tell(lost)
 
-    def _settle(self, number: int, outcome: tuple[Entry, ...] | Exception) -> None:
+    def _settle(self, number: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
         with self._guard:
             call = self._calls.pop(number, None)
             if call is None:
@@ -379,26 +381,26 @@ class DirectoryClient:
         else:
             call.future.set_result(outcome)
 
-    def _undo(self, request: wire.Request, outcome: tuple[Entry, ...] | Exception) -> None:
+    def _undo(self, request: wire.Request, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
         """Nobody waits for it any more: a name that it took is free again."""
-        if isinstance(request, wire.Register) and not isinstance(outcome, Exception):
+        if isinstance(request, wire.RegisterProcess) and not isinstance(outcome, Exception):
             for entry in outcome:
                 self.ask_end(entry.kind, entry.name, entry.incarnation, why="nobody waits for its registration")
 
-    def _keep(self, request: wire.Request, entries: tuple[Entry, ...]) -> None:
+    def _keep(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
         """Remember what is this process's own."""
         for entry in entries:
-            if isinstance(request, wire.Register) and request.owned:
+            if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._own[entry.kind, entry.name] = (entry, request)
             elif isinstance(request, wire.End):
                 self._disown(entry)
 
-    def _disown(self, entry: Entry) -> None:
+    def _disown(self, entry: DirectoryEntry) -> None:
         own = self._own.get((entry.kind, entry.name))
         if own is not None and own[0].incarnation == entry.incarnation:
             del self._own[entry.kind, entry.name]
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: DirectoryEntry) -> None:
         with self._guard:
             if not entry.live:
                 self._disown(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dataplane.host import boot_id
+from dataplane.core.addresses import boot_id
 from workers.directory.wire import Process
 
 

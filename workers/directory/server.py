@@ -22,15 +22,15 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.control.waker import Waker, poll_ms
-from dataplane.descriptors import OF_A_CONTEXT, allow_more
+from dataplane.core.addresses import join_address, resolve_host
+from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.core.zmq_io import readable
 from dataplane.errors import InternalError
-from dataplane.host import join_address, resolve_host
-from dataplane.sockets import readable
+from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import wire
 from workers.directory.process import has_ended
-from workers.directory.state import Effects, Registry, Session
-from workers.directory.wire import State
+from workers.directory.registry import Effects, Registry, Session
+from workers.directory.wire import EntryState
 from workers.errors import OpenFilesError
 
 GRACE_S = 3.0
@@ -168,13 +168,13 @@ class Directory:
                 self._refuse(session.bytes, request, error)
 
     def _refuse(self, session: Session, request: wire.Request, error: Exception) -> None:
-        if not isinstance(request, wire.Hello):
+        if not isinstance(request, wire.OpenDirectory):
             internal = InternalError(what=f"{type(request).__name__}: {error!r}")
             self._say([(session, wire.failed(request.number, internal))])
 
     def _take(self, session: Session, fd: int, request: wire.Request) -> None:
         client = self._clients.get(session)
-        if isinstance(request, wire.Hello):
+        if isinstance(request, wire.OpenDirectory):
             if client is None and request.known:
                 self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
             client = self._clients.setdefault(session, _Client(request.process))
@@ -188,7 +188,7 @@ class Directory:
     def _answer(self, session: Session, request: wire.Request) -> Effects:
         now = time.monotonic()
         match request:
-            case wire.Register():
+            case wire.RegisterProcess():
                 owner = self._registry.owner(request.kind, request.name)
                 if owner is not None and owner in self._clients and self._clients[owner].fd is None:
                     self._say(self._give_up(owner))
@@ -199,9 +199,9 @@ class Directory:
                 return self._registry.end(session, request)
             case wire.Listing():
                 return self._registry.listing(session, request)
-            case wire.Bye():
+            case wire.LeaveJob():
                 del self._clients[session]
-                effects = self._registry.leave(session, State.ENDED, "it was closed")
+                effects = self._registry.leave(session, EntryState.ENDED, "it was closed")
                 return [*effects, (session, wire.Found(request.number))]
             case _:
                 raise AssertionError(request)
@@ -227,7 +227,7 @@ class Directory:
     def _give_up(self, session: Session) -> Effects:
         client = self._clients.pop(session)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
-        return self._registry.leave(session, State.LOST, why)
+        return self._registry.leave(session, EntryState.LOST, why)
 
     def _say(self, effects: Effects) -> None:
         for session, reply in effects:

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from dataplane.durations import seconds
+from dataplane.core.durations import seconds
 from dataplane.errors import DataPlaneError
-from workers import decoding, errors
-from workers.decoding import reader
+from workers import errors
+from workers.directory import decoding
+from workers.directory.decoding import reader
 
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
@@ -25,7 +26,7 @@ class Kind(enum.StrEnum):
     CHANNEL = "channel"
 
 
-class State(enum.StrEnum):
+class EntryState(enum.StrEnum):
     LIVE = "live"
     ENDED = "ended"
     """Closed by those who had it."""
@@ -33,7 +34,7 @@ class State(enum.StrEnum):
     """The process that had it died."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class DirectoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A name and what the directory knows of it.
 
     incarnation: greater than that of any entry made before it, so that two under one name differ; endpoints: where to
@@ -43,14 +44,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     name: str
     incarnation: int
-    state: State = State.LIVE
+    state: EntryState = EntryState.LIVE
     endpoints: tuple[str, ...] = ()
     facts: Facts = {}
     why: str = ""
 
     @property
     def live(self) -> bool:
-        return self.state is State.LIVE
+        return self.state is EntryState.LIVE
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,14 +62,14 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     started: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class OpenDirectory(msgspec.Struct, frozen=True, tag=True):
     """Said first on each connection. known: the directory has answered this client before."""
 
     process: Process
     known: bool = False
 
 
-class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
     name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same
     number, it has the same answer."""
@@ -109,20 +110,20 @@ class Listing(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: Kind
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class LeaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-Question = Register | Lookup | End | Listing | Bye
+Question = RegisterProcess | Lookup | End | Listing | LeaveJob
 """What is answered."""
-Request = Hello | Question
+Request = OpenDirectory | Question
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
     """The answer to everything that succeeded."""
 
     number: int
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[DirectoryEntry, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +137,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Gone(msgspec.Struct, frozen=True, tag=True):
     """Unasked: an entry that this client had found has ended or was lost."""
 
-    entry: Entry
+    entry: DirectoryEntry
 
 
 class Unknown(msgspec.Struct, frozen=True, tag=True):

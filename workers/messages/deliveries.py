@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dataplane.warm import WarmMemory
+from dataplane.core.buffer_pool import BufferPool
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.wire import ObjectForm, Post, TensorForm
-from workers.values import Bytes, Unpacked, copy_into, unpack
+from workers.messages.pickling import Bytes, Unpacked, copy_into, unpack
+from workers.messages.wire import ObjectForm, PostMessage, TensorForm
 
 Key = tuple[str, bytes]
 """Where messages queue: by source and stream."""
@@ -31,7 +31,7 @@ class Arrival:
     copied out for a receive whose handle nobody has any more, in place of memory."""
 
     route: bytes
-    post: Post
+    post: PostMessage
     memory: Bytes | None
     own: bool
     queued: bool = False
@@ -88,7 +88,7 @@ class Delivery:
     Refers to neither of the two afterwards: what was received is freed when its owner drops it, not by a collector.
     """
 
-    def __init__(self, posting: Posting, arrival: Arrival, warm: WarmMemory, done: Callable[[], None]) -> None:
+    def __init__(self, posting: Posting, arrival: Arrival, warm: BufferPool, done: Callable[[], None]) -> None:
         """done: tells the sender that its memory is its own again."""
         self.form = arrival.post.form
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from dataplane.warm import WarmMemory
+from dataplane.core.buffer_pool import BufferPool
 from workers.messages.deliveries import Arrival, MessageId, Posting
+from workers.messages.pickling import Bytes, fresh
 from workers.messages.relays import RELAY_S, Later, Relays
-from workers.messages.wire import Answer, Pull, Relay, Want
-from workers.values import Bytes, fresh
+from workers.messages.wire import Answer, Pull, Relay, WantMessage
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_AHEAD = 4
@@ -47,7 +47,7 @@ class Fetches(dict[MessageId, Fetch]):
     cannot; later: has something done by the engine's thread."""
 
     def __init__(
-        self, warm: WarmMemory, relays: Relays, *, reply: Reply, ask: Callable[[Relay, Want], bool], later: Later
+        self, warm: BufferPool, relays: Relays, *, reply: Reply, ask: Callable[[Relay, WantMessage], bool], later: Later
     ) -> None:
         super().__init__()
         self._warm = warm
@@ -88,7 +88,7 @@ class Fetches(dict[MessageId, Fetch]):
             pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
             self._reply(fetch.arrival.route, pull)
             return
-        want = Want(
+        want = WantMessage(
             source=post.source,
             incarnation=post.incarnation,
             serial=post.serial,

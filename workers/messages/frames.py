@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from workers.messages.wire import Data, Post
+from workers.messages.wire import Data, PostMessage
 
-_FRAMES: dict[type, int] = {Post: 1, Data: 1}
+_FRAMES: dict[type, int] = {PostMessage: 1, Data: 1}
 """How many follow the head of each; none, the others'."""
 
 M = TypeVar("M")

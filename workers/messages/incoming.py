@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dataplane.core.buffer_pool import BufferPool
 from dataplane.errors import DataPlaneError, InternalError
-from dataplane.warm import WarmMemory
 from workers.errors import (
     GroupOptionsError,
     MessageMismatchError,
@@ -27,19 +27,19 @@ from workers.messages.fetches import Fetches, Reply
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import Later, Relays
-from workers.messages.slabs import Mappings
+from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import (
     Absent,
     Data,
-    Done,
     FaultForm,
     Held,
+    MessageReceived,
     ObjectForm,
-    Post,
+    PostMessage,
     Relay,
     Settled,
     TensorForm,
-    Want,
+    WantMessage,
     refused,
 )
 
@@ -60,18 +60,18 @@ class Incoming:
         self,
         worker: str,
         mappings: Mappings,
-        warm: WarmMemory,
+        warm: BufferPool,
         relays: Relays,
         *,
         reply: Reply,
-        ask: Callable[[Relay, Want], bool],
+        ask: Callable[[Relay, WantMessage], bool],
         later: Later,
         call: Callable[[Callable[[], None]], None],
         contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
         forget: Callable[[str, bytes], None],
         busy: Callable[[], bool],
         lives: Callable[[str], bool],
-        outdated: Callable[[Post], bool],
+        outdated: Callable[[PostMessage], bool],
     ) -> None:
         self._worker = worker
         self._mappings = mappings
@@ -234,7 +234,7 @@ class Incoming:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def arrive(self, route: bytes, post: Post, inline: Any) -> None:
+    def arrive(self, route: bytes, post: PostMessage, inline: Any) -> None:
         """A message came: it meets the receive that waits longest for it, or queues. ValueError for one that has not
         the bytes that it names."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
@@ -292,7 +292,7 @@ class Incoming:
         if fetch is not None:
             self._fetches.turn_to_source(fetch)
 
-    def wanted(self, route: bytes, want: Want) -> None:
+    def wanted(self, route: bytes, want: WantMessage) -> None:
         """Another receiver wants values that this one passes on, and may be the first to want them."""
         if self._relays.asked(route, want) or self._relays.is_early(route, want):
             return
@@ -301,7 +301,7 @@ class Incoming:
         if not self._relays.asked(route, want):
             self._relays.refuse(route, want)
 
-    def _begin_for_others(self, want: Want) -> None:
+    def _begin_for_others(self, want: WantMessage) -> None:
         for arrival in self._arrivals.get((want.source, want.stream), ()):
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
@@ -459,19 +459,19 @@ class Incoming:
             self._relays.interrupted(arrival.post)
 
     def _done(self, arrival: Arrival) -> None:
-        self._reply(arrival.route, Done(stream=arrival.post.stream, number=arrival.post.number))
+        self._reply(arrival.route, MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
 
 
 def _order(arrival: Arrival) -> tuple[int, int]:
     return arrival.post.incarnation, arrival.post.number
 
 
-def _ends(said: Post | Data) -> tuple[int, int]:
+def _ends(said: PostMessage | Data) -> tuple[int, int]:
     """The incarnations of the source and of the receiver."""
     return said.incarnation, said.receiver
 
 
-def _fits(post: Post, form: ObjectForm | TensorForm) -> bool:
+def _fits(post: PostMessage, form: ObjectForm | TensorForm) -> bool:
     return post.form == form if isinstance(form, TensorForm) else isinstance(post.form, ObjectForm)
 
 

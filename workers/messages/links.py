@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from dataplane.host import bracketed, split_address
+from dataplane.core.addresses import bracketed, split_address
 
 LINGER_MS = 1000
 LINKS_MOST = 1 << 10

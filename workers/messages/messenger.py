@@ -37,24 +37,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataplane.descriptors import OF_A_CONTEXT, allow_more
-from dataplane.durations import seconds
-from workers import values
-from workers.address import WorkerAddress
+from dataplane.core.durations import seconds
+from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import DirectoryClient, Facts, Kind
+from workers.directory.address import WorkerAddress
 from workers.directory.process import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
-from workers.messages import groups
+from workers.messages import broadcast_members, pickling
+from workers.messages.async_work import AsyncWork, TensorWork, all_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Delivery, Posting
-from workers.messages.engine import Engine
+from workers.messages.io_thread import IoThread
 from workers.messages.options import CollectiveGroupOptions, checked
-from workers.messages.outgoing import Sending, Snapshot
+from workers.messages.outgoing import Sending, ValueSnapshot
+from workers.messages.pickling import Packed
 from workers.messages.relays import RECEIVERS_FROM, Tree
-from workers.messages.slabs import Mappings, Slabs
+from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
-from workers.messages.work import AsyncWork, TensorWork, all_of
-from workers.values import Packed
 
 TIMEOUT_S = 1800.0
 """How long an operation may take, unless told otherwise."""
@@ -122,7 +121,7 @@ class Messenger:
         with OpenFilesError.of(f"messages of worker {self._name}", least=OF_A_CONTEXT):
             here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
             self._slabs = Slabs(here)
-            self._engine = Engine(
+            self._engine = IoThread(
                 address,
                 directory,
                 self._slabs,
@@ -153,9 +152,9 @@ class Messenger:
         """
         self._check(options, timeout_s, dst)
         if piggyback_payload is None:
-            form, packed = ObjectForm(), values.pack(object)
+            form, packed = ObjectForm(), pickling.pack(object)
         else:
-            form, packed = ObjectForm(piggyback=True), values.pack((object, piggyback_payload))
+            form, packed = ObjectForm(piggyback=True), pickling.pack((object, piggyback_payload))
         return self._out(form, packed, dst, options, timeout_s, async_op)
 
     def recv(
@@ -184,7 +183,7 @@ class Messenger:
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. As `send` otherwise."""
         self._check(options, timeout_s, dst)
-        return self._out(_form_of(tensor), values.pack_tensor(tensor), dst, options, timeout_s, async_op)
+        return self._out(_form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op)
 
     def recv_tensor(
         self,
@@ -235,14 +234,14 @@ class Messenger:
         (see `workers.messages.relays`) after it last passed them on, counted with its backlog; where that has no place
         for them, it passes nothing on, and the source sends them to each.
         """
-        groups.check(workers)
+        broadcast_members.check(workers)
         source = workers[0] if src is None else src
         for needed in (source, self.address):
             if needed not in workers:
-                names = groups.listed(workers)
+                names = broadcast_members.listed(workers)
                 raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}")
         others = [worker for worker in workers if worker != source]
-        stream = groups.stream_of(workers)
+        stream = broadcast_members.stream_of(workers)
         if source == self.address:
             return self._spread(object, others, stream, options, timeout_s, async_op)
         try:
@@ -250,7 +249,8 @@ class Messenger:
         except Exception:
             self._engine.call(lambda: self._engine.incoming.skip((source.get_name(), stream)))
             raise
-        what = f"{self._name}: broadcast from {source} among {groups.listed(workers)}, all of whom have to name these"
+        among = broadcast_members.listed(workers)
+        what = f"{self._name}: broadcast from {source} among {among}, all of whom have to name these"
         return self._in(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
 
     def _spread(
@@ -264,7 +264,7 @@ class Messenger:
     ) -> Any:
         try:
             self._check(options, timeout_s, *others)
-            snapshot = self._snapshot(ObjectForm(), values.pack(object), len(others), f"{self._name}: broadcast")
+            snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
         except BaseException as error:
             self._fault(error, others, stream, options)
             raise
@@ -280,7 +280,7 @@ class Messenger:
         """This call's number is used up: the others are told why it brings nothing, if there is place for that."""
         fault = FaultForm(f"{type(error).__name__}: {error}")
         try:
-            nothing = self._snapshot(fault, values.NOTHING, len(others), "a fault")
+            nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
         except MessageBacklogError:
             self._engine.call(lambda: self._engine.outgoing.skip(others, stream))
         else:
@@ -346,7 +346,7 @@ class Messenger:
 
     def _submit(
         self,
-        snapshot: Snapshot,
+        snapshot: ValueSnapshot,
         to: Sequence[WorkerAddress],
         stream: bytes,
         options: CollectiveGroupOptions | None,
@@ -370,7 +370,7 @@ class Messenger:
         self._engine.submit_send(sendings)
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
 
-    def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> Snapshot:
+    def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> ValueSnapshot:
         """The values as they are now."""
         size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
@@ -393,7 +393,7 @@ class Messenger:
             if slab is not None:
                 (self._slabs.abandon if unsure else self._slabs.give_back)(slab)
 
-        return Snapshot(form, packed, slab, bytes(inline), receivers, free)
+        return ValueSnapshot(form, packed, slab, bytes(inline), receivers, free)
 
     def _in(
         self,
@@ -435,7 +435,7 @@ class Messenger:
 
 def _form_of(tensor: Tensor) -> TensorForm:
     """For send_tensor and recv_tensor. TypeError for anything that is not a plain tensor."""
-    if not isinstance(tensor, Tensor) or not values.is_plain(tensor):
+    if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
         raise TypeError(f"send_tensor and recv_tensor take a strided tensor, not {type(tensor).__name__}")
     return TensorForm(str(tensor.dtype), tuple(tensor.shape))
 

@@ -15,17 +15,19 @@ class CollectiveGroupOptions:
     of a GPU included.
 
     accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: what `ProcessGroupNCCL.Options` calls
-    cluster size, most and fewest blocks, and a stream of high priority. No options means these defaults. Only one thing
-    is done with them: those that a pair of workers, or two of a broadcast, name at first contact are compared, and
-    `GroupOptionsError` is raised where they differ; later ones are ignored.
+    cluster size, most and fewest blocks, and a stream of high priority. use_ring_broadcast: RLinf's choice between
+    two ways to broadcast; here the receivers of a large value pass it on to each other in any case. No options means
+    these defaults. Only one thing is done with them: those that a pair of workers, or two of a broadcast, name at first
+    contact are compared, and `GroupOptionsError` is raised where they differ; later ones are ignored.
 
-    TypeError for a value that is no integer (no bool, for the last), ValueError for one below 0.
+    TypeError for a number that is no integer and for a flag that is no bool, ValueError for a number below 0.
     """
 
     accel_cluster_size: int | None = None
     accel_max_ctas: int | None = None
     accel_min_ctas: int | None = None
     is_high_priority_stream: bool = False
+    use_ring_broadcast: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import zmq
 
 from dataplane.errors import DataPlaneError, InternalError
-from workers.address import WorkerAddress
+from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
 from workers.messages.options import CollectiveGroupOptions
+from workers.messages.pickling import Packed
 from workers.messages.relays import Later, Tree
-from workers.messages.slabs import OwnSlab
-from workers.messages.wire import Done, Form, Held, Post, Pull, Refused, Settled, error_of
-from workers.values import Packed
+from workers.messages.shared_buffers import OwnSlab
+from workers.messages.wire import Form, Held, MessageReceived, PostMessage, Pull, RefusedMessage, Settled, error_of
 
 SETTLE_S = 1.0
 """At first contact a sender waits so long for the receiver to take, or refuse, what it has been told of."""
@@ -30,7 +30,7 @@ _DEFAULT = CollectiveGroupOptions()
 _serials = itertools.count()
 
 
-class Snapshot:
+class ValueSnapshot:
     """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line.
 
     inline: the frame of what is in line, made once for all receivers; tree: who pulls from whom, None where all pull
@@ -76,7 +76,7 @@ class Sending:
 
     to: str
     stream: bytes
-    snapshot: Snapshot
+    snapshot: ValueSnapshot
     options: CollectiveGroupOptions | None
     what: str
     begun: float
@@ -108,11 +108,11 @@ class Contact:
     waits: bool = True
 
 
-Transmit = Callable[[str, Post, Snapshot], None]
+Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
 """Sends a post to a receiver that is known."""
 
 
-class Outgoing:
+class OutgoingMessages:
     """worker: this end's name. transmit, later: the engine's."""
 
     def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
@@ -174,7 +174,7 @@ class Outgoing:
         snapshot = sending.snapshot
         tree = snapshot.tree
         relay, passes_on = (None, False) if tree is None else tree.place(peer, theirs, endpoint)
-        post = Post(
+        post = PostMessage(
             stream=sending.stream,
             number=sending.number,
             source=self._worker,
@@ -193,7 +193,7 @@ class Outgoing:
         )
         self._transmit(peer, post, snapshot)
 
-    def answered(self, peer: str, answer: Held | Settled | Done | Refused) -> None:
+    def answered(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
         """Of a message whose time is over, or that another life of this worker sent, nothing is to be done."""
         sending = self._found(peer, answer.stream, answer.number)
         if sending is None:
@@ -207,12 +207,12 @@ class Outgoing:
                     self._later(SETTLE_S, lambda: self._settle(sending))
             case Settled():
                 self._settle(sending)
-            case Done():
+            case MessageReceived():
                 contact = self.contact(peer, answer.stream, sending.options)
                 contact.proven = True
                 self._drop(sending)
                 self._settle(sending)
-            case Refused():
+            case RefusedMessage():
                 self._drop(sending)
                 self._refused(sending, error_of(answer))
 

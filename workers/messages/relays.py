@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from dataplane.host import split_address
+from dataplane.core.addresses import split_address
 from workers.errors import MessageBacklogError
 from workers.messages.backlog import Backlog
-from workers.messages.wire import Absent, Data, Post, Relay, Want
-from workers.values import Bytes
+from workers.messages.pickling import Bytes
+from workers.messages.wire import Absent, Data, PostMessage, Relay, WantMessage
 
 RECEIVERS_FROM = 8
 """A broadcast to fewer is sent to each by the source."""
@@ -62,7 +62,7 @@ class _Kept:
     memory: Bytes
     used: float
     came: dict[int, int] = field(default_factory=dict)
-    waiting: dict[int, list[tuple[bytes, Want]]] = field(default_factory=dict)
+    waiting: dict[int, list[tuple[bytes, WantMessage]]] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -81,15 +81,15 @@ class Relays:
         self._later = later
         self._kept: dict[Key, _Kept] = {}
         self._latest: dict[str, tuple[int, int]] = {}
-        self._early: dict[Key, list[tuple[bytes, Want]]] = {}
+        self._early: dict[Key, list[tuple[bytes, WantMessage]]] = {}
 
-    def arrived(self, post: Post) -> list[tuple[bytes, Want]]:
+    def arrived(self, post: PostMessage) -> list[tuple[bytes, WantMessage]]:
         """A message whose values may be passed on is here: what was asked for of them before."""
         latest = post.incarnation, post.serial
         self._latest[post.source] = max(latest, self._latest.get(post.source, latest))
         return self._early.pop(_key(post), [])
 
-    def is_early(self, route: bytes, want: Want) -> bool:
+    def is_early(self, route: bytes, want: WantMessage) -> bool:
         """Whether its message may still come: the request then waits, for `RELAY_S`."""
         if (want.incarnation, want.serial) <= self._latest.get(want.source, (-1, -1)):
             return False
@@ -103,7 +103,7 @@ class Relays:
         for route, want in self._early.pop(key, []):
             self.refuse(route, want)
 
-    def begin(self, post: Post, memory: Bytes) -> bool:
+    def begin(self, post: PostMessage, memory: Bytes) -> bool:
         """The values of `post` are about to come into `memory`: whether they are passed on, and so must stay as they
         come."""
         if not post.passes_on:
@@ -117,7 +117,7 @@ class Relays:
         self._later(KEEP_S, partial(self._look_after, _key(post)))
         return True
 
-    def came(self, post: Post, start: int, nbytes: int) -> None:
+    def came(self, post: PostMessage, start: int, nbytes: int) -> None:
         """A part of them is there."""
         kept = self._kept.get(_key(post))
         if kept is not None:
@@ -126,7 +126,7 @@ class Relays:
             for route, want in kept.waiting.pop(start, ()):
                 self._serve(kept, route, want)
 
-    def asked(self, route: bytes, want: Want) -> bool:
+    def asked(self, route: bytes, want: WantMessage) -> bool:
         """Answer, now or once it has come; False for what is not passed on here."""
         kept = self._kept.get(_key(want))
         if kept is None:
@@ -138,7 +138,7 @@ class Relays:
             kept.waiting.setdefault(want.start, []).append((route, want))
         return True
 
-    def _serve(self, kept: _Kept, route: bytes, want: Want) -> None:
+    def _serve(self, kept: _Kept, route: bytes, want: WantMessage) -> None:
         if kept.came.get(want.start) != want.nbytes:
             self.refuse(route, want)
             return
@@ -152,7 +152,7 @@ class Relays:
         )
         self._reply(route, data, kept.memory[want.start : want.start + want.nbytes])
 
-    def refuse(self, route: bytes, want: Want) -> None:
+    def refuse(self, route: bytes, want: WantMessage) -> None:
         """Whoever asked is to turn to the source."""
         self._reply(route, Absent(stream=want.stream, number=want.number, source=want.source), None)
 
@@ -164,7 +164,7 @@ class Relays:
             for route, want in [each for waiting in kept.waiting.values() for each in waiting]:
                 self.refuse(route, want)
 
-    def interrupted(self, post: Post) -> None:
+    def interrupted(self, post: PostMessage) -> None:
         """No more of it comes."""
         kept = self._kept.get(_key(post))
         if kept is not None and not kept.whole:
@@ -186,6 +186,6 @@ class Relays:
             self._later(left_s if left_s > 0 else KEEP_S, partial(self._look_after, key))
 
 
-def _key(message: Post | Want) -> Key:
+def _key(message: PostMessage | WantMessage) -> Key:
     """Tells the values of one broadcast from any others."""
     return message.source, message.incarnation, message.serial

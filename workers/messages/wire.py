@@ -27,10 +27,11 @@ from typing import Annotated, Any
 import msgspec
 
 from dataplane.errors import DataPlaneError
-from workers import decoding, errors
-from workers.decoding import reader
+from workers import errors
+from workers.directory import decoding
+from workers.directory.decoding import reader
 from workers.messages.options import CollectiveGroupOptions
-from workers.values import Segment
+from workers.messages.pickling import Segment
 
 
 class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
@@ -84,7 +85,7 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
     depth: Annotated[int, msgspec.Meta(gt=0)]
 
 
-class Post(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A message of `nbytes`. slab None: they are in the last frame.
 
     stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
@@ -137,12 +138,12 @@ class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class MessageReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stream: bytes
     number: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RefusedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The message was dropped. error, facts: the name of one of this package's errors and its keywords."""
 
     stream: bytes
@@ -170,13 +171,13 @@ class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     start: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ForgetMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """These slabs are used no more: give their mappings back."""
 
     inodes: tuple[int, ...]
 
 
-class Want(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class WantMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """To a receiver that passes on. source, incarnation, serial: whose values; stream, number: of the message they are
     for, at the one that asks; asker, receiver: the incarnations of the one that asks and the one that is asked."""
 
@@ -199,8 +200,8 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-Request = Post | Data | Forget | Want
-Answer = Held | Settled | Done | Refused | Pull | Data | Absent
+Request = PostMessage | Data | ForgetMessage | WantMessage
+Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: Callable[[Any], Request] = reader(Request)
@@ -221,10 +222,10 @@ def decode_answer(data: Any) -> Answer:
     return _answers(data)
 
 
-def refused(post: Post, error: DataPlaneError) -> Refused:
-    return Refused(stream=post.stream, number=post.number, error=type(error).__name__, facts=error.facts)
+def refused(post: PostMessage, error: DataPlaneError) -> RefusedMessage:
+    return RefusedMessage(stream=post.stream, number=post.number, error=type(error).__name__, facts=error.facts)
 
 
-def error_of(answer: Refused) -> DataPlaneError:
+def error_of(answer: RefusedMessage) -> DataPlaneError:
     """The error that `refused` was made of."""
     return decoding.error_of(errors, answer.error, answer.facts)

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from workers.channel import DEFAULT_KEY as DEFAULT_KEY
-from workers.channel import Channel as Channel
+from workers.channels import DEFAULT_KEY as DEFAULT_KEY
+from workers.channels import Channel as Channel

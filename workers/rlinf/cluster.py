@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.channel.settings import NODES_VARIABLE
-from workers.ports import HIGHEST, PortKeeper
-from workers.resources import Cluster as PlainCluster
+from workers.channels.settings import NODES_VARIABLE
+from workers.groups.cluster import Cluster as PlainCluster
+from workers.placement.ports import HIGHEST, PortKeeper
 
 EXTENSION_VARIABLE = "RLINF_EXT_MODULE"
 UNSUPPORTED = ("node_groups",)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
+from workers.groups.routed import AsyncRouteWork as AsyncRouteWork
 from workers.messages import AsyncWork as AsyncWork
 from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
-from workers.routed import AsyncRouteWork as AsyncRouteWork

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workers.resources import Cluster
+from workers.groups.cluster import Cluster
+from workers.placement.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
+from workers.placement.strategies import NodePlacementStrategy as NodePlacementStrategy
+from workers.placement.strategies import PackedPlacementStrategy as PlainPackedPlacementStrategy
+from workers.placement.strategies import PlacementStrategy as PlacementStrategy
+from workers.placement.strategies import WorkerPlacement as WorkerPlacement
 from workers.rlinf.cluster import parse_rank_config
-from workers.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
-from workers.strategies import NodePlacementStrategy as NodePlacementStrategy
-from workers.strategies import PackedPlacementStrategy as PlainPackedPlacementStrategy
-from workers.strategies import Placement as Placement
-from workers.strategies import PlacementStrategy as PlacementStrategy
 
 WHOLE = ("cluster", "node")
 """Node groups that RLinf has without a configuration: all nodes with, or without, their accelerators."""

@@ -18,13 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import DataPlaneError
-from workers.service.asking import forget_units, leaving_nodes, living_nodes, unit_actors
+from workers.service.actors import ASK_AGAIN_S, StorageUnitActor, started_again
 from workers.service.nodes import RayNode, missing, next_unit, taker
-from workers.service.parts import ASK_AGAIN_S, StorageUnitActor, started_again
-from workers.service.views import (
+from workers.service.plan import (
     STOP_TIMEOUT_S,
-    Plan,
     ServiceNode,
+    ServicePlan,
     ServiceStartError,
     ServiceUnit,
     State,
@@ -32,6 +31,7 @@ from workers.service.views import (
     unit_actor_name,
     units_namespace,
 )
+from workers.service.queries import forget_units, leaving_nodes, living_nodes, unit_actors
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class SupervisorActor:
     finds them by their names.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ServicePlan) -> None:
         self._plan = plan
         self._takes = taker(plan.nodes)
         self._alive: dict[str, RayNode] = {}

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 
 from dataplane.cli.checks.finding import Finding, careful
-from dataplane.cli.text import counted, readable
+from dataplane.cli.formatting import counted, readable
 from dataplane.config import MIB
-from dataplane.folder import leave, own_directory, own_path
-from dataplane.host import boot_id, reachable_host
-from dataplane.memory import MEMORY_FILE_SYSTEMS, cgroup_rooms
-from dataplane.ports import require_free_port
+from dataplane.core.addresses import boot_id, reachable_host
+from dataplane.core.memory_limits import MEMORY_FILE_SYSTEMS, cgroup_rooms
+from dataplane.core.ports import require_free_port
+from dataplane.core.private_dir import leave, own_directory, own_path
 
 ENOUGH_BYTES = 256 * MIB
 """Less shared memory or less free memory than this is of little use."""
@@ -51,8 +51,8 @@ def _system() -> Iterator[Finding]:
 
 
 def _shared_memory(arena_dir: str) -> Iterator[Finding]:
-    from dataplane.arena import default_capacity
-    from dataplane.lockfile import file_system
+    from dataplane.core.file_locks import file_system
+    from dataplane.storage.arena import default_capacity
 
     held = os.statvfs(arena_dir)
     total, free = held.f_blocks * held.f_frsize, held.f_bavail * held.f_frsize
@@ -95,7 +95,7 @@ def _directory(arena_dir: str) -> Iterator[Finding]:
 
 def _arenas(arena_dir: str) -> Iterator[Finding]:
     """What units that were killed have left there."""
-    from dataplane.arena import leftovers
+    from dataplane.storage.arena import leftovers
 
     folder = own_path(arena_dir)
     left = leftovers(folder) if folder.is_dir() else []

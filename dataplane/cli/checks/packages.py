@@ -97,7 +97,7 @@ def _protobuf() -> Iterator[Finding]:
     from google.protobuf import __version__
     from google.protobuf.internal import api_implementation
 
-    from dataplane.pb import bulk_pb2, control_pb2
+    from dataplane.protocol.pb import bulk_pb2, control_pb2
 
     for made in (bulk_pb2, control_pb2):
         assert made.DESCRIPTOR.message_types_by_name
@@ -107,9 +107,9 @@ def _protobuf() -> Iterator[Finding]:
 
 
 def _grpc() -> Iterator[Finding]:
-    from dataplane.control.grpc_import import import_grpc_door
+    from dataplane.protocol.grpc_loader import import_with_grpc
 
-    door = import_grpc_door()
+    door = import_with_grpc("dataplane.controller.grpc_server").GrpcServer
     yield Finding(what="gRPC", found=f"{importlib.metadata.version('grpcio')}, {door.__name__} loads")
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dataplane.cli.checks.finding import Finding, careful
-from dataplane.cli.own import own_service
-from dataplane.cli.text import counted, readable
+from dataplane.cli.formatting import counted, readable
+from dataplane.cli.local_service import own_service
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.host import boot_id, split_address
+from dataplane.core.addresses import boot_id, split_address
 
 if TYPE_CHECKING:
     from dataplane import DataPlaneClient

@@ -12,19 +12,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from dataplane.client.operations.sample_names import tags_of
+from dataplane.client.operations.steps import Operation, Send
+from dataplane.client.session_state import SessionState
 from dataplane.compat.nemo_rl.meta import KVBatchMeta, framework_type
 from dataplane.compat.transfer_queue import fetching, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
 from dataplane.compat.transfer_queue.tags import tag_columns
-from dataplane.desk import Desk
-from dataplane.durations import seconds
+from dataplane.core.durations import seconds
+from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.errors import PartitionNotFoundError, SampleNotFoundError, TaskNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.samples import tags_of
-from dataplane.schema import INPUT_LENGTHS
-from dataplane.steps import Operation, Send
 
 SCALARS = frozenset({"input_lengths", "sample_mask", "total_reward"})
 """The fields that NeMo-RL reads as one scalar per sample (`PROMOTE_1D_FIELDS` of its `data_plane.schema`)."""
@@ -177,11 +177,13 @@ class DataPlaneClient:
 # --- operations
 
 
-def _register(desk: Desk, partition: str, fields: Sequence[str], tasks: Sequence[str]) -> Operation[None]:
-    yield mine.extend(desk, partition, tasks=tasks)
+def _register(
+    session_state: SessionState, partition: str, fields: Sequence[str], tasks: Sequence[str]
+) -> Operation[None]:
+    yield mine.extend(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps makes its task, as before the registration.
-        yield from mine.put(desk, [_registration(partition)], mine.ADAPTER, None)
+        yield from mine.put(session_state, [_registration(partition)], mine.ADAPTER, None)
 
 
 def _registration(partition: str) -> str:
@@ -189,28 +191,32 @@ def _registration(partition: str) -> str:
     return f"tasks of {partition}"
 
 
-def _check_task(desk: Desk, partition: str, task: str) -> Operation[None]:
+def _check_task(session_state: SessionState, partition: str, task: str) -> Operation[None]:
     """`TaskNotFoundError` if tasks were registered for the partition, and it does not have this one."""
     try:
         tasks = (yield Send(c.Describe(partition=partition))).result.tasks
         if task not in tasks:
-            yield from mine.listed(desk, mine.ADAPTER, c.Samples(ids=(_registration(partition),)))
+            yield from mine.listed(session_state, mine.ADAPTER, c.Samples(ids=(_registration(partition),)))
             raise TaskNotFoundError(partition=partition, task=task, known=tasks)
     except (PartitionNotFoundError, SampleNotFoundError):
         return
 
 
 def _claim(
-    desk: Desk, asked: fetching.Asked, blocking: bool, timeout_s: float
+    session_state: SessionState, asked: fetching.Asked, blocking: bool, timeout_s: float
 ) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
-    found: c.Claimed | None = yield from fetching.claim_in_order(desk, asked, polling=not blocking, wait_s=timeout_s)
+    found: c.Claimed | None = yield from fetching.claim_in_order(
+        session_state, asked, polling=not blocking, wait_s=timeout_s
+    )
     if found is None:
         return [], []
     return list(found.ids), [dict(tag) for tag in tags_of(found.tags, len(found.ids))]
 
 
-def _get(desk: Desk, ids: Sequence[str], partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
-    data: TensorDict = yield from reads.get_keys(desk, ids, partition, fields, True)
+def _get(
+    session_state: SessionState, ids: Sequence[str], partition: str, fields: Sequence[str]
+) -> Operation[TensorDict]:
+    data: TensorDict = yield from reads.get_keys(session_state, ids, partition, fields, True)
     values = {name: _as_read(str(name), value) for name, value in data.items()}
     made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
     return made

@@ -14,7 +14,7 @@ from typing import Any
 from dataplane.compat.transfer_queue import fetching
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.session import get_client
-from dataplane.folder import MODE, private
+from dataplane.core.private_dir import MODE, private
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from dataplane import operations as ops
-from dataplane import reading
+from dataplane.client.operations import get
+from dataplane.client.operations import put as ops
+from dataplane.client.operations.steps import Operation
+from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, fetching, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.columns import Parser
@@ -20,12 +22,10 @@ from dataplane.compat.transfer_queue.defaults import warn_once
 from dataplane.compat.transfer_queue.errors import RefusedCallError
 from dataplane.compat.transfer_queue.halves import AwaitedHalves, Halves
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.performing import Performer
+from dataplane.compat.transfer_queue.performer import Performer
 from dataplane.compat.transfer_queue.samplers import BaseSampler
 from dataplane.compat.transfer_queue.settings import attach_config, sampling_of
-from dataplane.desk import Desk
-from dataplane.errors import NotThereError, SampleExistsError
-from dataplane.steps import Operation
+from dataplane.errors import NotFoundError, SampleExistsError
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
 
     def _get_meta(
         self,
-        desk: Desk,
+        session_state: SessionState,
         data_fields: Sequence[str],
         batch_size: int,
         partition: str,
@@ -164,16 +164,16 @@ class AsyncTransferQueueClient(AwaitedHalves):
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
             raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
         if mode == "insert":
-            return (yield from mine.insert(desk, batch_size, partition, coming=list(data_fields)))
+            return (yield from mine.insert(session_state, batch_size, partition, coming=list(data_fields)))
         if mode == "force_fetch":
-            return (yield from mine.whole_partition(desk, partition, list(data_fields)))
+            return (yield from mine.whole_partition(session_state, partition, list(data_fields)))
         if mode != "fetch":
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
             raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
         if batch_size is None or batch_size < 1:
             raise RefusedCallError(f"batch_size={batch_size}: ask for at least one sample")
-        kept = yield from self.settled(desk, None)
+        kept = yield from self.settled(session_state, None)
         asked = fetching.Asked(
             partition=partition,
             task=task,
@@ -181,7 +181,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
             batch_size=batch_size,
             config={"task_name": task, "partition_id": partition, **(config or {})},
         )
-        return (yield from fetching.fetch(desk, asked, self._sampling(kept)))
+        return (yield from fetching.fetch(session_state, asked, self._sampling(kept)))
 
     def _sampling(self, kept: Mapping[str, Any] | None) -> fetching.Sampling:
         return sampling_of(kept, self._own_sampler)
@@ -191,24 +191,26 @@ class AsyncTransferQueueClient(AwaitedHalves):
         """Whether a read by key of what is not there is an error; the service keeps it, with its other settings."""
         return bool((self._kept or {}).get("strict_reads"))
 
-    def settled(self, desk: Desk, wished: Mapping[str, Any] | None) -> Operation[dict[str, Any] | None]:
+    def settled(
+        self, session_state: SessionState, wished: Mapping[str, Any] | None
+    ) -> Operation[dict[str, Any] | None]:
         """The settings that the service keeps; `wished` are kept if it has none yet."""
         if self._kept is None and wished is not None:
             try:
-                yield from mine.put(desk, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, mode="create")
+                yield from mine.put(session_state, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, mode="create")
             except SampleExistsError:
                 log.info("the service has settings already; those passed to init() are not looked at")
         if self._kept is None:
             try:
-                found = yield from reading.get(desk, [CONFIG], mine.ADAPTER, [CONFIG], True)
+                found = yield from get.get(session_state, [CONFIG], mine.ADAPTER, [CONFIG], True)
                 self._kept = found[CONFIG][0]
-            except NotThereError:
+            except NotFoundError:
                 return None
         return self._kept
 
     def _put(
         self,
-        desk: Desk,
+        session_state: SessionState,
         data: TensorDict,
         metadata: BatchMeta | None,
         partition: str | None,
@@ -217,28 +219,32 @@ class AsyncTransferQueueClient(AwaitedHalves):
         if metadata is None:
             if partition is None:
                 raise ValueError("put: name the partition_id of new samples, or pass the metadata of old ones")
-            metadata = yield from mine.insert(desk, int(data.batch_size[0]), partition, _parsed(data, parse))
+            metadata = yield from mine.insert(session_state, int(data.batch_size[0]), partition, _parsed(data, parse))
         elif not metadata:
             raise ValueError("put: the metadata is empty, it names no samples")
         else:
-            yield from mine.put_batch(desk, metadata, _parsed(data, parse))
+            yield from mine.put_batch(session_state, metadata, _parsed(data, parse))
         return metadata.add_fields(data)
 
-    def _get_data(self, desk: Desk, metadata: BatchMeta) -> Operation[TensorDict]:
+    def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
         if not metadata or not metadata.field_names:
             log.warning("get_data: the meta has no samples or no fields; there is nothing to read")
             return TensorDict({}, batch_size=0)
-        return (yield from reads.get_batch(desk, metadata))
+        return (yield from reads.get_batch(session_state, metadata))
 
-    def _clear_partition(self, desk: Desk, partition: str) -> Operation[None]:
-        yield from ops.clear(desk, None, partition)
-        yield from fetching.forget_draws(desk, partition)
+    def _clear_partition(self, session_state: SessionState, partition: str) -> Operation[None]:
+        yield from ops.clear(session_state, None, partition)
+        yield from fetching.forget_draws(session_state, partition)
         if self._own_sampler is not None:
             self._own_sampler.clear_cache(partition)
 
-    def _consumption(self, desk: Desk, task: str, partition: str) -> Operation[tuple[Tensor | None, Tensor | None]]:
-        kept = yield from self.settled(desk, None)
-        return (yield from mine.consumption(desk, task, partition, 1 if kept is None else int(kept["expected"])))
+    def _consumption(
+        self, session_state: SessionState, task: str, partition: str
+    ) -> Operation[tuple[Tensor | None, Tensor | None]]:
+        kept = yield from self.settled(session_state, None)
+        return (
+            yield from mine.consumption(session_state, task, partition, 1 if kept is None else int(kept["expected"]))
+        )
 
 
 class TransferQueueClient(Halves, AsyncTransferQueueClient):

@@ -16,11 +16,11 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from dataplane.core.schema import field_of, variants_of
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.jagged import TORCH_DTYPES, jagged_from_values
 from dataplane.errors import UNDECLARED, SchemaError
-from dataplane.jagged import TORCH_DTYPES, jagged_from_values
 from dataplane.ledger import commands as c
-from dataplane.schema import field_of, variants_of
-from dataplane.types import FieldKind, FieldSpec
 
 log = logging.getLogger(__name__)
 

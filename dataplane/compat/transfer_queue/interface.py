@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from dataplane.client.operations.steps import Operation
+from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, reads
 from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.client import _key_list
 from dataplane.compat.transfer_queue.columns import Parser
 from dataplane.compat.transfer_queue.keyed import KVBatchMeta
 from dataplane.compat.transfer_queue.session import current_client
-from dataplane.desk import Desk
-from dataplane.steps import Operation
 
 Fields: TypeAlias = "TensorDict | Mapping[str, Any]"
 Tag: TypeAlias = Mapping[str, Any]
@@ -132,7 +132,7 @@ async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
 
 
 def _put(
-    desk: Desk,
+    session_state: SessionState,
     keys: Sequence[str],
     partition: str,
     fields: Fields | None,
@@ -141,7 +141,7 @@ def _put(
 ) -> Operation[KVBatchMeta]:
     given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
     keys = list(keys)
-    now, names = yield from mine.put_keys(desk, keys, partition, given, tags)
+    now, names = yield from mine.put_keys(session_state, keys, partition, given, tags)
     meta = KVBatchMeta(partition_id=partition, fields=names)
     meta.keys, meta.tags = keys, now  # which nobody else has, so that they need not be copied
     return meta

@@ -9,78 +9,84 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from dataplane import reading
+from dataplane.client.operations import get
+from dataplane.client.operations.sample_names import Names, ids_of
+from dataplane.client.operations.steps import Operation, Send
+from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.operations import living, named
-from dataplane.desk import Desk
 from dataplane.errors import FieldNotFoundError, FieldNotProducedError, PartitionNotFoundError, first_few
 from dataplane.ledger import commands as c
-from dataplane.samples import Names, ids_of
-from dataplane.steps import Operation, Send
 
 log = logging.getLogger(__name__)
 
 
 def get_keys(
-    desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None, strict: bool
+    session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None, strict: bool
 ) -> Operation[TensorDict]:
     """The fields (None: all that all of them have) of these keys, one that comes twice twice. Keys that are not there
     and fields that only some of the keys have are left out; strict: they are an error."""
     distinct = list(dict.fromkeys(keys))
     if strict:
-        found, data = distinct, (yield from _all(desk, distinct, partition, fields))
+        found, data = distinct, (yield from _all(session_state, distinct, partition, fields))
     else:
-        found, data = yield from _present(desk, distinct, partition, fields)
+        found, data = yield from _present(session_state, distinct, partition, fields)
     if not data.keys() or len(distinct) == len(keys):
         return data
     there = set(found)
     return _repeated(data, found, [key for key in keys if key in there])
 
 
-def _all(desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None) -> Operation[TensorDict]:
+def _all(
+    session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
+) -> Operation[TensorDict]:
     if fields is None:
         listed = yield Send(c.List(partition=partition, samples=c.Samples(ids=tuple(keys))))
         fields = listed.result.fields
         if not fields:
             raise _no_fields(partition, keys)
-    return (yield from _strictly(desk, keys, partition, list(fields)))
+    return (yield from _strictly(session_state, keys, partition, list(fields)))
 
 
-def _strictly(desk: Desk, names: Names, partition: str, fields: Sequence[str]) -> Operation[TensorDict]:
-    """Exactly these fields of these samples. `NotThereError` names what is missing."""
+def _strictly(
+    session_state: SessionState, names: Names, partition: str, fields: Sequence[str]
+) -> Operation[TensorDict]:
+    """Exactly these fields of these samples. `NotFoundError` names what is missing."""
     try:
-        data: TensorDict = yield from reading.get(desk, names, partition, fields, True)
+        data: TensorDict = yield from get.get(session_state, names, partition, fields, True)
     except (FieldNotFoundError, FieldNotProducedError):
-        places, data = yield from reading.get_present(desk, names, partition, fields)  # some rows may be variants
+        places, data = yield from get.get_present(session_state, names, partition, fields)  # some rows may be variants
         if len(places) < len(ids_of(names)) or any(name not in data for name in fields):
             raise
     return columns.from_columns(data)
 
 
 def _present(
-    desk: Desk, keys: Sequence[str], partition: str, fields: Sequence[str] | None
+    session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[tuple[list[str], TensorDict]]:
     """The keys that are there, and what they have."""
     try:
-        wanted = list(dict.fromkeys((yield from living(desk, keys, partition)).fields if fields is None else fields))
+        wanted = list(
+            dict.fromkeys((yield from living(session_state, keys, partition)).fields if fields is None else fields)
+        )
         if wanted:
-            places, read = yield from reading.get_present(desk, keys, partition, wanted)
+            places, read = yield from get.get_present(session_state, keys, partition, wanted)
             found, data = [keys[place] for place in places], columns.from_columns(read)
         else:
-            found, data = list((yield from living(desk, keys, partition)).ids), _nothing()
+            found, data = list((yield from living(session_state, keys, partition)).ids), _nothing()
     except PartitionNotFoundError:
         found, data = [], _nothing()
     if not found:
         raise StorageKeyNotFoundError(f"the keys {first_few(keys)}, or partition {partition!r}, were not found")
     if len(found) < len(keys):
-        _left_out(desk, "keys", partition, set(keys).difference(found))
+        _left_out(session_state, "keys", partition, set(keys).difference(found))
     if len(data.keys()) < len(wanted):
-        _left_out(desk, "fields", partition, [name for name in wanted if name not in data])
+        _left_out(session_state, "fields", partition, [name for name in wanted if name not in data])
     if data.keys():
         return found, data
-    if not (yield from living(desk, found, partition)).fields:
+    if not (yield from living(session_state, found, partition)).fields:
         raise _no_fields(partition, keys)
     return found, _nothing()
 
@@ -96,9 +102,9 @@ def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
     )
 
 
-def _left_out(desk: Desk, what: str, partition: str, names: Iterable[str]) -> None:
+def _left_out(session_state: SessionState, what: str, partition: str, names: Iterable[str]) -> None:
     """Say so once for each name."""
-    new = desk.warned.first(f"read {what}", partition, names)
+    new = session_state.warned.first(f"read {what}", partition, names)
     if new:
         log.warning(
             "partition %r: a read leaves out the %s %s, which are not there for all that it names (with "
@@ -109,22 +115,22 @@ def _left_out(desk: Desk, what: str, partition: str, names: Iterable[str]) -> No
         )
 
 
-def get_batch(desk: Desk, meta: BatchMeta) -> Operation[TensorDict]:
+def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorDict]:
     """The fields of the samples of a meta, of one that is in it twice twice."""
     samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
     distinct = list(dict.fromkeys(samples))
     if len(distinct) < meta.size:
         first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
-        data = yield from get_batch(desk, meta.select_samples([first[sample] for sample in distinct]))
+        data = yield from get_batch(session_state, meta.select_samples([first[sample] for sample in distinct]))
         return _repeated(data, distinct, samples)
-    parts = yield from named(desk, meta)
+    parts = yield from named(session_state, meta)
     fields = meta.field_names
     if len(parts) == 1:
         names = parts[0][1]
-        return (yield from _strictly(desk, names, names.partition_id, fields))
+        return (yield from _strictly(session_state, names, names.partition_id, fields))
     rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
     for places, names in parts:
-        found = yield from _strictly(desk, names, names.partition_id, fields)
+        found = yield from _strictly(session_state, names, names.partition_id, fields)
         for name in fields:
             for place, row in zip(places, columns.rows_of(found.get(name)), strict=True):
                 rows[name][place] = row

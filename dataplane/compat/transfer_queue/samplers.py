@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataplane.packing.balance import deal
+from dataplane.data.packing.balance import deal
 
 Lengths = Callable[[Sequence[int]], Sequence[int]]
 """The length of each of these samples."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dataplane.compat.rendezvous import Meeting, known
+from dataplane.compat.discovery import Meeting, known
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
 from dataplane.compat.transfer_queue.samplers import BaseSampler
 from dataplane.compat.transfer_queue.settings import Settings, kept_of, sampler_of
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
-from dataplane.server import serve
+from dataplane.service import serve
 
 log = logging.getLogger(__name__)
 

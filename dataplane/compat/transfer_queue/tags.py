@@ -6,10 +6,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from dataplane import samples
+from dataplane.client.operations import sample_names
+from dataplane.data.object_codec import decode_object, encode_object
 from dataplane.errors import InternalError, UnsupportedValueError
 from dataplane.ledger import commands as c
-from dataplane.objects import decode_object, encode_object
 
 ENCODED = "\x1fobject:"
 """A tag that begins so is a value's bytes, in base 64."""
@@ -18,14 +18,14 @@ ENCODED = "\x1fobject:"
 def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
     """The tags of `count` samples as the service keeps them; None in place of a mapping is an empty one.
     `UnsupportedValueError` for values that no object column carries."""
-    return samples.tag_columns(None if tags is None else [mine or {} for mine in tags], count, _stored)
+    return sample_names.tag_columns(None if tags is None else [mine or {} for mine in tags], count, _stored)
 
 
 def _stored(name: str, row: int, value: Any) -> Any:
     if type(value) is str and not value.startswith(ENCODED):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
-        return samples.scalar(name, row, value.item())  # a scalar of numpy's or torch's
+        return sample_names.scalar(name, row, value.item())  # a scalar of numpy's or torch's
     try:
         encoded = encode_object(value, field=f"tag {name}")
     except UnsupportedValueError as error:
@@ -36,7 +36,7 @@ def _stored(name: str, row: int, value: Any) -> Any:
 
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
     """One dict per sample, with the values that were put."""
-    tags: list[dict[str, Any]] = samples.tags_of(columns, count)
+    tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
     for column in columns:
         if any(map(_is_encoded, set(column.values))):
             for mine in tags:

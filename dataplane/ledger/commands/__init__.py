@@ -5,9 +5,9 @@ and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`
 `SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Compacted`, `RowsChecked`, `Restarted`, `Tick`). Outputs are answers
 (`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and words for the log (`Notice`).
 
-Samples are named by ids or by row handles (row, birth), never both. Arrays are one-dimensional numpy arrays, aligned
-with the samples unless said otherwise: rows and births int64, lengths int64, offsets int64 (bytes from the start of
-the arena), units int32, checksums uint32.
+Samples are named by ids or by row handles (row, generation), never both. Arrays are one-dimensional numpy arrays,
+aligned with the samples unless said otherwise: rows and generations int64, lengths int64, offsets int64 (bytes from the
+start of the arena), units int32, checksums uint32.
 """
 
 from dataplane.ledger.commands.inputs import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataplane.core.types import Checksums
 from dataplane.ledger.commands.parts import Int64s, Value
 from dataplane.ledger.commands.requests import Command
-from dataplane.types import Checksums
 
 
 class Input(Value, frozen=True, kw_only=True):
@@ -147,14 +147,14 @@ class Compacted(Input, frozen=True, kw_only=True):
 
 class RowsChecked(Input, frozen=True, kw_only=True):
     """Of the rows of one `CheckRows`, up to row `last` of a field, those whose bytes were not those of their checksum:
-    row, birth and where in the arena."""
+    row, generation and where in the arena."""
 
     unit: int
     partition: str
     field: str
     last: int
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     offsets: Int64s
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import enum
 
+from dataplane.core.types import FieldSpec, Scalar
 from dataplane.ledger.commands.parts import Int64s, Samples, Value
 from dataplane.ledger.commands.requests import Command
 from dataplane.ledger.commands.results import Result
-from dataplane.types import FieldSpec, Scalar
 
 
 class Inspect(Command, frozen=True, kw_only=True):
@@ -29,13 +29,13 @@ class TaskMatrix(Value, frozen=True, kw_only=True):
 class Matrix(Result, frozen=True, kw_only=True):
     """The live samples of a partition in equal parts, oldest first. `samples` counts those in each part, `examined`
     those that were looked at: all, or where there are very many some of each part, evenly spread. `produced` counts
-    how many of them have each field. `first_birth`, `last_birth`: the birth numbers of the oldest and the youngest (0:
-    none lives)."""
+    how many of them have each field. `first_generation`, `last_generation`: the generation numbers of the oldest and
+    the youngest (0: none lives)."""
 
     partition: str
     live: int
-    first_birth: int
-    last_birth: int
+    first_generation: int
+    last_generation: int
     samples: Int64s
     examined: Int64s
     produced: dict[str, Int64s]
@@ -90,7 +90,7 @@ class Shown(Result, frozen=True, kw_only=True):
     partition: str
     sample: str
     row: int
-    birth: int
+    generation: int
     since: float
     now: float
     cells: tuple[ShownCell, ...]

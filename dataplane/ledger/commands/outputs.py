@@ -93,7 +93,7 @@ class CheckRows(Output, frozen=True, kw_only=True):
     partition: str
     field: str
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     offsets: Int64s
     sizes: Int64s
     checksums: UInt32s

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import re
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.types import FieldSpec, Scalar
+from dataplane.core.types import FieldSpec, Scalar
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -17,6 +18,11 @@ UInt32s = npt.NDArray[np.uint32]
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Base of all inputs and outputs."""
+
+    @classmethod
+    def operation(cls) -> str:
+        """Its name in events and metrics: "set_version" for `SetVersion`."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class Mode(enum.StrEnum):
@@ -49,7 +55,7 @@ class WhenFull(enum.StrEnum):
 
 
 class Order(enum.StrEnum):
-    """Which claimable samples a claim takes first, by birth."""
+    """Which claimable samples a claim takes first, by generation."""
 
     OLDEST = "oldest"
     FRESHEST = "freshest"
@@ -63,11 +69,11 @@ class Partial(enum.StrEnum):
 
 
 class Samples(Value, frozen=True, kw_only=True):
-    """Names samples: `ids`, or the handles (`rows`, `births`)."""
+    """Names samples: `ids`, or the handles (`rows`, `generations`)."""
 
     ids: tuple[str, ...] | None = None
     rows: Int64s | None = None
-    births: Int64s | None = None
+    generations: Int64s | None = None
 
     def __len__(self) -> int:
         if self.ids is not None:
@@ -115,9 +121,9 @@ class CommitColumn(Value, frozen=True, kw_only=True):
     """One column of a commit. `lengths[k]` is the k-th value's length in units of `spec.unit_bytes`.
 
     `index[i]` is the value that sample i points at (None: sample i has value i); many samples may share one value.
-    `checksums[k]` is the k-th value's (see `dataplane.checksums`; None: they have none). `by_schema`: the writer took
-    the kind from what `Described` said of the field, not from the values; if the field's kind is open now, it would
-    have encoded them otherwise, and the commit is `StaleSchemaError`.
+    `checksums[k]` is the k-th value's (see `dataplane.core.checksums`; None: they have none). `by_schema`: the writer
+    took the kind from what `Described` said of the field, not from the values; if the field's kind is open now, it
+    would have encoded them otherwise, and the commit is `StaleSchemaError`.
     """
 
     name: str

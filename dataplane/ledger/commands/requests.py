@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.parts import (
     ColumnSizes,
     CommitColumn,
@@ -18,7 +19,6 @@ from dataplane.ledger.commands.parts import (
     Value,
     WhenFull,
 )
-from dataplane.types import FieldSpec
 
 
 class Command(Value, frozen=True, kw_only=True):
@@ -145,10 +145,10 @@ class Commit(Command, frozen=True, kw_only=True):
 class Locate(Command, frozen=True, kw_only=True):
     """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
 
-    With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, birth 0) are no
-    errors, and after the fields come those of their hidden columns (`schema.variants_of`) that have cells of the rows.
-    With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there may be
-    gone when the answer comes.
+    With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation 0) are
+    no errors, and after the fields come those of their hidden columns (`schema.variants_of`) that have cells of the
+    rows. With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there
+    may be gone when the answer comes.
     """
 
     partition: str
@@ -182,7 +182,7 @@ class Claim(Command, frozen=True, kw_only=True):
     With `dp_rank`, `dp_world` and `step`: `batch_size` is that of a whole step, whose selection the first rank to ask
     fixes; each rank is answered its share of it, once. Shares that nobody asked for are held for `lease_s`
     (`shares.HOLD_S`). `InvalidRequestError` for other terms than the step was fixed on and for a share had before,
-    `ShareTakenError` for one that went back and is another's now.
+    `ShareConflictError` for one that went back and is another's now.
 
     With `samples` (and `blocking=False`): exactly those, in that order, if all of them live, are unclaimed and have the
     fields, else none; sizes are not looked at. With `peek`, what it would get, and nothing is claimed.
@@ -409,7 +409,7 @@ class Move(Command, frozen=True, kw_only=True):
     field: str
     unit: int
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     index: Int64s
     offsets: Int64s
     lengths: Int64s

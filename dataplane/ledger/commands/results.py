@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.parts import (
     FieldLocations,
     Int64s,
@@ -13,7 +14,6 @@ from dataplane.ledger.commands.parts import (
     Value,
     WhenFull,
 )
-from dataplane.types import FieldSpec
 
 
 class Result(Value, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Committed(Result, frozen=True, kw_only=True):
     `fields` and `tags` are as in `Listed`, if they were asked for."""
 
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     evicted: tuple[str, ...] = ()
     born: int = 0
     overwritten_bytes: int = 0
@@ -78,7 +78,7 @@ class Committed(Result, frozen=True, kw_only=True):
 class Located(Result, frozen=True, kw_only=True):
     fields: tuple[FieldLocations, ...]
     rows: Int64s
-    births: Int64s
+    generations: Int64s
 
 
 class Claimed(Result, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Claimed(Result, frozen=True, kw_only=True):
 
     ids: tuple[str, ...]
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     fields: tuple[str, ...]
     tags: tuple[TagColumn, ...]
     dropped: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Listed(Result, frozen=True, kw_only=True):
 
     ids: tuple[str, ...]
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     fields: tuple[str, ...]
     tags: tuple[TagColumn, ...]
 
@@ -326,7 +326,7 @@ class FoundCells(Result, frozen=True, kw_only=True):
     field: str
     spec: FieldSpec
     rows: Int64s
-    births: Int64s
+    generations: Int64s
     index: Int64s
     offsets: Int64s
     lengths: Int64s

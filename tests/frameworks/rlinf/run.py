@@ -11,20 +11,20 @@ of what passes:
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from tests.frameworks.suites import Framework, main
+
+SUITES = ("worker", "channel", "comm", "comm_mapper", "auto_placement", "weight_syncer")
+"""Each file is a session of its own, as in RLinf's CI: a file's cluster is the whole process's. Files that test RLinf's
+internals alone (`test_cluster_config.py`, `test_placement.py`, `test_broadcast_sync.py`) are left out."""
 
 RLINF = Framework(
     name="rlinf",
     tests="tests/unit_tests",
-    suites={
-        "worker": ("test_worker.py",),
-        "channel": ("test_channel.py",),
-        "comm": ("test_comm.py", "test_broadcast_sync.py", "test_comm_mapper.py"),
-        "placement": ("test_placement.py", "test_auto_placement.py", "test_cluster_config.py"),
-        "weights": ("test_weight_syncer.py",),
-    },
+    suites={name: (f"test_{name}.py",) for name in SUITES},
     queues={"original": ("-m", "pytest"), "adapter": ("-m", "workers.rlinf", "-m", "pytest")},
+    python_path=(Path("tests/unit_tests"), Path(__file__).parent / "internals"),
 )
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import psutil
 from train import Batches, arguments, check, sampled, start, training
 
 from dataplane.config import DataPlaneConfig
-from dataplane.kept import discard
-from dataplane.unit import sweep_leftovers
+from dataplane.storage.arena_record import discard
+from dataplane.storage.unit import sweep_leftovers
 
 SAVE_EVERY = 2
 LIMIT_S = 900.0

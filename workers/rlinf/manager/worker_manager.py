@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.address import WorkerAddress as WorkerAddress
+from workers.directory.address import WorkerAddress as WorkerAddress
 from workers.rlinf.hardware import AcceleratorType
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from workers.address import WorkerAddress as WorkerAddress
 from workers.directory import DirectoryClient
+from workers.directory.address import WorkerAddress as WorkerAddress
+from workers.groups.worker import Worker as PlainWorker
 from workers.rlinf.cluster import load_user_extension_module
 from workers.rlinf.hardware import AcceleratorType
 from workers.rlinf.manager.worker_manager import WorkerInfo
-from workers.worker import Worker as PlainWorker
 
 
 class _Kind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.calls import GroupCall
-from workers.worker_group import WorkerGroup as WorkerGroup
+from workers.groups.calls import GroupCall
+from workers.groups.worker_group import WorkerGroup as WorkerGroup
 
 WorkerGroupFuncResult = GroupCall

@@ -1,0 +1,83 @@
+"""`tq checkpoint` and `tq restore`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import dataplane
+from dataplane.cli.completion import partitions as names
+from dataplane.cli.flags import Json, TargetFlags
+from dataplane.cli.formatting import counted, readable, shown
+from dataplane.cli.output import print_json
+from dataplane.errors import PartitionExistsError
+
+if TYPE_CHECKING:
+    from dataplane import CheckpointInfo, DataPlaneClient
+
+Places = Annotated[
+    list[str],
+    typer.Argument(metavar="[ADDRESS] PATH", help="host:port of the controller, and the checkpoint's directory."),
+]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--partition",
+        metavar="NAME",
+        help="Only this one; may be given again (default: all).",
+        autocompletion=names,
+    ),
+]
+
+
+def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFlags, json: Json = False) -> int:
+    """Save partitions into a directory, as they are at one instant."""
+    client, path = _open("checkpoint", places, target)
+    with client:
+        done = client.checkpoint(path, partition or None)
+    _say(done, f"checkpoint of {summary(done)} at {done.path}", json)
+    return 0
+
+
+def restore(
+    *,
+    places: Places,
+    partition: Partitions = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Drop partitions of the same names that exist.")] = False,
+    target: TargetFlags,
+    json: Json = False,
+) -> int:
+    """Bring the partitions of a checkpoint back, all or none."""
+    client, path = _open("restore", places, target)
+    with client:
+        try:
+            done = client.restore(path, partition or None, replace=replace)
+        except PartitionExistsError as error:
+            raise ValueError(
+                f"partition {error.partition!r} exists already; clear it (`tq clear`), restore others only "
+                "(--partition), or restore over it (--replace)"
+            ) from error
+    _say(done, f"restored {summary(done)} from {done.path}", json)
+    return 0
+
+
+def summary(done: CheckpointInfo) -> str:
+    """What was saved or restored, in one line."""
+    names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in done.partitions.items())
+    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {counted(done.files, 'file')}"
+
+
+def _open(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
+    """A client of the service meant, and the path."""
+    if len(places) > 2:
+        raise typer.BadParameter(f"got {len(places)}, expected an address and a path, or a path", param_hint="PATH")
+    config = target.config(name, places[0] if len(places) == 2 else None)
+    return dataplane.DataPlaneClient(config).connect(), places[-1]
+
+
+def _say(done: CheckpointInfo, text: str, json: bool) -> None:
+    if json:
+        print_json(done)
+    else:
+        print(text)

@@ -1,0 +1,72 @@
+"""Sizes, times and names, as people write and read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from dataplane.config import GIB, MIB
+from dataplane.core.durations import seconds
+
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def size(text: str) -> int:
+    """Bytes from "512m", "4g", "4GiB" or a plain number."""
+    plain = text.strip().lower().removesuffix("ib").removesuffix("b")
+    suffix = plain[-1:] if plain[-1:] in _SUFFIXES else ""
+    try:
+        return int(float(plain.removesuffix(suffix)) * _SUFFIXES[suffix])
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a size; write 512m, 4g or a number of bytes") from None
+
+
+def duration(text: str) -> float:
+    """Seconds from "30" or "0.5": a wait, which has an end."""
+    try:
+        return seconds("it", float(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a duration; write a number of seconds, 0 or more") from None
+
+
+def readable(count: float) -> str:
+    """Bytes for a person: 1.5 GiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def ago(seconds: float) -> str:
+    """A time for a person: 12.3 s, 5 min, 2 h, 3 d; "no end" for one that has none."""
+    if math.isinf(seconds):
+        return "no end"
+    for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0.0):.1f} s"
+
+
+def counted(count: int, what: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def shown(name: str) -> str:
+    """A name as it may stand on a terminal: one with control characters is quoted."""
+    return name if name.isprintable() else ascii(name)
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """a=1 b=2, each name and text shown as `shown` does."""
+    return " ".join(f"{shown(name)}={_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    return shown(value) if isinstance(value, str) else repr(value)

@@ -1,0 +1,93 @@
+"""What goes through a service a second, asked of its HTTP port (`tq serve --metrics`)."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dataplane.config import DataPlaneConfig
+from dataplane.core.addresses import split_address
+from dataplane.errors import ServiceUnavailableError
+
+if TYPE_CHECKING:
+    from dataplane.controller.metrics.throughput import FlowReport
+
+_WAIT_S = 5.0
+_PATH = "/api/flow"
+_LONGEST_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRates:
+    """Samples and bytes a second."""
+
+    puts: float
+    put_bytes: float
+    gets: float
+    get_bytes: float
+    claims: float
+    clears: float
+
+
+def where(text: str, address: str) -> tuple[str, int]:
+    """Host and port of an HTTP port: of a URL, of host:port, or of a port of the host in `address`. ValueError for
+    anything else."""
+    if text.isascii() and text.isdigit():
+        text = f"//{address.rpartition(':')[0]}:{text}"
+    elif "//" not in text:
+        text = f"//{text}"
+    return split_address(urlsplit(text).netloc)
+
+
+def flow(place: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
+    """The mean of the last `seconds`. `ServiceUnavailableError` where it cannot be had, and why."""
+    from dataplane.controller.metrics.throughput import FlowReport
+
+    try:
+        body = _get(place, config)
+        report = msgspec.json.decode(body, type=FlowReport)
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+        why = f"asking its HTTP port for {_PATH}: {error}; name the one that `tq serve --metrics` printed"
+        raise ServiceUnavailableError(address=f"{place[0]}:{place[1]}", why=why) from error
+    return _mean(report, max(1, min(round(seconds), _LONGEST_S)))
+
+
+def _get(place: tuple[str, int], config: DataPlaneConfig) -> bytes:
+    token = config.secret()
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    connection = http.client.HTTPConnection(*place, timeout=_WAIT_S)
+    connection.sock = _connect(place, config)
+    try:
+        connection.request("GET", _PATH, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise OSError(f"it answered {response.status} {response.reason}")
+    return body
+
+
+def _connect(place: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
+    plain = socket.create_connection(place, timeout=_WAIT_S)
+    if config.tls is None:
+        return plain
+    from dataplane.protocol.tls import client_context
+
+    context = client_context(config.tls)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        return context.wrap_socket(plain, server_hostname=config.tls.server_name or place[0])
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _mean(report: FlowReport, seconds: int) -> FlowRates:
+    names = FlowRates.__dataclass_fields__
+    return FlowRates(**{name: sum(getattr(report, name)[-seconds:]) / seconds for name in names})

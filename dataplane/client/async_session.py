@@ -1,0 +1,148 @@
+"""One session of an async client: performs the steps of operations by awaiting them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import weakref
+from typing import Any
+
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.rpc.async_channel import AsyncChannel
+from dataplane.client.session import begin_copy, end_copies, session_lock, session_states
+from dataplane.client.session_state import SessionState, check_pickles
+from dataplane.config import DataPlaneConfig
+from dataplane.core.in_flight import InFlight
+from dataplane.errors import DataPlaneError
+from dataplane.storage.session_lock import SessionLock
+
+log = logging.getLogger(__name__)
+
+
+class AsyncConnection:
+    """An open session with its session_state, for one event loop."""
+
+    def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
+        """Use `open`."""
+        self._channel = channel
+        self._copies = InFlight()
+        self._detached: set[asyncio.Task[None]] = set()
+        self._config = config
+        self.session_state = SessionState(
+            channel.shown,
+            session=channel.session,
+            lock=lock,
+            durable=channel.durable,
+            put_timeout_s=channel.put_timeout_s,
+        )
+        channel.learned = self.session_state.connections.learn
+        self.session_state.connections.learn(channel.units)
+        session_states().add(self.session_state)
+        self._channel.leftovers = self.session_state.idle_leftovers
+        self._dropped = weakref.finalize(self, channel.have_ended, self.session_state.close)
+        self._dropped.atexit = False
+
+    @classmethod
+    async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
+        """Connect. Errors as `DataPlaneClient.connect`."""
+        check_pickles(config)
+        lock = session_lock(config)
+        try:
+            channel = await AsyncChannel.open(config, "" if lock is None else str(lock.path))
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+        return cls(config, channel, lock)
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Perform the operation's steps until it returns. A cancelled call leaves at once; its copy, if one is under
+        way, ends in the background, and then its clean-up is done."""
+        self._post_leftovers()
+        with (lock := threading.Lock()):
+            try:
+                return await self._go_on(operation, lock)
+            finally:
+                self._copies.leave(lock)
+
+    async def _go_on(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
+        """Perform what is left of the operation, after throwing `thrown` into it."""
+        try:
+            step = next(operation) if thrown is None else operation.throw(thrown)
+            while True:
+                try:
+                    outcome = await self._perform(step, operation, lock)
+                except _DetachedError:
+                    raise asyncio.CancelledError from None
+                except BaseException as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    async def _perform(self, step: Step, operation: Operation[Any], lock: threading.Lock) -> Any:
+        match step:
+            case Send(command):
+                number, result = await self._channel.call(command)
+                return Sent(number, result)
+            case Post(command):
+                self._channel.post(command)
+            case Work():
+                begin_copy(self._copies, lock)
+                if step.brief():
+                    return step.run()
+                return await self._work(step, operation, lock)
+        return None
+
+    async def _work(self, step: Work, operation: Operation[Any], lock: threading.Lock) -> Any:
+        running = asyncio.get_running_loop().run_in_executor(None, step.run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError as error:
+            if running.done():
+                raise
+            finishing = self._finish(operation, running, error, self._copies.hand_over(lock))
+            task = asyncio.get_running_loop().create_task(finishing)
+            self._detached.add(task)
+            task.add_done_callback(self._detached.discard)
+            raise _DetachedError from None
+
+    async def _finish(
+        self,
+        operation: Operation[Any],
+        running: asyncio.Future[Any],
+        error: asyncio.CancelledError,
+        lock: threading.Lock,
+    ) -> None:
+        """Wait for the copy of a cancelled call, then let the operation clean up."""
+        try:
+            await asyncio.wait([running])
+            running.exception()
+            with contextlib.suppress(asyncio.CancelledError):
+                try:
+                    await self._go_on(operation, lock, error)
+                except DataPlaneError as failed:
+                    log.warning("cleaning up after a cancelled call: %s", failed)
+        finally:
+            self._copies.leave(lock)
+            lock.release()
+
+    def _post_leftovers(self) -> None:
+        for command in self.session_state.leftovers():
+            self._channel.post(command)
+
+    async def close(self) -> None:
+        """See `DataPlaneClient.close`."""
+        self._dropped.detach()
+        await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
+        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+            self._post_leftovers()
+        self.session_state.close()
+        await self._channel.close()
+
+
+class _DetachedError(Exception):
+    """The call was cancelled while its copy runs on; the operation is finished elsewhere."""

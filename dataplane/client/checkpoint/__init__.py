@@ -1,0 +1,11 @@
+"""Checkpoints: partitions of a service in a directory, and back into any service.
+
+`saving` and `restoring` are operations of the client; `manifest` is what a checkpoint says of itself, `files` its
+bytes, `place` how they come to be at their path whole or not at all.
+"""
+
+from dataplane.client.checkpoint.manifest import CheckpointInfo
+from dataplane.client.checkpoint.restore import restore
+from dataplane.client.checkpoint.save import checkpoint
+
+__all__ = ["CheckpointInfo", "checkpoint", "restore"]

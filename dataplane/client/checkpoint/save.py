@@ -1,0 +1,304 @@
+"""Saving: one instant of the partitions, written out while the service goes on.
+
+Held in memory at a time: what is known of one field's cells (some 40 bytes of each), and a stretch of their bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.checkpoint import files, manifest
+from dataplane.client.checkpoint.atomic_dir import Place
+from dataplane.client.checkpoint.files import FILE_BYTES, DamagedValueError, FilePart, array_part, stored_part
+from dataplane.client.checkpoint.manifest import CellsEntry, CheckpointInfo, FieldEntry, PartitionEntry, RowsEntry
+from dataplane.client.operations.put import name_tuple
+from dataplane.client.operations.retry import ensure_known, with_retry
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
+from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import chosen, units_of
+from dataplane.core import failpoints
+from dataplane.core.types import FieldKind
+from dataplane.data.columns import RowSource
+from dataplane.data.object_codec import encode_object
+from dataplane.errors import ChecksumError, InvalidRequestError, RequestTooLargeError
+from dataplane.ledger import commands as c
+
+NAMES_PER_READ = 1 << 16
+CELLS_PER_READ = 1 << 20
+ROWS_PER_PIECE = 1 << 18
+"""A piece is put back by one commit; the service takes 2^20 samples in one. A value has as many samples at most."""
+
+
+@with_retry
+def checkpoint(
+    session_state: SessionState, path: str | os.PathLike[str], partitions: Sequence[str] | None = None
+) -> Operation[CheckpointInfo]:
+    """See `DataPlaneClient.checkpoint`."""
+    names = chosen_names(partitions)
+    place = Place(path)
+    try:
+        yield Work(place.prepare)
+        writer = _Writer(session_state, place)
+        saved = yield Send(c.Save(partitions=names))
+        try:
+            writer.saved = saved
+            failpoints.hit("checkpoint.saved")
+            entries = []
+            for described in saved.result.partitions:
+                entries.append((yield from _partition(writer, saved.number, described)))
+            yield from writer.flush()
+            # Waited for: it is answered only if the session, and so its pins, lived until here.
+            yield Send(c.Release(located=saved.number))
+        except BaseException:
+            yield Post(c.Release(located=saved.number))
+            raise
+        content = manifest.Manifest(package=manifest.package(), partitions=tuple(entries), files=tuple(writer.entries))
+        yield Work(lambda: place.finish(content))
+    except BaseException:
+        yield Work(place.abandon)
+        raise
+    return manifest.info(place.path, content, content.partitions)
+
+
+def chosen_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
+    """The partitions named; none where all are meant."""
+    names = () if partitions is None else name_tuple("partitions", partitions)
+    if partitions is not None and not names:
+        raise InvalidRequestError(f"partitions={partitions!r}: name at least one, or give None for all")
+    return names
+
+
+class _Writer:
+    """Collects tensors and writes a file whenever there are enough. saved: the Save they are of, once there is one."""
+
+    def __init__(self, session_state: SessionState, place: Place) -> None:
+        self.session_state = session_state
+        self.saved = Sent(0, None)
+        self.entries: list[manifest.FileEntry] = []
+        self._place = place
+        self._parts: list[FilePart] = []
+        self._bytes = 0
+        self._pieces = 0
+
+    def prefix(self, name: str) -> str:
+        """A name for the tensors of a piece, for people too, that no other piece has."""
+        self._pieces += 1
+        return f"{self._pieces:05}/{name}"
+
+    def add(self, parts: Sequence[FilePart]) -> Operation[int]:
+        """Take the tensors of one piece, to be written now or with those that come; the number of their file."""
+        nbytes = sum(part.nbytes for part in parts)
+        if self._parts and self._bytes + nbytes > FILE_BYTES:
+            yield from self.flush()
+        self._parts += parts
+        self._bytes += nbytes
+        return len(self.entries)
+
+    def flush(self) -> Operation[None]:
+        """Write what was collected."""
+        if not self._parts:
+            return
+        parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
+        stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
+        yield from ensure_known(self.session_state, units_of([chosen(found, found.lengths > 0) for found in stored]))
+        try:
+            self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._bring))))
+        except DamagedValueError as error:
+            raise (yield from self._named(error)) from None
+        self._parts, self._bytes = [], 0
+
+    def _named(self, error: DamagedValueError) -> Operation[ChecksumError]:
+        """The error that names the first sample with the damaged value."""
+        value, partition = error.located, error.partition
+        assert value.checksums is not None
+        saved = next(found for found in self.saved.result.partitions if found.partition == partition)
+        cells = yield from _cells(self.saved.number, saved, value.name)
+        here = (cells.units == value.units[0]) & (cells.offsets == value.offsets[0]) & (cells.lengths > 0)
+        place = int(here.argmax())
+        command = c.ReadSaved(saved=self.saved.number, partition=partition, first=place, last=place + 1, names=True)
+        read: c.SavedRows = (yield Send(command)).result
+        return ChecksumError(
+            partition=partition,
+            sample=read.ids[0],
+            field=value.name,
+            unit=int(value.units[0]),
+            expected=int(value.checksums[0]),
+            got=error.got,
+        )
+
+    def _bring(self, located: c.FieldLocations) -> RowSource:
+        return self.session_state.connections.gather([located], units_of([located]))[located.name]
+
+
+def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[PartitionEntry]:
+    claimed = np.frombuffer(b"".join(task.claimed for task in described.tasks), np.uint8)
+    prefix = writer.prefix(described.partition)
+    file = yield from writer.add([array_part(f"{prefix}/claimed", claimed)])
+    rows = yield from _names(writer, saved, described)
+    cells: list[CellsEntry] = []
+    for field in described.fields:
+        cells += yield from _field(writer, saved, described, field.name)
+    return PartitionEntry(
+        partition=described.partition,
+        live=described.live,
+        born=described.born,
+        fields=tuple(FieldEntry(name=field.name, declared=field.declared) for field in described.fields),
+        tasks=tuple(task.name for task in described.tasks),
+        num_samples=described.num_samples,
+        group_size=described.group_size,
+        enums=described.enums,
+        strict=described.strict,
+        sealed=described.sealed,
+        version=described.version,
+        budget_bytes=described.budget_bytes,
+        when_full=described.when_full,
+        file=file,
+        prefix=prefix,
+        rows=tuple(rows),
+        cells=tuple(cells),
+    )
+
+
+def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[list[RowsEntry]]:
+    """Ids and tags, in fewer samples at a time where an answer would be too large."""
+    entries: list[RowsEntry] = []
+    first, step = 0, NAMES_PER_READ
+    while first < described.live:
+        last = min(first + step, described.live)
+        command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, names=True)
+        try:
+            read: c.SavedRows = (yield Send(command)).result
+        except RequestTooLargeError:
+            if step == 1:
+                raise
+            step = max(step // 4, 1)
+            continue
+        prefix = writer.prefix(f"{described.partition}/samples")
+        ids = [name.encode() for name in read.ids]
+        tags = [[t.name, None if t.positions is None else t.positions.tolist(), [*t.values]] for t in read.tags]
+        parts: dict[str, npt.NDArray[Any]] = {
+            "ids": np.frombuffer(b"".join(ids), np.uint8),
+            "id_lengths": np.array([len(name) for name in ids], np.int64),
+            "tags": np.frombuffer(encode_object(tags), np.uint8),
+        }
+        file = yield from writer.add([array_part(f"{prefix}/{name}", array) for name, array in parts.items()])
+        entries.append(RowsEntry(file=file, prefix=prefix, count=last - first))
+        first = last
+    return entries
+
+
+def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str) -> Operation[list[CellsEntry]]:
+    """The field's cells, each value once, in pieces."""
+    entries: list[CellsEntry] = []
+    for piece in _pieces((yield from _cells(saved, described, field))) if described.live else ():
+        prefix = writer.prefix(f"{described.partition}/{field}")
+        located, rows, index = piece
+        values = stored_part(f"{prefix}/values", described.partition, located)
+        parts = [values]
+        if located.spec.kind is not FieldKind.DENSE:
+            parts.append(array_part(f"{prefix}/lengths", located.lengths))
+        first = int(rows[0])
+        together = bool((rows == np.arange(first, first + len(rows))).all())
+        if not together:
+            parts.append(array_part(f"{prefix}/rows", rows))
+        if index is not None:
+            parts.append(array_part(f"{prefix}/index", index))
+        file = yield from writer.add(parts)
+        entries.append(
+            CellsEntry(
+                field=field,
+                spec=located.spec,
+                file=file,
+                prefix=prefix,
+                values=len(located.lengths),
+                rows=len(rows),
+                nbytes=values.nbytes,
+                first=first if together else None,
+                shared=index is not None,
+            )
+        )
+    return entries
+
+
+def _cells(saved: int, described: c.SavedPartition, field: str) -> Operation[c.FieldLocations]:
+    """Where the field's cells are, of all samples; there is one at least."""
+    pages: list[c.FieldLocations] = []
+    for first in range(0, described.live, CELLS_PER_READ):
+        last = min(first + CELLS_PER_READ, described.live)
+        command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, fields=(field,))
+        pages.append((yield Send(command)).result.fields[0])
+    return _joined(pages)
+
+
+def _joined(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
+    if len(pages) == 1:
+        return pages[0]
+    return c.FieldLocations(
+        name=pages[0].name,
+        spec=pages[0].spec,
+        units=np.concatenate([page.units for page in pages]),
+        offsets=np.concatenate([page.offsets for page in pages]),
+        lengths=np.concatenate([page.lengths for page in pages]),
+        checksums=_joined_checksums(pages),
+    )
+
+
+def _joined_checksums(pages: Sequence[c.FieldLocations]) -> c.UInt32s | None:
+    if all(page.checksums is None for page in pages):
+        return None
+    none = [np.zeros(len(page.lengths), np.uint32) for page in pages]
+    found = [empty if page.checksums is None else page.checksums for page, empty in zip(pages, none, strict=True)]
+    return np.concatenate(found)
+
+
+Piece = tuple[c.FieldLocations, c.Int64s, c.Int64s | None]
+"""Values, the samples that have them, and which has which (None: one each)."""
+
+
+def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
+    """A field's cells cut into pieces of at most `FILE_BYTES` (or one value) and about `ROWS_PER_PIECE` samples."""
+    rows = np.flatnonzero(located.lengths >= 0)
+    if not len(rows):
+        return
+    cells = chosen(located, rows)
+    firsts, index = _distinct(cells)
+    values = chosen(cells, firsts)
+    order = np.argsort(index, kind="stable")
+    counts = np.bincount(index, minlength=len(firsts))
+    row_ends, byte_ends = np.cumsum(counts), np.cumsum(values.lengths * values.spec.unit_bytes)
+    first = 0
+    while first < len(firsts):
+        rows_before, bytes_before = (int(row_ends[first - 1]), int(byte_ends[first - 1])) if first else (0, 0)
+        by_rows = int(np.searchsorted(row_ends, rows_before + ROWS_PER_PIECE, "right"))
+        by_bytes = int(np.searchsorted(byte_ends, bytes_before + FILE_BYTES, "right"))
+        last = max(min(by_rows, by_bytes), first + 1)
+        mine = np.sort(order[rows_before : int(row_ends[last - 1])])
+        shared = len(mine) != last - first
+        yield chosen(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
+        first = last
+
+
+def _distinct(cells: c.FieldLocations) -> tuple[c.Int64s, c.Int64s]:
+    """The first cell of each value, in the order of the cells, and which value each cell is. Cells at one place are one
+    value; empty ones are one each."""
+    count = len(cells.lengths)
+    filled = cells.lengths * cells.spec.unit_bytes > 0
+    order = np.lexsort((filled, cells.offsets, cells.units))
+    units, offsets, filled = cells.units[order], cells.offsets[order], filled[order]
+    again = np.zeros(count, np.bool_)
+    again[1:] = (units[1:] == units[:-1]) & (offsets[1:] == offsets[:-1]) & filled[1:] & filled[:-1]
+    if not again.any():
+        every = np.arange(count)
+        return every, every
+    groups = np.empty(count, np.int64)
+    groups[order] = np.cumsum(~again) - 1
+    _, firsts, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    rank = np.empty(len(firsts), np.int64)
+    by_age = np.argsort(firsts)
+    rank[by_age] = np.arange(len(firsts))
+    return firsts[by_age], rank[inverse]

@@ -1,0 +1,125 @@
+"""Reading and writing the columns of a meta, for code that holds a client and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dataplane.core.schema import INPUT_LENGTHS, PAD_TO_MULTIPLE, TOKEN_ALIGNED_FIELDS, Layout
+from dataplane.core.types import Scalar
+from dataplane.data.batch import BatchedDataDict
+from dataplane.data.columns import PerToken
+from dataplane.data.jagged import as_lengths
+from dataplane.data.meta import KVBatchMeta
+from dataplane.errors import InvalidRequestError
+
+
+class ColumnClient(Protocol):
+    """What these functions ask of a `DataPlaneClient`. `put_samples` takes a meta in place of ids: the put then goes by
+    its row handles."""
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str] | KVBatchMeta,
+        partition_id: str,
+        fields: Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        mode: str = "upsert",
+    ) -> KVBatchMeta: ...
+
+    def get_batch(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        layout: Layout = "padded",
+        pad_value_dict: Mapping[str, Any] | None = None,
+        pad_to_seqlen: int = 0,
+        device: torch.device | str | None = None,
+    ) -> BatchedDataDict[Any]: ...
+
+
+def read_columns(
+    client: ColumnClient,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str],
+    *,
+    layout: Layout = "padded",
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+    device: torch.device | str | None = None,
+) -> BatchedDataDict[Any]:
+    """The columns of the meta's samples, as `materialize` gives them. Raises what `client.get_batch` does."""
+    return client.get_batch(
+        meta,
+        select_fields,
+        layout=layout,
+        pad_value_dict=pad_value_dict,
+        pad_to_seqlen=pad_to_seqlen,
+        device=device,
+    )
+
+
+def write_columns(
+    client: ColumnClient,
+    meta: KVBatchMeta,
+    fields: Mapping[str, Any],
+    *,
+    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
+) -> KVBatchMeta:
+    """Writes columns of the meta's samples, which must all live still (mode "update", by row handles where the meta has
+    them): a write after a clear is an error and makes no ghost rows.
+
+    Padded per-token tensors `[N, S, ...]` named in `token_aligned_fields` are cut row by row to the meta's
+    `sequence_lengths`; ValueError if S is below the longest. One that the partition's schema says is dense is put as it
+    is, and so are all where the sequence lengths are not known.
+    Returns the meta of the put. Raises what `client.put_samples` does.
+    """
+    if meta.sequence_lengths is not None:
+        fields = PerToken.of(fields, meta.sequence_lengths, token_aligned_fields)
+    return client.put_samples(meta, meta.partition_id, fields=fields, mode="update")
+
+
+def kv_first_write(
+    batch: Mapping[str, Any],
+    *,
+    sample_ids: Sequence[str],
+    dp_client: ColumnClient,
+    partition_id: str,
+    extra_info: Mapping[str, Any] | None = None,
+    task_name: str = "train",
+    pad_to_multiple: int = 1,
+    tags: Sequence[Mapping[str, Scalar]] | None = None,
+    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
+) -> KVBatchMeta:
+    """Puts a rollout's batch as new samples (mode "create": ids that live already are a ValueError).
+
+    `batch["input_lengths"]` `[N]` gives the tokens of each sample: padded per-token tensors named in
+    `token_aligned_fields` are stored cut to them, unless the schema says that they are dense, and each sample is tagged
+    `input_lengths`. All other columns are put as they are.
+
+    Returns the meta for `task_name` with `sequence_lengths`, tags, the fields written, and `extra_info`, into which a
+    `pad_to_multiple` above 1 goes too: the forward pad target is rounded up to it. ValueError without "input_lengths"
+    or where it does not fit; raises what `client.put_samples` does.
+    """
+    if pad_to_multiple < 1:
+        raise InvalidRequestError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
+    if INPUT_LENGTHS not in batch:
+        raise InvalidRequestError(f"the batch has no {INPUT_LENGTHS!r} column; it has {', '.join(sorted(batch))}")
+    lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
+    fields = PerToken.of(batch, lengths, token_aligned_fields)
+    stamped = [{INPUT_LENGTHS: length} for length in lengths.tolist()]
+    named = KVBatchMeta(
+        partition_id=partition_id,
+        task_name=task_name,
+        sample_ids=list(sample_ids),
+        fields=list(fields),
+        sequence_lengths=lengths.tolist(),
+        extra_info={**(extra_info or {}), **({PAD_TO_MULTIPLE: pad_to_multiple} if pad_to_multiple > 1 else {})},
+        tags=[dict(tag) for tag in tags] if tags is not None else None,
+    ).stamp_tags(stamped)
+    written = dp_client.put_samples(named, partition_id, fields=fields, tags=named.tags, mode="create")
+    return named if written.handles is None else named.with_handles(*written.handles)

@@ -1,0 +1,1 @@
+"""The client's operations as generators of steps (`steps`), without sockets. A test steps one by hand."""

@@ -1,0 +1,265 @@
+"""Draining a storage unit, as operations of the client: what lives there is copied to other units, while everybody goes
+on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dataplane.client.operations.put import give_back
+from dataplane.client.operations.retry import ensure_known, with_retry
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
+from dataplane.client.session_state import SessionState
+from dataplane.core import failpoints
+from dataplane.core.durations import seconds
+from dataplane.data.columns import EncodedColumn, FlatValues, checked
+from dataplane.errors import (
+    CapacityTimeoutError,
+    ChecksumError,
+    DataPlaneError,
+    DrainError,
+    PartitionDroppedError,
+    PartitionNotFoundError,
+    RequestTooLargeError,
+    ServiceRestartedError,
+    StorageUnitError,
+)
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES = 64 << 20
+"""So much is moved at a time: room for it must be free elsewhere, and its old bytes are kept until it is moved."""
+LOOK_S = 5.0
+"""How long at most before it is looked again what is left, while puts finish, readers read or there is no room."""
+TRIES = 3
+"""How often in a row a page is tried anew because another unit, where it was to go, failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drained:
+    """What a drain moved. `pinned_bytes` readers still hold on the unit (views, mostly); nothing lives there."""
+
+    unit: int
+    cells: int
+    moved_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainProgress:
+    """How far a drain has come: what it has moved, and how many cells it has found left."""
+
+    unit: int
+    cells: int
+    moved_bytes: int
+    left_cells: int
+
+
+OnProgress = Callable[[DrainProgress], object]
+"""Called after each page that is moved."""
+
+
+class _Progress:
+    """Of one drain: `page` is what was found last, `most` how many bytes are looked for at a time."""
+
+    def __init__(self, unit: int, timeout_s: float) -> None:
+        self.unit = unit
+        self.timeout_s = timeout_s
+        self.end = time.monotonic() + timeout_s
+        self.most = PAGE_BYTES
+        self.cells = self.nbytes = self.failures = self.left_cells = 0
+        self.page: c.FoundCells | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(self.end - time.monotonic(), 0.0)
+
+    @property
+    def wait_s(self) -> float:
+        """How long to wait now."""
+        return min(self.left_s, LOOK_S)
+
+    def told(self) -> DrainProgress:
+        return DrainProgress(unit=self.unit, cells=self.cells, moved_bytes=self.nbytes, left_cells=self.left_cells)
+
+    def error(self, why: str) -> DrainError:
+        page = self.page
+        return DrainError(
+            unit=self.unit,
+            cells=0 if page is None else page.cells,
+            live={} if page is None else dict(page.live),
+            reserved_bytes=0 if page is None else page.reserved_bytes,
+            holders=[] if page is None else list(page.holders),
+            why=why,
+        )
+
+
+def drain(
+    session_state: SessionState, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
+) -> Operation[Drained]:
+    """Mark the unit, and move what lives there until nothing does."""
+    timeout_s = seconds("timeout_s", timeout_s)
+    yield Send(c.Drain(unit=unit, force=force))
+    progress = _Progress(unit, timeout_s)
+    while True:
+        try:
+            page = yield from _step(session_state, progress)
+        except (CapacityTimeoutError, RequestTooLargeError) as error:
+            yield from _no_room(progress, error)
+        except (PartitionNotFoundError, PartitionDroppedError) as error:
+            log.debug("cells that were to be moved are gone: %s", error)
+        except (StorageUnitError, ServiceRestartedError) as error:
+            progress.failures += 1
+            if progress.failures == TRIES or getattr(error, "unit", unit) == unit:
+                raise progress.error(str(error)) from error
+        else:
+            if not len(page.rows) and not page.reserved:
+                return Drained(
+                    unit=unit, cells=progress.cells, moved_bytes=progress.nbytes, pinned_bytes=page.pinned_bytes
+                )
+            if on_progress is not None:
+                on_progress(progress.told())
+        if not progress.left_s:
+            raise progress.error(f"It was not done within {timeout_s:g} s")
+
+
+def undrain(session_state: SessionState, unit: int) -> Operation[None]:
+    """The unit is as any other again."""
+    yield Send(c.Drain(unit=unit, undo=True))
+
+
+def forget(session_state: SessionState, unit: int, force: bool) -> Operation[None]:
+    """The unit goes."""
+    yield Send(c.Forget(unit=unit, force=force))
+
+
+def _sizes(page: c.FoundCells) -> c.Int64s:
+    sizes: c.Int64s = page.lengths * page.spec.unit_bytes
+    return sizes
+
+
+def _room(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allocate:
+    return c.Allocate(
+        partition=page.partition,
+        columns=(c.ColumnSizes(name=page.field, sizes=_sizes(page)),),
+        update=True,
+        moving=True,
+        on_full=on_full,
+        timeout_s=timeout_s,
+    )
+
+
+def _no_room(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
+    """Go on with smaller pages; one value that finds no room waits for it, unless it never will."""
+    page = progress.page
+    assert page is not None
+    if len(page.lengths) > 1 and progress.most > 1:
+        progress.most = max(min(int(_sizes(page).sum()), progress.most) // 2, 1)
+        return
+    if isinstance(error, RequestTooLargeError) or not progress.left_s:
+        raise progress.error(str(error)) from error
+    try:
+        room = yield Send(_room(page, c.OnFull.WAIT, progress.wait_s))
+    except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as still:
+        log.debug("no room yet for cells that are to be moved: %s", still)
+        if isinstance(still, CapacityTimeoutError) and not progress.left_s:
+            raise progress.error(str(still)) from still
+    else:
+        yield Post(c.Abort(reservation=room.number))
+
+
+@with_retry
+def _step(session_state: SessionState, progress: _Progress) -> Operation[c.FoundCells]:
+    """Find a page, and move it; the page."""
+    before = progress.page
+    find = c.FindCells(
+        unit=progress.unit,
+        max_bytes=progress.most,
+        partition="" if before is None else before.partition,
+        field="" if before is None else before.field,
+        timeout_s=progress.wait_s,
+    )
+    found = yield Send(find)
+    page: c.FoundCells = found.result
+    progress.page = page
+    if len(page.rows):
+        moved: c.Moved = yield from _move(session_state, progress.unit, found)
+        progress.failures = 0
+        progress.most = min(2 * progress.most, PAGE_BYTES)
+        progress.cells += moved.cells
+        progress.left_cells = page.cells - moved.cells
+        progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0
+    return page
+
+
+def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Moved]:
+    """Copy the page's values to new room, and have its cells point there. The page is not pinned any more after."""
+    page: c.FoundCells = found.result
+    unfinished: set[int] = set()
+    try:
+        room = yield Send(_room(page, c.OnFull.REJECT, 0.0))
+        try:
+            placements: tuple[c.Placement, ...] = room.result.placements
+            yield from ensure_known(session_state, {unit, *[placement.unit for placement in placements]})
+            try:
+                yield Work(partial(_copy, session_state, unit, page, placements, room.number, unfinished))
+            except ChecksumError as error:
+                raise (yield from _naming(error, page)) from error
+            failpoints.hit("move.before_switch")
+            return (yield Send(move_of(page, unit, located=found.number, reservation=room.number))).result  # type: ignore[no-any-return]
+        except BaseException:
+            yield from give_back(session_state, room.number, unfinished)
+            raise
+    finally:
+        yield Post(c.Release(located=found.number))
+
+
+def _copy(
+    session_state: SessionState,
+    unit: int,
+    page: c.FoundCells,
+    placements: tuple[c.Placement, ...],
+    reservation: int,
+    unfinished: set[int],
+) -> None:
+    """The values' bytes, compared with their checksums, to where they are to lie."""
+    sizes, units = _sizes(page), np.full(len(page.lengths), unit, np.int32)
+    located = c.FieldLocations(
+        name=page.field,
+        spec=page.spec,
+        units=units,
+        offsets=page.offsets,
+        lengths=page.lengths,
+        checksums=page.checksums,
+    )
+    names = [str(place) for place in range(len(page.lengths))]
+    source = checked(session_state.connections.gather([located], {unit}), [located], page.partition, names)[page.field]
+    memory = source.buffers[0 if source.which is None else int(source.which[0])]
+    if source.check is not None:
+        source.check(memory, source.offsets, slice(None))
+    column = EncodedColumn(page.field, page.spec, page.lengths, sizes, None, FlatValues(memory, source.offsets, sizes))
+    failpoints.hit("move.mid_copy")
+    session_state.connections.write(placements, [column], reservation, unfinished)
+
+
+def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) -> c.Move:
+    """The command that points found cells at their copies. unit: where they were found."""
+    found = ("partition", "field", "rows", "generations", "index", "offsets", "lengths")
+    return c.Move(**{name: getattr(page, name) for name in found}, unit=unit, located=located, reservation=reservation)
+
+
+def _naming(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:
+    """The error with the id of a sample that has the damaged value."""
+    at = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])
+    samples = c.Samples(rows=page.rows[at : at + 1], generations=page.generations[at : at + 1])
+    try:
+        listed = yield Send(c.List(partition=page.partition, samples=samples))
+    except DataPlaneError:
+        return error
+    return ChecksumError(**{**error.facts, "sample": listed.result.ids[0]})

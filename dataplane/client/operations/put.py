@@ -1,0 +1,423 @@
+"""Every operation of the client, written once as a generator of steps (see `steps`).
+
+Each takes the `SessionState` of the client's session. The docstrings of `DataPlaneClient` are their contracts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+from tensordict import TensorDict
+
+from dataplane.client.operations.field_names import describe, schema_for_put
+from dataplane.client.operations.retry import ensure_known, with_retry
+from dataplane.client.operations.sample_names import Names, ids_of, meta_of, samples_of, tag_columns, tags_of
+from dataplane.client.operations.steps import Operation, Post, Send, Work
+from dataplane.client.preallocated import PreallocatedPart, bytes_of
+from dataplane.client.session_state import Schema, SessionState
+from dataplane.client.unit_connections import chosen, units_of
+from dataplane.core import failpoints
+from dataplane.core.durations import seconds
+from dataplane.core.schema import EVICTED_SAMPLES
+from dataplane.core.types import FieldKind, Scalar
+from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
+from dataplane.data.meta import KVBatchMeta
+from dataplane.errors import (
+    CapacityTimeoutError,
+    InvalidRequestError,
+    RowsChangedError,
+    SchemaError,
+    ServiceRestartedError,
+    StaleSampleError,
+    StaleSchemaError,
+    StorageUnitError,
+)
+from dataplane.ledger import commands as c
+
+log = logging.getLogger(__name__)
+
+APPEND = "append"
+"""A mode of puts only: its commit updates what was read before, or makes what was not there."""
+
+PUT_TRIES = 8
+"""How often a put is encoded because the schema, or what an append builds on, was changed by another client."""
+
+
+# --- put ------------------------------------------------------------------------------------------------------
+
+
+def put(
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    fields: TensorDict | Mapping[str, Any] | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+    mode: str,
+) -> Operation[KVBatchMeta]:
+    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
+    ids = ids_of(names)
+    told = tag_columns(tags, len(ids))
+    encoded, committed = yield from put_rows(session_state, names, ids, partition, fields, told, mode)
+    return _put_meta(ids, partition, None if tags is None else tags_of(told, len(ids)), encoded, committed)
+
+
+Stored = tuple[Sequence[EncodedColumn], c.Committed]
+"""The columns that a put has stored, and the answer to its commit."""
+
+
+@with_retry
+def put_rows(
+    session_state: SessionState,
+    names: Names,
+    ids: list[str],
+    partition: str,
+    fields: TensorDict | Mapping[str, Any] | None,
+    tags: tuple[c.TagColumn, ...],
+    mode: str,
+    declare: Callable[[], Send] | None = None,
+    *,
+    listed: bool = False,
+) -> Operation[Stored]:
+    """What `put` does, for callers that need no meta. ids: of `names`, as `ids_of` gives them. declare: makes the step
+    that declares fields anew when a schema that had them no longer does. listed: as in `Commit`."""
+    commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
+    if fields is not None:
+        require_fields(fields)
+    if fields is None or not len(fields.keys()):
+        return (), (yield from naming(ids, commit)).result
+    if mode == APPEND:
+        return (yield from _append(session_state, commit, ids, fields))
+    lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
+    for turn in range(PUT_TRIES):
+        encoded, schema = yield from _encode(session_state, partition, fields, len(ids), lengths, warn=declare is None)
+        try:
+            return encoded, (yield from store(session_state, commit, ids, encoded))
+        except (SchemaError, StaleSchemaError) as error:
+            if declare is not None and isinstance(error, StaleSchemaError):
+                yield declare()
+            if turn + 1 == PUT_TRIES or not (yield from _outdated(session_state, partition, schema, error)):
+                raise
+    raise AssertionError("the last turn returns or raises")
+
+
+def _append(
+    session_state: SessionState, commit: c.Commit, ids: list[str], fields: TensorDict | Mapping[str, Any]
+) -> Operation[Stored]:
+    """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
+    pin on what was read, kept until the commit, is what proves it."""
+    partition, samples = commit.partition, commit.samples
+    encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
+    for turn in range(PUT_TRIES):
+        jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
+        locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
+        located = yield from naming(ids, locate)
+        try:
+            whole = yield from _joined(session_state, encoded, located.result, partition, ids)
+            mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
+            found = tuple(replace(each, checksums=None) for each in located.result.fields)
+            upon = replace(commit, mode=mode, located=located.number, expected=found)
+            return whole, (yield from store(session_state, upon, ids, whole))
+        except RowsChangedError:
+            if turn + 1 == PUT_TRIES:
+                raise
+        except (SchemaError, StaleSchemaError) as error:
+            if turn + 1 == PUT_TRIES or not (yield from _outdated(session_state, partition, schema, error)):
+                raise
+            encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
+        finally:
+            yield Post(c.Release(located=located.number))
+    raise AssertionError("the last turn returns or raises")
+
+
+def _joined(
+    session_state: SessionState,
+    encoded: Sequence[EncodedColumn],
+    located: c.Located,
+    partition: str,
+    ids: Sequence[str],
+) -> Operation[list[EncodedColumn]]:
+    """The columns as they are to be put: jagged ones behind what is stored of their rows."""
+    places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
+    stored = [chosen(found, places[found.name]) for found in located.fields if len(places[found.name])]
+    if not stored:
+        return list(encoded)
+    units, lengths = units_of(stored), {found.name: found.lengths for found in stored}
+    yield from ensure_known(session_state, units)
+
+    def work() -> list[EncodedColumn]:
+        sources = session_state.connections.gather(stored, units)
+        for found in stored:
+            mine = [ids[place] for place in places[found.name].tolist()]
+            sources |= checked({found.name: sources[found.name]}, [found], partition, mine)
+        return [
+            appended(column, sources[column.name], lengths[column.name], places[column.name])
+            if column.name in sources
+            else column
+            for column in encoded
+        ]
+
+    return (yield Work(work))  # type: ignore[no-any-return]
+
+
+def _mode(mode: str) -> c.Mode:
+    """The mode of a commit; an append of nothing makes what is not there, too."""
+    try:
+        return c.Mode.UPSERT if mode == APPEND else c.Mode(mode)
+    except ValueError:
+        raise InvalidRequestError(f"mode={mode!r}: expected one of {', '.join(c.Mode)}, {APPEND}") from None
+
+
+def _encode(
+    session_state: SessionState,
+    partition: str,
+    fields: TensorDict | Mapping[str, Any],
+    rows: int,
+    token_lengths: Sequence[int] | None,
+    *,
+    warn: bool = True,
+) -> Operation[tuple[list[EncodedColumn], Schema]]:
+    """Columns as the partition's schema wants them, and that schema; one that this client remembers wrongly is asked
+    for again once. warn: of names that nobody declared."""
+
+    def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
+        columns = encode_fields(
+            fields,
+            rows=rows,
+            specs=specs,
+            partition=partition,
+            token_lengths=token_lengths,
+            pickles=session_state.config.pickles,
+        )
+        return columns, specs
+
+    known = yield from schema_for_put(session_state, partition, fields.keys() if warn else ())
+    try:
+        return encode(known)
+    except SchemaError:
+        fresh = yield from describe(session_state, partition)
+        if fresh == known:
+            raise
+    return encode(fresh)
+
+
+def _outdated(
+    session_state: SessionState, partition: str, schema: Schema, refused: SchemaError | StaleSchemaError
+) -> Operation[bool]:
+    """Ask for the schema under which a put was refused; whether to encode it anew."""
+    fresh = yield from describe(session_state, partition)
+    return isinstance(refused, StaleSchemaError) or fresh != schema
+
+
+def store(
+    session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
+) -> Operation[c.Committed]:
+    """Ask for room, copy, and commit the columns with what `commit` says beside them; where the client has room ahead,
+    without asking. ids: what the caller knows the samples by."""
+    committed: c.Committed
+    taken: list[PreallocatedPart] = []
+    try:
+        yield from _take_ahead(session_state, bytes_of(encoded), taken)
+        if taken:
+            committed = yield from _store_ahead(session_state, taken[0], commit, ids, encoded)
+            session_state.ahead.finish(taken[0], failed=False)
+            taken.clear()
+            return committed
+    except (ServiceRestartedError, StorageUnitError) as error:
+        log.info("the room of small puts is gone (%s); asking for other", error)
+    except CapacityTimeoutError:
+        log.debug("partition %r is full: waiting for room as its policy says", commit.partition)
+    finally:
+        for part in taken:
+            session_state.ahead.finish(part, failed=True)
+    room = yield Send(
+        c.Allocate(
+            partition=commit.partition,
+            columns=tuple(_sizes(column) for column in encoded),
+            update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,
+            timeout_s=session_state.put_timeout_s,
+            samples=commit.samples,
+        )
+    )
+    unfinished: set[int] = set()
+    try:
+        placements: tuple[c.Placement, ...] = room.result.placements
+        yield from ensure_known(session_state, {placement.unit for placement in placements})
+        write = partial(_write, session_state, placements, encoded, room.number, unfinished, room.result.checksums)
+        written: Sequence[EncodedColumn] = yield Work(write)
+        failpoints.hit("put.before_commit")
+        committed = (yield from naming(ids, _with_columns(commit, written, room.number))).result
+        return replace(committed, evicted=room.result.evicted)
+    except BaseException:
+        yield from give_back(session_state, room.number, unfinished)
+        raise
+
+
+def _sizes(column: EncodedColumn) -> c.ColumnSizes:
+    return c.ColumnSizes(name=column.name, sizes=column.sizes, by_schema=column.by_schema)
+
+
+def _write(
+    session_state: SessionState,
+    placements: Sequence[c.Placement],
+    encoded: Sequence[EncodedColumn],
+    reservation: int,
+    unfinished: set[int],
+    checksums: bool,
+) -> Sequence[EncodedColumn]:
+    """Copy the columns to their places; what was copied, with checksums where they are wanted."""
+    columns = [column.with_checksums() for column in encoded] if checksums else encoded
+    session_state.connections.write(placements, columns, reservation, unfinished)
+    return columns
+
+
+def _with_columns(
+    commit: c.Commit, encoded: Sequence[EncodedColumn], reservation: int, offset: int | None = None
+) -> c.Commit:
+    columns = tuple(
+        c.CommitColumn(
+            name=column.name,
+            spec=column.spec,
+            lengths=column.lengths,
+            index=column.index,
+            checksums=column.checksums,
+            by_schema=column.by_schema,
+        )
+        for column in encoded
+    )
+    return replace(commit, reservation=reservation, offset=offset, columns=columns)
+
+
+def _take_ahead(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
+    """`taken` gets room for a small put, of what the session allocated ahead; nothing where it has none and gets
+    none."""
+    if session_state.ahead.take(nbytes, taken):
+        return
+    wish = session_state.ahead.wish(nbytes, session_state.connections.local_unit())
+    if wish is None:
+        return
+    try:
+        granted = yield Send(wish)
+        session_state.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
+    except (CapacityTimeoutError, InvalidRequestError):
+        session_state.ahead.refused()
+        return
+    finally:
+        session_state.ahead.answered()
+    session_state.ahead.take(nbytes, taken)
+
+
+def _store_ahead(
+    session_state: SessionState,
+    part: PreallocatedPart,
+    commit: c.Commit,
+    ids: Sequence[str],
+    encoded: Sequence[EncodedColumn],
+) -> Operation[c.Committed]:
+    """Copy into the part, commit."""
+    room = part.room
+    write = partial(_write, session_state, part.placements(encoded), encoded, room.number, set(), room.checksums)
+
+    def brief() -> bool:
+        return session_state.connections.mapped([room.unit]) and all(column.values.on_host for column in encoded)
+
+    written: Sequence[EncodedColumn] = yield Work(write, brief)
+    failpoints.hit("put.before_commit")
+    return (yield from naming(ids, _with_columns(commit, written, room.number, part.offset))).result  # type: ignore[no-any-return]
+
+
+def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
+    """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
+    reserved until those have another life, or the session ends: then the service has the unit fence it first."""
+    try:
+        if unfinished:
+            yield Work(lambda: session_state.connections.stop(reservation, unfinished))
+    finally:
+        if not unfinished:
+            yield Post(c.Abort(reservation=reservation))
+
+
+def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
+    """Send; an error about row handles is raised with the ids the caller knows them by."""
+    try:
+        return (yield Send(command, meanwhile))
+    except StaleSampleError as error:
+        raise error.with_ids(ids) from None
+
+
+def _put_meta(
+    ids: list[str],
+    partition: str,
+    tags: list[dict[str, Scalar]] | None,
+    encoded: Sequence[EncodedColumn],
+    committed: c.Committed,
+) -> KVBatchMeta:
+    lengths = [
+        column.lengths if column.index is None else column.lengths[column.index]
+        for column in encoded
+        if column.spec.kind is FieldKind.JAGGED
+    ]
+    agreed = bool(lengths) and all(np.array_equal(lengths[0], other) for other in lengths[1:])
+    meta = KVBatchMeta(
+        partition_id=partition,
+        task_name=None,
+        sample_ids=ids,
+        fields=[column.name for column in encoded] or None,
+        sequence_lengths=lengths[0].tolist() if agreed else None,
+        tags=tags,
+    )
+    if committed.evicted:
+        meta.extra_info[EVICTED_SAMPLES] = list(committed.evicted)
+    return meta.with_handles(committed.rows, committed.generations)
+
+
+# --- the rest ---------------------------------------------------------------------------------------
+
+
+def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A list of names, which one string is not."""
+    if isinstance(names, str):
+        raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
+    return tuple(names)
+
+
+def list_samples(session_state: SessionState, partition: str) -> Operation[KVBatchMeta]:
+    """Every live sample of the partition, oldest first."""
+    listed = yield Send(c.List(partition=partition))
+    return meta_of(listed.result, partition)
+
+
+def clear(session_state: SessionState, names: Names | None, partition: str) -> Operation[None]:
+    """Drop samples, or the partition with its schema."""
+    if names is None:
+        session_state.schemas.forget(partition)
+    yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
+
+
+def set_tags(
+    session_state: SessionState, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]
+) -> Operation[None]:
+    """Merge tags into live samples, all or none."""
+    ids = ids_of(names)
+    yield from naming(
+        ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
+    )
+
+
+def stats(session_state: SessionState) -> Operation[c.StatsReport]:
+    """What the service holds."""
+    return (yield Send(c.Stats())).result  # type: ignore[no-any-return]
+
+
+def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
+    """Memory goes back to the machine."""
+    return (yield Send(c.Shrink(timeout_s=seconds("timeout_s", timeout_s)))).result  # type: ignore[no-any-return]
+
+
+def ask(session_state: SessionState, command: c.Command) -> Operation[Any]:
+    """Send one command and return its result."""
+    return (yield Send(command)).result

@@ -1,0 +1,275 @@
+"""A session's commands, for one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from dataplane.client.rpc.channel import CLOSE_S, arrived, send
+from dataplane.client.rpc.handshake import OpenedSession, Socket, door_socket, open_session
+from dataplane.client.rpc.heartbeat import HeartbeatThread
+from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCalls
+from dataplane.config import DataPlaneConfig
+from dataplane.core.failpoints import hit
+from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call under way, and the reply it is to get."""
+
+    outgoing: OutgoingCalls
+    answered: asyncio.Future[zmq_frames.Reply]
+
+    def fail(self, error: BaseException) -> None:
+        if not self.answered.done():
+            self.answered.set_exception(error)
+
+
+class AsyncChannel(OpenChannel):
+    """An open session whose calls are awaited: one socket, any number of calls at once. Its methods are for the loop it
+    was opened in. The session is kept alive by a thread, so that a busy loop does not lose it. When it is found again
+    elsewhere, calls under way are repeated there, under their numbers.
+
+    A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
+    """
+
+    def __init__(
+        self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
+    ) -> None:
+        """Use `open`."""
+        super().__init__(session, config)
+        self._context = context
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._dealer: Socket | None = None
+        self._waiting: dict[int, _Waiting] = {}
+        self._left = asyncio.Event()
+        self._left.set()
+        self._closing = False
+        self._keeper = HeartbeatThread(
+            self._calls, config, context, dealer, maintain=self._ask_to_maintain, moved=self._ask_to_look_again
+        )
+
+    @classmethod
+    async def open(cls, config: DataPlaneConfig, lock_path: str = "") -> AsyncChannel:
+        """Connect to `config.address` and open a session, within `config.connect_timeout_s`. Raises as
+        `open_session`. lock_path: see there."""
+        with enough_for(config.address or "", least=OF_A_CONTEXT):
+            context: zmq.Context[Socket] = zmq.Context()
+            opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
+            try:
+                session, dealer = await asyncio.shield(opening)
+            except BaseException:
+                opening.add_done_callback(lambda done: _discard(done, context))
+                raise
+            try:
+                return cls(config, session, context, dealer)
+            except BaseException:
+                context.destroy(linger=0)
+                raise
+
+    # --- calls
+
+    async def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
+        """As `Channel.call`; cancelling it gives back what the command may have taken."""
+        name = type(command).__name__
+        self._calls.check()
+        hit(f"call.{name}.before")
+        outgoing = self._calls.begin(command, timeout_s)
+        self._left.clear()
+        try:
+            reply = await self._exchange(outgoing)
+            hit(f"call.{name}.after")
+            return outgoing.number, self._calls.settle(outgoing, reply)
+        except BaseException:
+            self._abandon(outgoing)
+            raise
+        finally:
+            self._waiting.pop(outgoing.number, None)
+            if not self._waiting:
+                self._left.set()
+
+    def post(self, command: c.Command) -> None:
+        """As `Channel.post`."""
+        name = type(command).__name__
+        self._calls.check_open()
+        hit(f"call.{name}.before")
+        self._send_once(self._calls.begin_post(command))
+        hit(f"call.{name}.after")
+
+    async def _exchange(self, outgoing: OutgoingCalls) -> zmq_frames.Reply:
+        answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
+        self._waiting[outgoing.number] = _Waiting(outgoing, answered)
+        self._send(outgoing.frames)
+        while True:
+            await asyncio.wait([answered], timeout=max(0.0, outgoing.wake_at - time.monotonic()))
+            if answered.done():
+                return answered.result()
+            self._calls.check()
+            if time.monotonic() >= outgoing.wake_at:
+                self._send(self._calls.again(outgoing))
+
+    def _abandon(self, outgoing: OutgoingCalls) -> None:
+        undo = self._calls.abandon(outgoing.number)
+        if undo is not None and not self._calls.over:
+            self._send_once(undo)
+
+    def _send_once(self, outgoing: OutgoingCalls) -> None:
+        """What finds no socket, as this process may open no more files, is repeated like what got lost."""
+        try:
+            self._send(outgoing.frames)
+        except ServiceUnavailableError as error:
+            log.warning("%s: sent later: %s", outgoing.method, error)
+
+    def _send(self, frames: list[bytes]) -> None:
+        """`ServiceUnavailableError`, naming the remedy, where the process may have no more open files."""
+        if self._dealer is None:
+            with enough_for(self.door):
+                self._dealer = door_socket(self._context, self.door, self._calls.session.keys)
+            self._loop.add_reader(self._dealer.fileno(), self._receive)
+        send(self._dealer, frames)
+        # ZMQ's descriptor tells of changes only, and sending may have swallowed one.
+        self._loop.call_soon(self._receive)
+
+    def _hang_up(self) -> None:
+        dealer, self._dealer = self._dealer, None
+        if dealer is not None:
+            self._loop.remove_reader(dealer.fileno())
+            dealer.close()
+
+    def _receive(self) -> None:
+        if self._dealer is None:
+            return
+        try:
+            for reply in arrived(self._dealer):
+                self._pass_on(reply)
+        except DataPlaneError as error:
+            # Nobody knows whose answer that was; the others' may still be there.
+            for waiting in self._waiting.values():
+                waiting.fail(error)
+            self._loop.call_soon(self._receive)
+
+    def _pass_on(self, reply: zmq_frames.Reply) -> None:
+        if reply.number == 0:
+            # A refusal of something that could not even be read: whoever waits here sent the like of it.
+            for waiting in self._waiting.values():
+                self._offer(waiting, reply)
+        elif reply.number in self._waiting:
+            self._offer(self._waiting[reply.number], reply)
+        else:
+            self._calls.heard(reply)
+
+    def _offer(self, waiting: _Waiting, reply: zmq_frames.Reply) -> None:
+        if not waiting.answered.done() and self._calls.answers(waiting.outgoing, reply):
+            waiting.answered.set_result(reply)
+
+    def _ask_to_maintain(self) -> None:
+        """Called by the keeper's thread with every heartbeat."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody makes calls any more
+            self._loop.call_soon_threadsafe(self._maintain)
+
+    def _maintain(self) -> None:
+        if not self._closing and not self._calls.over:
+            for outgoing in self._calls.due():
+                self._send_once(outgoing)
+            for command in [] if self._calls.pointless else self.leftovers():
+                self.post(command)
+
+    def _ask_to_look_again(self) -> None:
+        """Called by the keeper's thread: the session is elsewhere, or over, or not waited for any longer."""
+        session = self._calls.session
+        if not self._calls.pointless:
+            self.learned(session.units)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        if self._closing:
+            return
+        self._hang_up()
+        for waiting in list(self._waiting.values()):
+            try:
+                self._send(self._calls.again(waiting.outgoing))
+            except DataPlaneError as error:
+                waiting.fail(error)
+        for outgoing in [] if self._calls.pointless else self._calls.due(all_of_them=True):
+            self._send_once(outgoing)
+
+    # --- the end
+
+    def have_ended(self, first: Callable[[], None]) -> None:
+        """See `HeartbeatThread.have_ended`: after `first` this is closed in its loop or, if that is closed, just lets
+        go."""
+
+        def end() -> None:
+            first()
+            closing = self.close()
+            try:
+                asyncio.run_coroutine_threadsafe(closing, self._loop)
+            except RuntimeError:
+                closing.close()
+                self._let_go()
+
+        self._keeper.have_ended(end)
+
+    def _let_go(self) -> None:
+        """What `close` does for the process, without a loop; the service finds out by itself."""
+        self._closing = True
+        self._calls.end(ClientClosedError())
+        if self._dealer is not None:
+            self._dealer.close()
+        self._end()
+
+    async def close(self) -> None:
+        """As `Channel.close`."""
+        if self._closing or self._pid != os.getpid():
+            return
+        self._closing = True
+        silent = self._calls.pointless
+        self._calls.end(ClientClosedError())
+        for waiting in self._waiting.values():
+            waiting.fail(ClientClosedError())
+        await self._left.wait()
+        try:
+            if not silent:
+                await self._say_bye()
+        finally:
+            self._hang_up()
+            await self._loop.run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        if self._keeper.close(CLOSE_S):
+            self._context.term()
+
+    async def _say_bye(self) -> None:
+        bye = self._calls.begin(c.Bye(), CLOSE_S)
+        answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
+        self._waiting[bye.number] = _Waiting(bye, answered)
+        try:
+            self._send(bye.frames)
+        except ServiceUnavailableError as error:
+            log.warning("goodbye is not said: %s", error)
+            return
+        await asyncio.wait([answered], timeout=CLOSE_S)
+        if not answered.done():
+            log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
+
+
+def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
+    """Nobody wants the session that was being opened; its socket's end tells the service."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].close()
+    context.destroy(linger=0)

@@ -1,0 +1,254 @@
+"""One session of a sync client, and the thread-safe, fork-safe holder that makes it when first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.rpc.call_numbers import undo_of
+from dataplane.client.rpc.channel import ControllerChannel
+from dataplane.client.session_state import SessionState, check_pickles
+from dataplane.config import DataPlaneConfig
+from dataplane.core.in_flight import InFlight
+from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
+from dataplane.ledger.commands import Allocate, AllocateAhead, Claim, Command, FindCells, Locate, Save
+from dataplane.storage.session_lock import SessionLock
+
+log = logging.getLogger(__name__)
+
+_GIVING = frozenset({Allocate, AllocateAhead, Claim, Locate, Save, FindCells})
+"""Commands whose answer gives an operation something that it has to give back."""
+
+
+class Closable(Protocol):
+    """What `ForkLocal` holds."""
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class ForkLocal(Generic[C]):
+    """Makes one `C` per process, when first asked. A forked child makes its own and never touches its parent's."""
+
+    def __init__(self, make: Callable[[], C]) -> None:
+        self._make = make
+        self._made: C | None = None
+        self._inherited: list[C] = []
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._closed = False
+
+    def get(self) -> C:
+        """This process's `C`. Raises `ClientClosedError` after `close()`."""
+        made = self._made
+        if made is not None and self._pid == os.getpid() and not self._closed:
+            return made
+        if self._pid != os.getpid():
+            self._forked()
+        with self._guard:
+            if self._closed:
+                raise ClientClosedError()
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _forked(self) -> None:
+        """Set the parent's aside, alive: dropping it here would run clean-up that is the parent's to run."""
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        if self._made is not None:
+            self._inherited.append(self._made)
+            self._made = None
+
+    def close(self) -> None:
+        """Close this process's `C`, if any; later `get()`s fail."""
+        if self._pid != os.getpid():
+            self._forked()
+        with self._guard:
+            self._closed = True
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+
+def begin_copy(copies: InFlight, call: threading.Lock) -> None:
+    """To be called before each copy of a call. From its first on closing waits for the call, until it releases its
+    lock: so its clean-up is not refused. Raises `ClientClosedError` if it is the first and the client is closing."""
+    if not copies.enter(call):
+        raise ClientClosedError()
+
+
+@functools.cache
+def session_states() -> weakref.WeakSet[SessionState]:
+    """The session state of each of this process's open sessions. A forked child lets go of their locks (see
+    `SessionState.forked`)."""
+    opened: weakref.WeakSet[SessionState] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for session_state in opened:
+            session_state.forked()
+        opened.clear()
+
+    os.register_at_fork(after_in_child=in_child)
+    return opened
+
+
+def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
+    """Let none begin and wait for those under way: as long as one may be silent, and then for the stop of its put.
+    Raises `CallTimeoutError`."""
+    copies.shut()
+    patience_s = config.call_timeout_s + config.connect_timeout_s
+    left = copies.wait(patience_s)
+    if left:
+        what = f"close(): {left} operations that are copying"
+        raise CallTimeoutError(what=what, waited_s=patience_s, peer="this process")
+
+
+def session_lock(config: DataPlaneConfig) -> SessionLock | None:
+    """A held lock that lets units on this host know this process's life; None where every road is to be remote."""
+    if config.force_remote:
+        return None
+    try:
+        return SessionLock.create()
+    except OSError as error:
+        log.warning("no lock file for shared memory (%s): reading and writing over sockets instead", error)
+        return None
+
+
+class Connection:
+    """An open session with its session_state; runs operations in the calling thread. Thread-safe."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        check_pickles(config)
+        lock = session_lock(config)
+        try:
+            self._channel = ControllerChannel.open(config, "" if lock is None else str(lock.path))
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+        self._copies = InFlight()
+        self._config = config
+        self.session_state = SessionState(
+            self._channel.shown,
+            session=self._channel.session,
+            lock=lock,
+            durable=self._channel.durable,
+            put_timeout_s=self._channel.put_timeout_s,
+        )
+        self._channel.learned = self.session_state.connections.learn
+        self.session_state.connections.learn(self._channel.units)
+        session_states().add(self.session_state)
+        self._channel.leftovers = self.session_state.idle_leftovers
+        end = functools.partial(_let_go, self.session_state, self._channel)
+        self._dropped = weakref.finalize(self, self._channel.have_ended, end)
+        self._dropped.atexit = False
+
+    def run(self, operation: Operation[T]) -> T:
+        """Perform the operation's steps until it returns. Errors go through its clean-up, KeyboardInterrupt too,
+        wherever it comes; what it kept from the operation is given back."""
+        self._post_leftovers()
+        given: list[tuple[int, Command]] = []
+        with (call := threading.Lock()):
+            try:
+                return self._go_on(operation, call, given)
+            except BaseException as error:
+                self._clean_up(operation, call, given, error)
+                raise
+            finally:
+                self._copies.leave(call)
+
+    def _go_on(
+        self,
+        operation: Operation[T],
+        call: threading.Lock,
+        given: list[tuple[int, Command]],
+        thrown: BaseException | None = None,
+    ) -> T:
+        """Perform what is left of the operation, after throwing `thrown` into it."""
+        try:
+            step = next(operation) if thrown is None else operation.throw(thrown)
+            while True:
+                try:
+                    outcome = self._perform(step, call, given)
+                except BaseException as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _clean_up(
+        self,
+        operation: Operation[Any],
+        call: threading.Lock,
+        given: list[tuple[int, Command]],
+        error: BaseException,
+    ) -> None:
+        """Give back what the operation was given, unless it has seen to that: it has seen every error, but for what a
+        signal raised between two of its steps, and an interrupt may have kept from it what it was given."""
+        over = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
+        if over and isinstance(error, Exception):
+            return
+        try:
+            if not over:
+                self._go_on(operation, call, given, error)
+        finally:
+            with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+                for number, command in given:
+                    if isinstance(command, AllocateAhead):
+                        self.session_state.ahead.forsake(number)
+                    elif (undo := undo_of(number, command)) is not None:
+                        self._channel.post(undo)
+                self._post_leftovers()
+
+    def _perform(self, step: Step, call: threading.Lock, given: list[tuple[int, Command]]) -> Any:
+        match step:
+            case Send():
+                return self._send(step, call, given)
+            case Post(command):
+                self._channel.post(command)
+            case Work(work):
+                begin_copy(self._copies, call)
+                if given:
+                    # From now on only the operation knows when nothing is written into its room any more.
+                    given[:] = [each for each in given if not isinstance(each[1], Allocate)]
+                return work()
+        return None
+
+    def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
+        command, meanwhile = step.command, step.meanwhile
+        record = given if type(command) in _GIVING else None
+        if meanwhile is None:
+            return Sent(*self._channel.call(command, given=record))
+        begin_copy(self._copies, call)
+        done: list[Any] = []
+        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), given=record)
+        return Sent(number, result, *done)
+
+    def _post_leftovers(self) -> None:
+        for command in self.session_state.leftovers():
+            self._channel.post(command)
+
+    def close(self) -> None:
+        """See `DataPlaneClient.close`."""
+        self._dropped.detach()
+        end_copies(self._copies, self._config)
+        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+            self._post_leftovers()
+        _let_go(self.session_state, self._channel)
+
+
+def _let_go(session_state: SessionState, channel: ControllerChannel) -> None:
+    session_state.close()
+    channel.close()

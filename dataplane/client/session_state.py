@@ -1,0 +1,244 @@
+"""What one session of a client keeps between operations: connections to units, remembered schemas, room ahead of small
+puts, and the pins of views handed out."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from dataplane.client.preallocated import PreallocatedBuffer
+from dataplane.client.unit_connections import UnitConnections
+from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldSpec
+from dataplane.data.columns import warm
+from dataplane.data.columns.parallel_copy import Copier, default_threads
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Abort, Command, Release
+from dataplane.storage.session_lock import SessionLock
+
+T = TypeVar("T")
+
+
+def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
+    """What is in the queue now; each is taken from it when the next is asked for."""
+    for each in tuple(queue):
+        yield each
+        with contextlib.suppress(ValueError):  # another thread took it
+            queue.remove(each)
+
+
+class Hold:
+    """Keeps the session's lock held for as long as anything refers to this; the lock goes with the last reference.
+
+    The session state refers to it while the session is open, and every living view does: so the bytes under a view
+    outlive a closed client, and in a forked child that inherited views they outlive the parent.
+    """
+
+    def __init__(self, lock: SessionLock) -> None:
+        weakref.finalize(self, lock.close).atexit = False
+
+
+class Pin:
+    """Stands for the pins of one `Locate` while views of its bytes live."""
+
+    __slots__ = ("__weakref__", "_hold")
+
+    def __init__(self, hold: Hold | None) -> None:
+        self._hold = hold
+
+
+class _LastView(weakref.ref[Pin]):
+    """Refers to the pin of call `number`."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Pins:
+    """The `Locate` numbers whose last view is gone. Nothing of ours runs when it goes: an interrupt in a finalizer
+    would be lost, and the number with it."""
+
+    def __init__(self) -> None:
+        self._living: set[_LastView] = set()
+        self._dropped: collections.deque[_LastView] = collections.deque()
+
+    def take(self, number: int, hold: Hold | None) -> Pin:
+        """A pin for the bytes of call `number`, which is among `dropped()` once nothing refers to the pin."""
+        pin = Pin(hold)
+        last = _LastView(pin, self._dropped.append)
+        last.number = number
+        self._living.add(last)
+        return pin
+
+    def dropped(self) -> Iterator[int]:
+        """Numbers of the pins that died, each forgotten when the next is asked for."""
+        for last in taken_one_by_one(self._dropped):
+            yield last.number
+            self._living.discard(last)
+
+
+class Schema(dict[str, FieldSpec]):
+    """What is known of a partition's fields: those that somebody registered, and others that live samples have."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, FieldSpec] = MappingProxyType({}),
+        *,
+        undeclared: Iterable[str] = (),
+        strict: bool = False,
+    ) -> None:
+        super().__init__(fields)
+        self._undeclared = frozenset(undeclared)
+        self.strict = strict
+
+    @property
+    def declared(self) -> list[str]:
+        """The names that somebody registered."""
+        return [name for name in self if self.declares(name)]
+
+    def declares(self, name: str) -> bool:
+        """Whether somebody registered a field of this name."""
+        return name in self and name not in self._undeclared
+
+
+WARNED = 4096
+"""Names that it remembers at most."""
+
+
+class Warned:
+    """Names of fields for which this client has logged a warning, so that it logs one only once. Thread-safe."""
+
+    def __init__(self, most: int = WARNED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
+
+    def first(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
+        """Those of the names that were not passed before with the same `what` and `partition`."""
+        new = []
+        with self._lock:
+            for name in names:
+                key = what, partition, name
+                if key not in self._names:
+                    new.append(name)
+                self._names[key] = None
+                self._names.move_to_end(key)
+            while len(self._names) > self._most:
+                self._names.popitem(last=False)
+        return new
+
+
+SCHEMAS = 256
+"""Schemas that a client remembers; one that it does not it asks for again."""
+
+
+class Schemas:
+    """The schemas of the partitions that were put into last. Nobody tells a client of partitions that others cleared:
+    so they are forgotten as others take their place. Thread-safe."""
+
+    def __init__(self, most: int = SCHEMAS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._known: collections.OrderedDict[str, Schema] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, partition: str) -> Schema | None:
+        with self._lock:
+            known = self._known.get(partition)
+            if known is not None:
+                self._known.move_to_end(partition)
+            return known
+
+    def remember(self, partition: str, fields: Schema) -> None:
+        with self._lock:
+            self._known[partition] = fields
+            self._known.move_to_end(partition)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+
+    def forget(self, partition: str) -> None:
+        with self._lock:
+            self._known.pop(partition, None)
+
+
+def check_pickles(config: DataPlaneConfig) -> None:
+    """`InvalidRequestError` for a client that is to pickle where anybody may put."""
+    if config.pickles and config.tls is None and config.secret() is None:
+        raise InvalidRequestError(
+            "objects='pickle': only clients of a service with a token or TLS pickle, because what one of them puts can "
+            "have the others run anything; give the service a token"
+        )
+
+
+class SessionState:
+    """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
+    restart. put_timeout_s: of the service, where the config has none."""
+
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        *,
+        session: int,
+        lock: SessionLock | None,
+        durable: bool = False,
+        put_timeout_s: float = PUT_TIMEOUT_S,
+    ) -> None:
+        self.config = config
+        self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
+        self.session = session
+        self.durable = durable
+        self.schemas = Schemas()
+        self.warned = Warned()
+        self.pins = Pins()
+        self.ahead = PreallocatedBuffer()
+        self.memory = BufferPool(config.result_memory_bytes)
+        self.copier = Copier(config.copy_threads or default_threads())
+        self.connections = UnitConnections(
+            config, session=session, lock=lock, memory=self.memory, copier=self.copier.copy
+        )
+        self.empty = warm(self.memory)
+        self._lock = lock
+        self._hold = None if lock is None else Hold(lock)
+
+    @property
+    def lock_stands(self) -> bool:
+        """Whether the lock, of a session that has one, has been held without a break."""
+        return self._lock is None or self._lock.stands
+
+    def pin(self, number: int) -> Pin:
+        """A pin that views of the bytes located by call `number` share."""
+        return self.pins.take(number, self._hold)
+
+    def leftovers(self) -> Iterator[Command]:
+        """Commands to post: pins whose last view is gone and room that nobody uses go back. Each is forgotten when the
+        next is asked for: what an interrupt keeps from being posted comes again."""
+        for number in self.pins.dropped():
+            yield Release(located=number)
+        for number in taken_one_by_one(self.ahead.returned):
+            yield Abort(reservation=number)
+        for number in self.connections.settled():
+            yield Abort(reservation=number)
+
+    def idle_leftovers(self) -> Iterator[Command]:
+        """The same with every heartbeat."""
+        self.ahead.idle()
+        return self.leftovers()
+
+    def forked(self) -> None:
+        """In a forked child: keep the parent's lock only as far as living views need it."""
+        self._hold = None
+
+    def close(self) -> None:
+        """Close the connections, give idle memory back and let go of the lock; living views go on holding it."""
+        self.connections.close()
+        self.memory.drop()
+        self.copier.close()
+        self._hold = None

@@ -1,0 +1,274 @@
+"""The controller: the ledger in its shell, behind the two doors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
+from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings
+from dataplane.controller.event_loop import LedgerLike, LedgerThread
+from dataplane.controller.health import ServiceHealth
+from dataplane.controller.http_server import HttpInterface
+from dataplane.controller.metrics.recorder import Recorder
+from dataplane.controller.requests import Facts
+from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core.addresses import (
+    boot_id,
+    is_loopback,
+    join_address,
+    lasting_port,
+    reachable_host,
+    require_guard_beyond_loopback,
+    resolve_host,
+)
+from dataplane.core.failpoints import hit
+from dataplane.core.listeners import listens_at, listens_no_more_at
+from dataplane.core.ports import require_free_port
+from dataplane.core.types import Checksums
+from dataplane.errors import PortTakenError
+from dataplane.ledger.ledger import Ledger
+from dataplane.protocol.curve import ServerKeys
+from dataplane.protocol.fd_limits import require_enough
+from dataplane.protocol.grpc_loader import import_with_grpc
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.token import Secret
+
+if TYPE_CHECKING:
+    from dataplane.controller.grpc_server import GrpcServer
+
+log = logging.getLogger(__name__)
+
+PORT_TRIES = 64
+PORT_WAIT_S = 5.0
+PORT_PAUSE_S = 0.1
+STOP_S = 5.0
+"""How long each part of stopping may take."""
+
+
+class Controller:
+    """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above;
+    with `config.http_port`, HTTP there.
+
+    `epoch` must grow from one life of the service to the next (default: the time). With `config.state_dir` the ledger
+    is the one kept there, and port 0 stands for the port of the life before. A context manager.
+    """
+
+    def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
+        self._config = config
+        self._epoch = time.time_ns() if epoch is None else epoch
+        self._given = ledger
+        self._durable: DurableLedger | None = None
+        self._shell: LedgerThread | None = None
+        self._grpc: GrpcServer | None = None
+        self._keys: ServerKeys | None = None
+        self._http: HttpInterface | None = None
+        self._address = ""
+        self._listens_at: list[int | str] = []
+        self._pid = os.getpid()
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as others reach it; "" before `start`."""
+        return self._address
+
+    @property
+    def http_address(self) -> str:
+        """ "host:port" where it answers browsers and Prometheus; "" where it does not."""
+        return "" if self._http is None else self._http.server.address
+
+    @property
+    def http_url(self) -> str:
+        """The same as a URL."""
+        return "" if self._http is None else self._http.server.url
+
+    @property
+    def recovered(self) -> bool:
+        """Whether it went on with the state of an earlier life."""
+        return self._durable is not None and self._durable.recovered
+
+    @property
+    def ended(self) -> threading.Event:
+        """Set when it no longer answers: stopped, or ended by itself because it could not go on."""
+        assert self._shell is not None, "not started"
+        return self._shell.ended
+
+    def start(self) -> Self:
+        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards or a session
+        timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be
+        gone on from, `LimitError` where this process may have too few open files; nothing is left running then."""
+        config = self._config
+        token = config.secret()
+        if config.session_timeout_s < config.heartbeat_s:
+            raise ValueError(
+                f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: clients "
+                "would be given up between two heartbeats; make it several times that"
+            )
+        require_guard_beyond_loopback(config.host, guarded=config.guarded())
+        if token is None and config.tls is None and not is_loopback(config.host):
+            log.warning(
+                "insecure: whoever reaches %s may read, change and drop everything this service holds", config.host
+            )
+        try:
+            self._start(token)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self, token: str | None) -> None:
+        config = self._config
+        require_enough()
+        ledger = self._open_ledger()
+        # A service with TLS and without a token has a secret that stands for it.
+        secret = token or (self._lasting("ticket", 32) if config.tls else "")
+        instance = secrets.token_hex(16)
+        ticket = Ticket.of(secret, instance)
+        self._keys = ServerKeys() if config.tls else None
+        grpc_server = import_with_grpc("dataplane.controller.grpc_server")
+        self._grpc = grpc = grpc_server.GrpcServer(Secret(token, ticket), config.tls)
+        port, door = self._bind(grpc, ticket)
+        self._address = join_address(reachable_host(config.host), port)
+        self._listens_at = [port, port + 1, *(each for each in door.endpoints if each.startswith("ipc://"))]
+        listens_at(self._listens_at)
+        facts = Facts(
+            address=self._address,
+            epoch=self._epoch,
+            host=boot_id(),
+            doors=door.endpoints,
+            heartbeat_s=config.heartbeat_s,
+            put_timeout_s=PUT_TIMEOUT_S if config.put_timeout_s is None else config.put_timeout_s,
+            durable=self._durable is not None,
+            forced=self._durable is not None and self._durable.forced,
+            curve_key="" if self._keys is None else self._keys.public,
+            service=self._lasting("service", 16),
+            instance=instance,
+            secret=secret,
+            told=token is None,
+        )
+        door.introduce(facts)
+        if self._durable is not None:
+            self._durable.remember(port=port)
+        hit("controller.bound")
+        sync = self._durable.sync if self._durable is not None and facts.forced else None
+        recorder = None if config.http_port is None else Recorder()
+        self._shell = LedgerThread(ledger, door, facts, sync=sync, watch=recorder)
+        self._shell.start()
+        health = ServiceHealth(self._shell)
+        grpc.serve(self._shell, facts, health.why_not)
+        if recorder is not None:
+            self._http = HttpInterface(
+                config,
+                self._shell,
+                ledger,
+                recorder,
+                health.why_not,
+                address=self._address,
+                heartbeat_s=config.heartbeat_s,
+            ).start()
+
+    def _lasting(self, name: str, nbytes: int) -> str:
+        """A random word that a later life with the same state has, too: storage units and their clients need not hear
+        of a new one at once."""
+        before = None if self._durable is None else self._durable.recall_text(name)
+        word = before or secrets.token_urlsafe(nbytes)
+        if self._durable is not None and before is None:
+            self._durable.remember(**{name: word})
+        return word
+
+    def _open_ledger(self) -> LedgerLike:
+        config = self._config
+        settings = LedgerSettings(
+            reserve_fraction=config.reserve_fraction,
+            heartbeat_s=config.heartbeat_s,
+            session_timeout_s=config.session_timeout_s,
+            checksums=_checksums(config),
+            low_watermark=config.low_watermark,
+            high_watermark=config.high_watermark,
+        )
+        if self._given is not None:
+            return self._given
+        if config.state_dir is None:
+            return Ledger(self._epoch, **vars(settings))
+        self._durable = DurableLedger.open(config.state_dir, settings, forced=config.durability == "machine")
+        self._epoch = self._durable.epoch
+        return self._durable
+
+    def _bind(self, grpc: GrpcServer, ticket: Ticket | None) -> tuple[int, ZmqServer]:
+        """Both doors on neighboring ports."""
+        host = self._config.host
+        if self._config.port:
+            require_free_port(host, self._config.port)  # the port that was asked for is named first
+            return self._bind_pair(grpc, ZmqServer(host, self._config.port + 1, ticket, self._keys))
+        before = None if self._durable is None else self._durable.recall("port")
+        if before is not None:
+            return self._bind_again(grpc, ticket, before)
+        for _ in range(PORT_TRIES):
+            port = 0 if self._durable is None else lasting_port()
+            try:
+                return self._bind_pair(grpc, ZmqServer(host, port and port + 1, ticket, self._keys))
+            except OSError as error:
+                log.debug("trying other ports: %s", error)
+        raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
+
+    def _bind_again(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
+        """Where clients of this state look for it. OSError if somebody else has the port and keeps it."""
+        end = time.monotonic() + PORT_WAIT_S
+        while True:
+            try:
+                return self._bind_pair(grpc, ZmqServer(self._config.host, port + 1, ticket, self._keys))
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise _with_its_past(error, port) from error
+                time.sleep(PORT_PAUSE_S)
+
+    def _bind_pair(self, grpc: GrpcServer, door: ZmqServer) -> tuple[int, ZmqServer]:
+        try:
+            require_free_port(self._config.host, door.port - 1)  # gRPC would also print that it is not
+            grpc.bind(join_address(resolve_host(self._config.host), door.port - 1))
+        except BaseException:
+            door.close()
+            raise
+        return door.port - 1, door
+
+    def stop(self) -> None:
+        """End both doors and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
+        seconds at most. Idempotent; in a forked child it does nothing."""
+        if self._pid != os.getpid():
+            return
+        shell, self._shell = self._shell, None
+        grpc, self._grpc = self._grpc, None
+        http, self._http = self._http, None
+        if http is not None:
+            http.stop()
+        if shell is not None:
+            shell.stop(STOP_S)
+        if grpc is not None:
+            grpc.stop(STOP_S)
+        listens_no_more_at(self._listens_at)
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            durable.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _with_its_past(error: OSError, port: int) -> OSError:
+    if not isinstance(error, PortTakenError):
+        return error
+    hint = f"The service had port {port} before and clients look for it there: end that, or tell them another port."
+    return PortTakenError(address=error.address, holder=error.holder, hint=hint)
+
+
+def _checksums(config: DataPlaneConfig) -> Checksums:
+    """Rows that are to outlive their machine are compared with their checksums afterwards: all have one."""
+    wanted = Checksums(config.checksums)
+    return Checksums.ALWAYS if config.durability == "machine" and wanted is Checksums.ACROSS_HOSTS else wanted

@@ -1,0 +1,34 @@
+"""The static files of the page, and at which paths they are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dataplane.protocol.http.messages import HTML, Response
+from dataplane.protocol.http.routes import Handler
+
+PAGE = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": HTML,
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+    ".woff2": "font/woff2",
+}
+
+LOGIN_FILES = ("/base.css", "/icon.svg")
+"""What the login form looks like: for everybody."""
+
+
+def page(folder: Path = PAGE) -> dict[str, Handler]:
+    """Handlers of the files in `folder`, which are read now; index.html is at /."""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _TYPES]
+    return {"/" if path.name == "index.html" else f"/{path.name}": _file(path) for path in files}
+
+
+def _file(path: Path) -> Handler:
+    response = Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], headers={"Cache-Control": "no-cache"})
+    return lambda request: response

@@ -1,0 +1,64 @@
+"""The standard reflection service: which services the gRPC door has, and their descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import Message
+
+from dataplane.controller.grpc_standard import CONTROL, HEALTH, POOL, REFLECTIONS, message_class
+
+SERVICES = (CONTROL, HEALTH, *REFLECTIONS)
+
+
+class Reflection:
+    """Answers for one of `REFLECTIONS`."""
+
+    def __init__(self, service: str) -> None:
+        self.request = message_class(service, "ServerReflectionRequest")
+        self._answer: Any = message_class(service, "ServerReflectionResponse")
+
+    async def info(self, requests: AsyncIterator[Any], context: object) -> AsyncIterator[Message]:
+        """The stream of the interface's only method."""
+        async for request in requests:
+            yield self._about(request)
+
+    def _about(self, request: Any) -> Message:
+        answer = self._answer(valid_host=request.host, original_request=request)
+        what = request.WhichOneof("message_request")
+        try:
+            match what:
+                case "list_services":
+                    for name in SERVICES:
+                        answer.list_services_response.service.add(name=name)
+                case "file_by_filename":
+                    _tell(answer, POOL.FindFileByName(request.file_by_filename))
+                case "file_containing_symbol":
+                    _tell(answer, POOL.FindFileContainingSymbol(request.file_containing_symbol))
+                case "all_extension_numbers_of_type":  # no message here has any
+                    found = POOL.FindMessageTypeByName(request.all_extension_numbers_of_type)
+                    answer.all_extension_numbers_response.base_type_name = found.full_name
+                case "file_containing_extension":
+                    raise KeyError(f"{request.file_containing_extension.containing_type} has no extensions")
+                case _:
+                    _fail(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request names nothing that it asks for")
+        except KeyError as error:
+            _fail(answer, grpc.StatusCode.NOT_FOUND, str(error.args[0]))
+        made: Message = answer
+        return made
+
+
+def _tell(answer: Any, file: FileDescriptor) -> None:
+    """The file, and all that it imports."""
+    files = [file]
+    for each in files:
+        files += [other for other in each.dependencies if other not in files]
+    answer.file_descriptor_response.file_descriptor_proto.extend(each.serialized_pb for each in files)
+
+
+def _fail(answer: Any, code: grpc.StatusCode, why: str) -> None:
+    answer.error_response.error_code = code.value[0]
+    answer.error_response.error_message = why

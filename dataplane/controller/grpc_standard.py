@@ -1,0 +1,130 @@
+"""The health and reflection interfaces that gRPC publishes, and this service's own, in a descriptor pool of their own.
+
+The default pool holds one file of a name: generated code for these would fail in a process that also imports
+`grpc_health` or `grpc_reflection`. The packages of that name do not fit beside every protobuf that ours does.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from dataplane.protocol.pb import control_pb2
+
+CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+HEALTH = "grpc.health.v1.Health"
+REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""The same messages under two names: older clients know the second only."""
+
+_SCALARS = {
+    "string": FieldDescriptorProto.TYPE_STRING,
+    "bytes": FieldDescriptorProto.TYPE_BYTES,
+    "int32": FieldDescriptorProto.TYPE_INT32,
+}
+Fields = dict[str, tuple[int, str]]
+"""Number and type of each field of a message, "repeated TYPE" for a list; a name "ONEOF.FIELD" puts it in a oneof."""
+
+_HEALTH: dict[str, Fields] = {"HealthCheckRequest": {"service": (1, "string")}, "HealthCheckResponse": {}}
+_STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+_REFLECTION: dict[str, Fields] = {
+    "ServerReflectionRequest": {
+        "host": (1, "string"),
+        "message_request.file_by_filename": (3, "string"),
+        "message_request.file_containing_symbol": (4, "string"),
+        "message_request.file_containing_extension": (5, "ExtensionRequest"),
+        "message_request.all_extension_numbers_of_type": (6, "string"),
+        "message_request.list_services": (7, "string"),
+    },
+    "ExtensionRequest": {"containing_type": (1, "string"), "extension_number": (2, "int32")},
+    "ServerReflectionResponse": {
+        "valid_host": (1, "string"),
+        "original_request": (2, "ServerReflectionRequest"),
+        "message_response.file_descriptor_response": (4, "FileDescriptorResponse"),
+        "message_response.all_extension_numbers_response": (5, "ExtensionNumberResponse"),
+        "message_response.list_services_response": (6, "ListServiceResponse"),
+        "message_response.error_response": (7, "ErrorResponse"),
+    },
+    "FileDescriptorResponse": {"file_descriptor_proto": (1, "repeated bytes")},
+    "ExtensionNumberResponse": {"base_type_name": (1, "string"), "extension_number": (2, "repeated int32")},
+    "ListServiceResponse": {"service": (1, "repeated ServiceResponse")},
+    "ServiceResponse": {"name": (1, "string")},
+    "ErrorResponse": {"error_code": (1, "int32"), "error_message": (2, "string")},
+}
+
+
+def _file(package: str, name: str, messages: dict[str, Fields]) -> FileDescriptorProto:
+    file = FileDescriptorProto(name=f"{package.replace('.', '/')}/{name}.proto", package=package, syntax="proto3")
+    for message, members in messages.items():
+        _fill(file.message_type.add(name=message), package, members)
+    return file
+
+
+def _fill(message: DescriptorProto, package: str, members: Fields) -> None:
+    oneofs: list[str] = []
+    for path, (number, kind) in members.items():
+        oneof, _, name = path.rpartition(".")
+        repeated, _, kind = kind.rpartition(" ")
+        label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
+        made = message.field.add(name=name, number=number, label=label)
+        if kind in _SCALARS:
+            made.type = _SCALARS[kind]
+        else:
+            made.type, made.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{package}.{kind}"
+        if oneof:
+            if oneof not in oneofs:
+                oneofs.append(oneof)
+                message.oneof_decl.add(name=oneof)
+            made.oneof_index = oneofs.index(oneof)
+
+
+def _health(package: str) -> FileDescriptorProto:
+    file = _file(package, "health", _HEALTH)
+    answer = file.message_type[1]
+    kinds = answer.enum_type.add(name="ServingStatus")
+    for number, name in enumerate(_STATUSES):
+        kinds.value.add(name=name, number=number)
+    of_enum = FieldDescriptorProto.TYPE_ENUM
+    kind = f".{package}.{answer.name}.{kinds.name}"
+    answer.field.add(name="status", number=1, label=FieldDescriptorProto.LABEL_OPTIONAL, type=of_enum, type_name=kind)
+    service = file.service.add(name="Health")
+    asked, told = f".{package}.HealthCheckRequest", f".{package}.HealthCheckResponse"
+    service.method.add(name="Check", input_type=asked, output_type=told)
+    service.method.add(name="Watch", input_type=asked, output_type=told, server_streaming=True)
+    return file
+
+
+def _reflection(package: str) -> FileDescriptorProto:
+    file = _file(package, "reflection", _REFLECTION)
+    file.service.add(name="ServerReflection").method.add(
+        name="ServerReflectionInfo",
+        input_type=f".{package}.ServerReflectionRequest",
+        output_type=f".{package}.ServerReflectionResponse",
+        client_streaming=True,
+        server_streaming=True,
+    )
+    return file
+
+
+def _pool() -> DescriptorPool:
+    pool = DescriptorPool()
+    pool.AddSerializedFile(control_pb2.DESCRIPTOR.serialized_pb)
+    pool.Add(_health(_package(HEALTH)))
+    for service in REFLECTIONS:
+        pool.Add(_reflection(_package(service)))
+    return pool
+
+
+def _package(service: str) -> str:
+    return service.rpartition(".")[0]
+
+
+POOL = _pool()
+"""What reflection tells of."""
+
+
+def message_class(service: str, name: str) -> type[Message]:
+    """Of a message that is declared beside `service`."""
+    found: type[Message] = GetMessageClass(POOL.FindMessageTypeByName(f"{_package(service)}.{name}"))
+    return found

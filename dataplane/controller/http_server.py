@@ -1,0 +1,95 @@
+"""The HTTP door: page, JSON, metrics and health, from a session of its own inside the process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from dataplane.config import DataPlaneConfig
+from dataplane.controller.dashboard.api import api, health
+from dataplane.controller.dashboard.files import LOGIN_FILES, page
+from dataplane.controller.durable_ledger import DurableLedger
+from dataplane.controller.event_loop import LedgerLike, LedgerThread
+from dataplane.controller.local_session import LocalSession
+from dataplane.controller.metrics.collector import ServiceMetrics
+from dataplane.controller.metrics.recorder import Recorder
+from dataplane.core.addresses import is_loopback
+from dataplane.errors import ServiceUnavailableError
+from dataplane.protocol.http.auth import Guard
+from dataplane.protocol.http.prometheus import metrics
+from dataplane.protocol.http.routes import Guarded
+from dataplane.protocol.http.server import HttpServer
+from dataplane.protocol.tls import server_context
+
+SAMPLE_S = 1.0
+"""How often the bytes that are live are noted for the flow."""
+
+
+class HttpInterface:
+    """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive.
+    why_not: what `/healthz` says."""
+
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        shell: LedgerThread,
+        ledger: LedgerLike,
+        recorder: Recorder,
+        why_not: Callable[[], str],
+        *,
+        address: str,
+        heartbeat_s: float,
+    ) -> None:
+        assert config.http_port is not None
+        self._shell = shell
+        self._ledger = ledger
+        self._recorder = recorder
+        self._heartbeat_s = heartbeat_s
+        self._inside = LocalSession(shell, name="tq http", address=address)
+        token, tls = config.secret(), config.tls
+        guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
+        journal = ledger if isinstance(ledger, DurableLedger) else None
+        files = page()
+        scraped = {"/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal))}
+        site = Guarded(
+            guard,
+            {**files, **api(self._inside.ask, recorder), **scraped},
+            {
+                **{path: files[path] for path in LOGIN_FILES},
+                "/healthz": health(why_not),
+                **(scraped if config.open_metrics and token is not None else {}),
+            },
+        )
+        context = None if tls is None else server_context(tls)
+        self.server = HttpServer(site, config.host, config.http_port, context=context)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tq-http-beat", daemon=True)
+
+    def start(self) -> Self:
+        """Returns when it listens. OSError where it cannot."""
+        self.server.start()
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the server and the session. Idempotent."""
+        self._stopping.set()
+        self.server.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._inside.close()
+
+    def _keep(self) -> None:
+        silent_s = 0.0
+        while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
+            silent_s += min(SAMPLE_S, self._heartbeat_s)
+            with contextlib.suppress(ServiceUnavailableError):
+                self._shell.run(self._note)
+            if silent_s >= self._heartbeat_s:
+                silent_s = 0.0
+                self._inside.beat()
+
+    def _note(self) -> None:
+        self._recorder.lives(self._ledger.live_bytes)

@@ -1,0 +1,115 @@
+"""A session of the service's own process, for those who look into it: no door, no socket."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dataplane.core.addresses import boot_id
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import CallTimeoutError, DataPlaneError, ServiceUnavailableError, SessionExpiredError
+from dataplane.ledger import commands as c
+
+if TYPE_CHECKING:
+    from dataplane.controller.event_loop import LedgerThread
+
+ASK_S = 10.0
+
+
+class LocalSession:
+    """Opens its session at the first question, and another one when the service gave that up. Thread-safe."""
+
+    def __init__(self, shell: LedgerThread, *, name: str, address: str) -> None:
+        self._shell = shell
+        self._name = name
+        self._address = address
+        self._turn = threading.Lock()
+        self._session = 0
+        self._number = 0
+
+    def ask(self, command: c.Command) -> c.Result:
+        """What the ledger answers (figures without this session, which is no client's); raises the error that it
+        answers with. One question at a time: others wait for their turn. `CallTimeoutError` after `ASK_S`,
+        `ServiceUnavailableError` once the service is stopping."""
+        deadline = time.monotonic() + ASK_S
+        if not self._turn.acquire(timeout=ASK_S):
+            raise self._late(command)
+        try:
+            try:
+                return self._ask(command, deadline)
+            except SessionExpiredError:
+                self._session = 0
+                return self._ask(command, deadline)
+        except queue.Empty:
+            raise self._late(command) from None
+        finally:
+            self._turn.release()
+
+    def beat(self) -> None:
+        """The session's heartbeat."""
+        session = self._session
+        if session:
+            with contextlib.suppress(ServiceUnavailableError):
+                self._shell.submit(c.Heartbeat(session=session))
+
+    def close(self) -> None:
+        """End the session. Nothing is waited for."""
+        session, self._session = self._session, 0
+        if session:
+            self._number += 1
+            with contextlib.suppress(ServiceUnavailableError):
+                self._shell.submit(self._call(session, c.Bye()))
+
+    def _ask(self, command: c.Command, deadline: float) -> c.Result:
+        if not self._session:
+            self._open(deadline)
+        self._number += 1
+        answer = self._submit(self._call(self._session, command), deadline)
+        assert isinstance(answer, c.Answer)
+        if isinstance(answer.result, DataPlaneError):
+            raise answer.result
+        return self._without_itself(answer.result)
+
+    def _without_itself(self, result: c.Result) -> c.Result:
+        if not isinstance(result, c.StatsReport):
+            return result
+        return msgspec.structs.replace(
+            result, sessions=tuple(each for each in result.sessions if each.session != self._session)
+        )
+
+    def _call(self, session: int, command: c.Command) -> c.Call:
+        """Answers to what was asked before are of no use any more."""
+        return c.Call(session=session, number=self._number, watermark=self._number, command=command)
+
+    def _open(self, deadline: float) -> None:
+        wanted = c.OpenSession(
+            nonce=secrets.token_hex(16), host=boot_id(), name=self._name, protocol_version=PROTOCOL_VERSION
+        )
+        opened = self._submit(wanted, deadline)
+        assert isinstance(opened, c.Opened)
+        if opened.error is not None:
+            raise opened.error
+        self._session, self._number = opened.session, 0
+
+    def _submit(self, item: c.Input, deadline: float) -> c.Output:
+        """`queue.Empty` if no answer comes in time."""
+        answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
+        reply: Callable[[c.Output], None] = answers.put
+        self._shell.submit(item, reply)
+        try:
+            return answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            with contextlib.suppress(ServiceUnavailableError):
+                self._shell.withdraw(item, reply)
+            raise
+
+    def _late(self, command: c.Command) -> CallTimeoutError:
+        what, peer = type(command).__name__, f"the service at {self._address}"
+        return CallTimeoutError(what=what, waited_s=ASK_S, peer=peer)

@@ -1,0 +1,1 @@
+"""What the controller counts while it works, and its export for Prometheus."""

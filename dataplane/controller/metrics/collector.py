@@ -1,0 +1,180 @@
+"""The metrics of a controller: what the ledger holds when it is asked, and what was counted since it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from dataplane.controller.metrics.recorder import MovedTotals, Recorder
+from dataplane.core.metrics.catalog import JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Sheet
+from dataplane.ledger import commands as c
+
+PARTITIONS_SHOWN = 200
+"""So many partitions have metrics of their own: those that were registered last."""
+TASKS_SHOWN = 32
+"""So many tasks of each."""
+STATES = ("live", "silent", "ending")
+
+
+class AskLedger(Protocol):
+    """Has the ledger answer a command."""
+
+    def __call__(self, command: c.Command) -> c.Result: ...
+
+
+class JournalFacts(Protocol):
+    """What a journal tells of itself."""
+
+    forced: bool
+
+    @property
+    def lag(self) -> int: ...
+    @property
+    def journal_bytes(self) -> int: ...
+
+
+class ServiceMetrics(Collector):
+    """Asks the ledger whenever Prometheus does. Partitions that are gone are forgotten."""
+
+    def __init__(self, ask: AskLedger, recorder: Recorder, journal: JournalFacts | None = None) -> None:
+        self._ask = ask
+        self._recorder = recorder
+        self._journal = journal
+
+    def collect(self) -> Iterable[Metric]:
+        known = self._recorder.partitions  # before the question: one that comes meanwhile is not gone
+        stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
+        assert isinstance(stats, c.StatsReport)
+        assert isinstance(waits, c.WaitList)
+        self._recorder.count()
+        self._recorder.forget(known - {part.partition for part in stats.partitions})
+        sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
+        self._service(sheet, stats)
+        self._counted(sheet)
+        for unit in stats.units:
+            _unit(sheet, unit)
+        oldest = _oldest(waits)
+        for part in stats.partitions[-PARTITIONS_SHOWN:]:
+            self._partition(sheet, part, oldest)
+        return sheet.families()
+
+    def _service(self, sheet: Sheet, stats: c.StatsReport) -> None:
+        durable = str(self._journal is not None).lower()
+        sheet.set("service_info", 1, _version(), str(stats.epoch), durable)
+        for state in STATES:
+            sheet.set("sessions", sum(session.state == state for session in stats.sessions), state)
+        silences = (session.silent_s for session in stats.sessions if session.state != "ending")
+        sheet.set("session_silence_seconds", max(silences, default=0.0))
+        sheet.set("pins", sum(session.pins for session in stats.sessions))
+        sheet.set("reservations", sum(session.reservations for session in stats.sessions))
+        sheet.set("waiting_puts", stats.waiting_allocations)
+        sheet.set("partitions", len(stats.partitions))
+        sheet.set("partitions_not_shown", max(0, len(stats.partitions) - PARTITIONS_SHOWN))
+        if self._journal is not None:
+            sheet.set("journal_lag_records", self._journal.lag)
+            sheet.set("journal_bytes", self._journal.journal_bytes)
+            if self._journal.forced:
+                sheet.histogram("journal_sync_seconds", self._recorder.syncs)
+
+    def _counted(self, sheet: Sheet) -> None:
+        sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
+        _moved(sheet, "", self._recorder.moved)
+        for kind, op in list(self._recorder.ops.items()):
+            name = kind.operation()
+            for outcome, count in op.outcomes().items():
+                sheet.set("calls_total", count, name, outcome)
+            sheet.histogram("call_seconds", op.took, name)
+
+    def _partition(self, sheet: Sheet, part: c.PartitionStats, oldest: dict[tuple[str, str], float]) -> None:
+        name = part.partition
+        values = {
+            "live_samples": part.live,
+            "born_samples": part.born,
+            "expected_samples": part.num_samples,
+            "live_bytes": part.live_bytes,
+            "used_bytes": part.used_bytes,
+            "budget_bytes": part.budget_bytes,
+            "limit_bytes": part.limit_bytes,
+            "pressed": part.pressed,
+            "sealed": part.sealed,
+            "version": part.version,
+            "waiting_claims": part.waiting_claims,
+            "waiting_puts": part.waiting_puts,
+            "oldest_put_wait_seconds": oldest.get((name, ""), 0.0),
+            "evicted_samples_total": part.evicted,
+            "evicted_unconsumed_samples_total": part.evicted_unconsumed,
+            "dropped_samples_total": part.dropped,
+        }
+        for metric, value in values.items():
+            sheet.set(f"partition_{metric}", value, name)
+        _moved(sheet, "partition_", self._recorder.by_partition.get(name) or MovedTotals(), name)
+        for task in part.tasks[:TASKS_SHOWN]:
+            self._task(sheet, name, task, oldest)
+
+    def _task(self, sheet: Sheet, partition: str, task: c.TaskStats, oldest: dict[tuple[str, str], float]) -> None:
+        key = partition, task.task
+        waited = self._recorder.by_task.get(key)
+        values = {
+            "ready_samples": task.ready,
+            "leased_samples": task.leased,
+            "held_samples": task.held,
+            "claimed_samples": task.claimed,
+            "waiting_claims": task.waiting,
+            "oldest_wait_seconds": oldest.get(key, 0.0),
+            "staleness_versions": task.lag,
+            "claims_total": 0 if waited is None else waited.count,
+            "claim_wait_seconds_total": 0.0 if waited is None else waited.sum_s,
+        }
+        for metric, value in values.items():
+            sheet.set(f"task_{metric}", value, *key)
+
+
+def _unit(sheet: Sheet, unit: c.UnitStats) -> None:
+    free = unit.free_bytes
+    values = {
+        "connected": unit.connected,
+        "pressed": unit.pressed,
+        "draining": unit.draining,
+        "growth_failed": bool(unit.problem),
+        "capacity_bytes": unit.capacity_bytes,
+        "limit_bytes": unit.limit_bytes,
+        "backed_bytes": unit.capacity_bytes - unit.unbacked_bytes,
+        "used_bytes": unit.used_bytes,
+        "peak_used_bytes": unit.peak_used_bytes,
+        "reserved_bytes": unit.reserved_bytes,
+        "live_bytes": unit.live_bytes,
+        "retired_bytes": unit.retired_bytes,
+        "pinned_bytes": unit.pinned_bytes,
+        "free_bytes": free,
+        "largest_free_bytes": unit.largest_free_bytes,
+        "fragmentation_ratio": 1.0 - unit.largest_free_bytes / free if free else 0.0,
+        "free_ranges": unit.fragments,
+        "extents": unit.extents,
+    }
+    for metric, value in values.items():
+        sheet.set(f"unit_{metric}", value, str(unit.unit), unit.name)
+
+
+def _moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> None:
+    for name in MovedTotals.__slots__:
+        sheet.set(f"{prefix}{name}_total", getattr(moved, name), *labels)
+
+
+def _oldest(waits: c.WaitList) -> dict[tuple[str, str], float]:
+    """How long the oldest call of each partition and task has waited; of puts, under no task."""
+    found: dict[tuple[str, str], float] = {}
+    for wait in waits.waits:
+        key = wait.partition, wait.task
+        found[key] = max(found.get(key, 0.0), waits.now - wait.since)
+    return found
+
+
+def _version() -> str:
+    try:
+        return version("rl-dataplane")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,106 @@
+"""Named places where a test may make a process stop, wait or die. Unarmed (always, outside tests) they cost nothing.
+
+A process arms its own: `arm("put.before_commit", action)`; the action runs in the thread that reaches the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+NAMES = frozenset(
+    {
+        # A client: its session, puts, gets, streams.
+        "session.before_open",
+        "session.opened",
+        "session.found",
+        "attach.before_proof",
+        "attach.proven",
+        "call.*.before",
+        "call.*.after",
+        "put.mid_copy",
+        "put.before_force",
+        "put.before_commit",
+        "move.mid_copy",
+        "move.before_switch",
+        "get.mid_copy",
+        "get.copied",
+        "get.before_release",
+        "bulk.write.between_frames",
+        "bulk.read.between_frames",
+        "stream.claimed",
+        "stream.read",
+        "stream.handed_out",
+        # A client: checkpoints.
+        "checkpoint.saved",
+        "checkpoint.mid_file",
+        "checkpoint.before_rename",
+        "checkpoint.after_rename",
+        "restore.verified",
+        "restore.stored",
+        "restore.before_publish",
+        # A storage unit.
+        "unit.reserved",
+        "unit.adopted",
+        "unit.before_add",
+        "unit.record.before_rename",
+        "unit.start_over",
+        "unit.report.before",
+        "unit.report.after",
+        "unit.attach",
+        "unit.attached",
+        "unit.write.between_frames",
+        "unit.read.copied",
+        "unit.fence.before",
+        "unit.fence.after",
+        "unit.before_grown",
+        "unit.mid_compaction",
+        "unit.before_compacted",
+        # The controller.
+        "journal.before_append",
+        "journal.appended",
+        "journal.after_append",
+        "journal.applied",
+        "journal.replaying",
+        "journal.replayed",
+        "journal.taken_over",
+        "image.before_rename",
+        "image.before_begin",
+        "image.begun",
+        "controller.bound",
+        "controller.before_reply",
+        "controller.before_opened",
+        "controller.before_added",
+        "controller.before_order",
+        # A rank of a worker group.
+        "fetch.between_header_and_payload",
+    }
+)
+"""Every place there is; `call.*.before` stands for `call.Commit.before` and every other command."""
+
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def hit(name: str) -> None:
+    """Run the action armed at `name`, if any."""
+    if _armed:
+        action = _armed.get(name)
+        if action is not None:
+            action()
+
+
+def general(name: str) -> str:
+    """How `NAMES` has the place."""
+    parts = name.split(".")
+    return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "call" else name
+
+
+def arm(name: str, action: Callable[[], None]) -> None:
+    """Run `action` whenever `hit(name)` is reached in this process. ValueError for a place that is not in `NAMES`."""
+    if general(name) not in NAMES:
+        raise ValueError(f"there is no failpoint {name!r}; see dataplane.core.failpoints.NAMES")
+    _armed[name] = action
+
+
+def disarm() -> None:
+    """Forget every armed action."""
+    _armed.clear()

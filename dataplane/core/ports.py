@@ -1,0 +1,81 @@
+"""Ports that are taken, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataplane.core.addresses import join_address, resolve_host
+from dataplane.errors import PortTakenError
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTEN = "0A"
+
+
+def require_free_port(host: str, port: int) -> None:
+    """`PortTakenError` if something has that port of `host` already; OSError where it cannot be listened on at all."""
+    address = resolve_host(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise cannot_listen(host, port, error.errno) from error
+
+
+def cannot_listen(host: str, port: int, number: int | None) -> OSError:
+    """What to raise where listening failed with that errno: a `PortTakenError` if the port is taken."""
+    address = join_address(host, port)
+    if number == errno.EADDRINUSE:
+        return PortTakenError(address=address, holder=_holder(port))
+    return OSError(number, f"cannot listen on {address}: {os.strerror(number or 0)}")
+
+
+def _holder(port: int) -> str:
+    """Who has a socket at that port of this network namespace: its process, if this one may know that, or else its
+    user; "" if the kernel tells neither. One that listens is preferred."""
+    sockets = sorted(_sockets_at(port), key=lambda found: found[0] != _LISTEN)
+    for _, user, inode in sockets:
+        pid = _process_with(f"socket:[{inode}]")
+        if pid is not None:
+            return f"process {pid} ({_name_of(pid)})"
+        return f"a process of user {user}"
+    return ""
+
+
+def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
+    """State, user and inode."""
+    for table in _TABLES:
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                words = line.split()
+                if int(words[1].rpartition(":")[2], 16) == port and words[9] != "0":
+                    yield words[3], words[7], words[9]
+
+
+def _process_with(link: str) -> int | None:
+    """The first process that has such a descriptor, of those that this one may look into."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            folder = f"/proc/{name}/fd"
+            with contextlib.suppress(OSError):
+                if any(_link_of(f"{folder}/{number}") == link for number in os.listdir(folder)):
+                    return int(name)
+    return None
+
+
+def _link_of(descriptor: str) -> str:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        return os.readlink(descriptor)
+    return ""
+
+
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    return "ended meanwhile"

@@ -1,0 +1,438 @@
+"""`BatchedDataDict`, the batch that training code holds, and `materialize`, which makes one of a TensorDict."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from torch import Tensor
+
+from dataplane.core.schema import Layout, round_up
+from dataplane.data.jagged import (
+    is_jagged,
+    jagged_from_values,
+    not_per_token,
+    offsets_of,
+    pad_nested,
+    pad_scalar,
+    row_lengths,
+    select_rows,
+)
+from dataplane.data.packing import plan_shards
+from dataplane.errors import InvalidRequestError
+
+DictT = TypeVar("DictT")
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
+    """Columns by name, all of one number of rows N: tensors `[N, ...]`, nested (jagged) tensors, lists, numpy arrays
+    (object arrays among them).
+
+    `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` are what sharding with packing leaves on a
+    shard (see `schema`), None otherwise; `not_per_token` names padded columns whose dimension 1 is not the samples'
+    tokens (see `materialize`). Methods that change rows give a new batch over the same memory where they can,
+    and say so where they work in place. Columns can be put in and replaced one after another, also with another number
+    of rows: a column whose number differs from the others' is a ValueError of `size` and of all that deals with rows.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.micro_batch_indices: list[list[list[int]]] | None = None
+        self.micro_batch_lengths: list[list[int]] | None = None
+        self.elem_counts_per_gb: list[int] | None = None
+        self.not_per_token: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, Any] | None = None
+    ) -> BatchedDataDict[Any]:
+        """All rows of `batches`, in order.
+
+        Dense tensors that differ in dimension 1 are padded on the right to the widest, with `pad_value_dict[name]` or
+        0; jagged tensors, lists and arrays are joined. Batches without rows are passed over. A key that one batch has
+        and another lacks is a KeyError; kinds, dtypes or other dimensions that differ are a ValueError.
+        """
+        pads = pad_value_dict or {}
+        filled = [batch for batch in batches if _rows_of(batch)] or list(batches[:1])
+        names = list(filled[0]) if filled else []
+        for number, batch in enumerate(filled):
+            odd = set(names) ^ set(batch)
+            if odd:
+                raise KeyError(f"{min(odd)!r} is in some of the batches only (batch {number} differs from batch 0)")
+        joined = cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
+        joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
+        return joined
+
+    @property
+    def size(self) -> int:
+        """Number of rows; 0 without columns."""
+        return _rows_of(self.data)
+
+    def get_dict(self) -> dict[str, Any]:
+        """The columns as a plain dict (the columns themselves, not copied)."""
+        return dict(self.data)
+
+    # --- rows ---
+
+    def slice(self, start: int, end: int) -> BatchedDataDict[Any]:
+        """Rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
+        if not 0 <= start <= end <= self.size:
+            raise InvalidRequestError(f"slice [{start}, {end}) of a batch of {self.size} rows")
+        return self._each(lambda column: _sliced(column, start, end))
+
+    def chunk(self, rank: int, chunks: int) -> BatchedDataDict[Any]:
+        """Part `rank` of `chunks` equal contiguous parts. ValueError if they cannot be equal."""
+        size = self.size
+        if chunks < 1 or size % chunks:
+            raise InvalidRequestError(f"{size} rows cannot be split evenly into {chunks} chunks")
+        if not 0 <= rank < chunks:
+            raise InvalidRequestError(f"chunk {rank} of {chunks}")
+        return self.slice(rank * (size // chunks), (rank + 1) * (size // chunks))
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """Batch number `batch_idx` of `batch_size` rows each, the last one maybe shorter; on a shard whose global
+        batches have their own numbers of rows (`elem_counts_per_gb`) those, whatever `batch_size` says. Micro-batch
+        attributes come along."""
+        counts = self.elem_counts_per_gb
+        if counts is None:
+            if batch_size is None or batch_size < 1:
+                raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
+            counts = [min(batch_size, self.size - start) for start in range(0, self.size, batch_size)]
+        if not 0 <= batch_idx < len(counts):
+            raise InvalidRequestError(f"batch {batch_idx} of {len(counts)}")
+        start = sum(counts[:batch_idx])
+        batch = self.slice(start, start + counts[batch_idx])
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        if self.elem_counts_per_gb is not None:
+            batch.elem_counts_per_gb = [counts[batch_idx]]
+        return batch
+
+    def select_indices(self, indices: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> BatchedDataDict[Any]:
+        """The rows at `indices` (each in [0, N), any order, repeats allowed), copied."""
+        places = _places(indices, self.size)
+        return self._each(lambda column: _selected(column, places))
+
+    def reorder_data(self, order: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> None:
+        """Moves row i to place `order[i]`, in place: undoes a reordering that took row `order[i]` to place i.
+        ValueError if `order` is no permutation of the rows."""
+        places = _places(order, self.size)
+        if not torch.equal(places.sort().values, torch.arange(self.size)):
+            raise InvalidRequestError(f"the order of {len(places)} places is no permutation of {self.size} rows")
+        back = places.argsort()
+        self.data = {name: _selected(column, back) for name, column in self.data.items()}
+
+    def repeat_interleave(self, num_repeats: int) -> BatchedDataDict[Any]:
+        """Every row `num_repeats` times, one after another (objects are repeated by reference)."""
+        if num_repeats < 0:
+            raise InvalidRequestError(f"cannot repeat {num_repeats} times")
+        return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
+
+    # --- shards and micro-batches ---
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> list[BatchedDataDict[Any]] | tuple[list[BatchedDataDict[Any]], list[int]]:
+        """The rows of each of `shards` data-parallel ranks, copied: a part of every global batch of `batch_size` rows
+        (default: all of them), batch after batch.
+
+        Plain parts are equal, contiguous and in order; with `allow_uneven_shards` (and no `batch_size`) the last ones
+        may be shorter. With packing or dynamic batching (see `packing.plan_shards`; lengths are the column that
+        "input_lengths_key" names) every shard gets as many micro-batches as the others, in its attributes, and the
+        result is (shards, order): row i of the shards, one after another, is row `order[i]` here, so that
+        `reorder_data(order)` puts results of theirs back. A column that "input_key" names may be narrower than a
+        micro-batch's length, which is rounded up.
+
+        KeyError without the column of lengths; ValueError for numbers that do not divide, and for a row over the
+        budget.
+        """
+        plan = plan_shards(
+            self.size,
+            self._lengths,
+            shards=shards,
+            batch_size=batch_size,
+            allow_uneven_shards=allow_uneven_shards,
+            sequence_packing_args=sequence_packing_args,
+            dynamic_batching_args=dynamic_batching_args,
+        )
+        parts = []
+        for shard in plan:
+            part = self.select_indices(shard.rows)
+            part.micro_batch_indices = shard.micro_batch_indices
+            part.micro_batch_lengths = shard.micro_batch_lengths
+            part.elem_counts_per_gb = shard.elem_counts_per_gb
+            parts.append(part)
+        if sequence_packing_args is None and dynamic_batching_args is None:
+            return parts
+        return parts, [row for shard in plan for row in shard.rows.tolist()]
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[Any]]:
+        """Micro-batches of `microbatch_size` rows, in order. ValueError if they do not come out even."""
+        size = self.size
+        if microbatch_size < 1 or size % microbatch_size:
+            raise InvalidRequestError(f"{size} rows cannot be cut into micro-batches of {microbatch_size}")
+        return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
+        """The micro-batches that dynamic batching made of this one global batch (see `get_batch`), every dense tensor
+        that has dimension `sequence_dim` cut there to the micro-batch's length. ValueError without them."""
+        indices, lengths = self._micro_batches()
+
+        def cut(start: int, end: int, length: int) -> BatchedDataDict[Any]:
+            batch = self.slice(start, end)
+            batch.truncate_tensors(sequence_dim, length)
+            return batch
+
+        return (cut(start, end, length) for (start, end), length in zip(indices, lengths, strict=True))
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` gives."""
+        return len(self._micro_batches()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict[Any]]:
+        """The micro-batches that packing made of this one global batch (see `get_batch`): the sequences of one bin
+        each, as they are. ValueError without them."""
+        indices, _ = self._micro_batches()
+        return (self.slice(start, end) for start, end in indices)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """(how many micro-batches `make_microbatch_iterator_for_packable_sequences` gives, the most tokens of one)."""
+        indices, lengths = self._micro_batches()
+        return len(indices), max(lengths)
+
+    def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
+        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None:
+            raise InvalidRequestError("no micro-batches here: shard_by_batch_size makes them with packing arguments")
+        if len(indices) != 1:
+            raise InvalidRequestError(
+                f"the micro-batches are those of {len(indices)} global batches: use get_batch first"
+            )
+        return indices[0], lengths[0]
+
+    def _lengths(self, key: str) -> Any:
+        if key not in self.data:
+            raise KeyError(f"there is no column {key!r} to cut micro-batches by")
+        column = self.data[key]
+        if is_jagged(column):
+            raise InvalidRequestError(f"{key!r}: expected the lengths of the rows, got a jagged column")
+        return column.cpu().numpy() if isinstance(column, Tensor) else column
+
+    # --- columns ---
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cuts every dense tensor that has dimension `dim` to `truncated_len` there, in place (as views); in dimension
+        1 not those of `not_per_token`."""
+        for name, column in self.data.items():
+            if dim == 1 and name in self.not_per_token:
+                continue
+            if isinstance(column, Tensor) and not column.is_nested and column.dim() > dim:
+                self.data[name] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
+
+    def to(self, device: torch.device | str) -> BatchedDataDict[DictT]:
+        """Moves every tensor (those in a list column too) to `device`, in place; returns the batch itself. Jagged
+        columns that share offsets go on sharing them."""
+        moved: dict[int, Tensor] = {}
+        for name, column in self.data.items():
+            self.data[name] = _moved(column, device, moved)
+        return self
+
+    def _each(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
+        _rows_of(self.data)
+        changed = type(self)({name: change(column) for name, column in self.data.items()})
+        changed.not_per_token = self.not_per_token
+        return changed
+
+
+def materialize(
+    td: TensorDictBase | Mapping[str, Any],
+    layout: Layout = "padded",
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+    *,
+    sequence_lengths: Sequence[int] | None = None,
+    pad_to_multiple: int = 1,
+) -> BatchedDataDict[Any]:
+    """A batch of the columns of `td`.
+
+    layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0, S being the
+    column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0, else that row rounded up to
+    `pad_to_multiple`. Per-token are those that `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as
+    `sequence_lengths` `[N]` (if None, as those of such a column) says; all of them, where neither tells. Images and the
+    like are not: they are in `not_per_token` of the batch. Nested columns of another layout are padded as jagged ones
+    are. layout "jagged": they stay as they are. All other columns are passed on untouched, never padded; a
+    NonTensorStack becomes a list if all its rows are tensors (ragged columns), else an object array.
+
+    ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column, a dtype cannot hold
+    its pad value, or rows that are to be padded differ in more than their length; and if `sequence_lengths` are not as
+    many as the rows.
+    """
+    if layout not in ("padded", "jagged"):
+        raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
+    pads = pad_value_dict or {}
+    batch: BatchedDataDict[Any] = BatchedDataDict()
+    columns: dict[str, Any] = dict(td.items())
+    if layout == "padded":
+        columns = {name: _as_jagged(name, value) for name, value in columns.items()}
+        jagged = {name: row_lengths(value).cpu().numpy() for name, value in columns.items() if is_jagged(value)}
+        batch.not_per_token = not_per_token(jagged, sequence_lengths)
+    for name, value in columns.items():
+        if layout == "padded" and is_jagged(value):
+            try:
+                longest = int(jagged[name].max(initial=0))
+                width = 0 if name in batch.not_per_token else pad_to_seqlen or round_up(longest, pad_to_multiple)
+                value = pad_nested(value, pads.get(name, 0), width=width)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"field {name!r}: {error}") from error
+        batch[name] = _plain_column(value)
+    if sequence_lengths is not None and batch and len(sequence_lengths) != batch.size:
+        raise InvalidRequestError(f"sequence_lengths: {len(sequence_lengths)} lengths for {batch.size} rows")
+    return batch
+
+
+def _as_jagged(name: str, value: Any) -> Any:
+    """A nested tensor of another layout as a jagged one, its rows copied; all else as it is."""
+    if not isinstance(value, Tensor) or is_jagged(value) or not value.is_nested:
+        return value
+    rows = value.unbind()
+    if len({row.shape[1:] for row in rows}) > 1:
+        told = ", ".join(str(list(row.shape)) for row in rows[:5])
+        raise InvalidRequestError(
+            f"field {name!r}: rows that are padded can differ in their first dimension only, got shapes {told}"
+        )
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=value.device)
+    return jagged_from_values(torch.cat(rows) if rows else value.new_empty(0), offsets_of(lengths))
+
+
+def _plain_column(value: Any) -> Any:
+    if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray):
+        return value.data
+    if not isinstance(value, NonTensorStack):
+        return value
+    rows = list(value.tolist())
+    if rows and all(isinstance(row, Tensor) for row in rows):
+        return rows
+    return _object_array(rows)
+
+
+def _object_array(rows: Sequence[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(rows), dtype=object)
+    for row, value in enumerate(rows):
+        array[row] = value
+    return array
+
+
+# --- one column ---------------------------------------------------------------------------------------------------
+
+
+def _length(column: Any) -> int:
+    return int(column.size(0)) if isinstance(column, Tensor) else len(column)
+
+
+def _rows_of(columns: Mapping[str, Any]) -> int:
+    first: str | None = None
+    rows = 0
+    for name, column in columns.items():
+        try:
+            length = _length(column)
+        except (TypeError, IndexError) as error:
+            raise InvalidRequestError(f"column {name!r} has no rows: {type(column).__name__}") from error
+        if first is None:
+            first, rows = name, length
+        elif length != rows:
+            raise InvalidRequestError(f"column {name!r} has {length} rows, {first!r} has {rows}")
+    return rows
+
+
+def _sliced(column: Any, start: int, end: int) -> Any:
+    return select_rows(column, torch.arange(start, end)) if is_jagged(column) else column[start:end]
+
+
+def _selected(column: Any, places: Tensor) -> Any:
+    if is_jagged(column):
+        return select_rows(column, places)
+    if isinstance(column, Tensor):
+        return column[places.to(column.device)]
+    if isinstance(column, np.ndarray):
+        return column[places.numpy()]
+    return type(column)(column[place] for place in places.tolist())
+
+
+def _places(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size: int) -> Tensor:
+    places = torch.as_tensor(indices).cpu()
+    if not places.numel():
+        return torch.zeros(0, dtype=torch.int64)
+    if places.dim() != 1 or places.dtype.is_floating_point or places.dtype == torch.bool:
+        raise InvalidRequestError(f"indices must be integers [M], got {places.dtype} of shape {list(places.shape)}")
+    places = places.to(torch.int64)
+    low, high = int(places.min()), int(places.max())
+    if low < 0 or high >= size:
+        raise InvalidRequestError(f"index {low if low < 0 else high} is outside a batch of {size} rows")
+    return places
+
+
+def _moved(column: Any, device: torch.device | str, moved: dict[int, Tensor]) -> Any:
+    if is_jagged(column):
+        offsets = column.offsets()
+        if id(offsets) not in moved:
+            moved[id(offsets)] = offsets.to(device)
+        lengths = column.lengths()
+        return jagged_from_values(
+            column.values().to(device), moved[id(offsets)], lengths=None if lengths is None else lengths.to(device)
+        )
+    if isinstance(column, Tensor):
+        return column.to(device)
+    if isinstance(column, list):
+        return [item.to(device) if isinstance(item, Tensor) else item for item in column]
+    return column
+
+
+def _joined(name: str, columns: list[Any], pad_value: Any) -> Any:
+    if all(is_jagged(column) for column in columns):
+        return _joined_jagged(columns)
+    if all(isinstance(column, Tensor) and not column.is_nested for column in columns):
+        return _joined_dense(name, columns, pad_value)
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    if all(isinstance(column, list | tuple) for column in columns):
+        return [row for column in columns for row in column]
+    kinds = sorted({type(column).__name__ for column in columns})
+    raise InvalidRequestError(f"column {name!r} is of different kinds in different batches: {', '.join(kinds)}")
+
+
+def _joined_jagged(columns: list[Tensor]) -> Tensor:
+    whole = [select_rows(column, torch.arange(column.size(0))) for column in columns]
+    lengths = torch.cat([row_lengths(column) for column in whole])
+    return jagged_from_values(torch.cat([column.values() for column in whole]), offsets_of(lengths))
+
+
+def _joined_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
+    if len({(column.dtype, column.shape[2:], column.dim()) for column in columns}) > 1:
+        shapes = [f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}" for column in columns[:5]]
+        raise InvalidRequestError(f"column {name!r} cannot be joined: {'; '.join(shapes)}")
+    if columns[0].dim() < 2 or len({column.shape[1] for column in columns}) == 1:
+        return torch.cat(columns)
+    rows = sum(len(column) for column in columns)
+    width = max(column.shape[1] for column in columns)
+    out = columns[0].new_empty((rows, width, *columns[0].shape[2:]))
+    try:
+        pad = pad_scalar(pad_value, out.dtype)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"column {name!r}: {error}") from error
+    start = 0
+    for column in columns:
+        end = start + len(column)
+        out[start:end, : column.shape[1]] = column
+        out[start:end, column.shape[1] :].fill_(pad)
+        start = end
+    return out

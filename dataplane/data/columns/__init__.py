@@ -1,0 +1,45 @@
+"""Columns: what a put's fields become on their way into memory, and what memory becomes on its way out."""
+
+from dataplane.data.columns.append import appended
+from dataplane.data.columns.decode import (
+    Column,
+    Empty,
+    RowSource,
+    SharedOffsets,
+    assemble,
+    decode,
+    decode_batch,
+    decode_columns,
+    decode_padded,
+    decode_views,
+    fresh,
+    warm,
+)
+from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
+from dataplane.data.columns.specs import declared_specs
+from dataplane.data.columns.values import FlatValues
+from dataplane.data.columns.verify import checked
+
+__all__ = [
+    "Column",
+    "Empty",
+    "EncodedColumn",
+    "FlatValues",
+    "PerToken",
+    "RowSource",
+    "Shared",
+    "SharedOffsets",
+    "appended",
+    "assemble",
+    "checked",
+    "declared_specs",
+    "decode",
+    "decode_batch",
+    "decode_columns",
+    "decode_padded",
+    "decode_views",
+    "encode_fields",
+    "fresh",
+    "require_fields",
+    "warm",
+]

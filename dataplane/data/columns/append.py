@@ -1,0 +1,42 @@
+"""Rows that grow: what is stored of them and what is put now, joined into the rows that replace them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dataplane.core.row_copy import Int64s, gather
+from dataplane.data.columns.decode import RowSource
+from dataplane.data.columns.encode import EncodedColumn
+from dataplane.data.columns.values import FlatValues
+
+
+def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, places: Int64s) -> EncodedColumn:
+    """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`, which
+    has `stored_lengths[i]` elements (of no bytes, where the inner shape has a 0); other rows are as they are. Copies
+    both into memory of its own; values shared between rows are so no more. `ChecksumError` if stored rows are not what
+    was written.
+    """
+    values, lengths = column.values, column.lengths
+    if column.index is not None:
+        values, lengths = values.take(column.index), lengths[column.index]
+    count = len(lengths)
+    tails = np.empty(int(values.sizes.sum()), np.uint8)
+    values.write(0, count, tails)
+    which = np.full((count, 2), len(stored.buffers), np.int32)
+    offsets, sizes = np.zeros((count, 2), np.int64), np.zeros((count, 2), np.int64)
+    which[places, 0] = 0 if stored.which is None else stored.which
+    offsets[places, 0], sizes[places, 0] = stored.offsets, stored.sizes
+    offsets[:, 1], sizes[:, 1] = np.cumsum(values.sizes) - values.sizes, values.sizes
+    which[sizes[:, 0] == 0, 0], offsets[sizes[:, 0] == 0, 0] = len(stored.buffers), 0
+    joined = np.empty(int(sizes.sum()), np.uint8)
+    gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)
+    totals: Int64s = sizes.sum(axis=1)
+    starts = np.cumsum(totals) - totals
+    if stored.check is not None:
+        stored.check(joined, starts[places], slice(None))
+    flat = FlatValues(joined, starts, totals)
+    whole = lengths.copy()
+    whole[places] += stored_lengths
+    return dataclasses.replace(column, lengths=whole, sizes=totals, index=None, values=flat)

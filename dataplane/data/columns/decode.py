@@ -1,0 +1,410 @@
+"""From rows in memory to tensors and objects: gathered with one copy, or as views."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
+from dataplane.core.row_copy import (
+    CopyRuns,
+    Int32s,
+    Int64s,
+    Run,
+    UInt8s,
+    address,
+    copy_runs,
+    gather,
+    gather_padded,
+    merge_runs,
+    row_outside,
+)
+from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.data.columns.values import ragged_header_bytes
+from dataplane.data.jagged import (
+    TORCH_DTYPES,
+    byte_view,
+    jagged_from_values,
+    pad_element,
+    padded_width,
+    tensor_at,
+    tensor_over,
+    writable_alias,
+)
+from dataplane.data.object_codec import decode_object
+from dataplane.errors import InternalError, InvalidRequestError
+
+Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
+"""What `decode` makes of a column: a dense or jagged tensor, the list of a ragged one, or an object array."""
+
+MAX_LENGTH = 1 << 44
+"""No row is longer: sums of as many lengths as a read has do not overflow."""
+
+Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
+"""Makes a contiguous tensor of any content for values to be gathered into, and gives its bytes too."""
+
+
+class Check(Protocol):
+    """Compares rows, which lie at `offsets` of `memory`, with what they are to be; raises if they are not that."""
+
+    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """Where the N rows of one column are in memory.
+
+    spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
+    (None: all in the first). offsets: `[N]` int64 bytes into the buffer. lengths: `[N]` int64 in units of
+    `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are this process's own and writable,
+    nobody else reads them, and hold nothing but this column, so that a result may keep them. check: compares the rows
+    where a reader has them in the end (None: they are not compared).
+    """
+
+    spec: FieldSpec
+    buffers: Sequence[UInt8s]
+    which: Int32s | None
+    offsets: Int64s
+    lengths: Int64s
+    ours: bool = False
+    check: Check | None = None
+
+    @functools.cached_property
+    def sizes(self) -> Int64s:
+        """`[N]` int64 bytes. InternalError if a row lies outside its buffer: told before memory is taken for it."""
+        lengths, unit = self.lengths, self.spec.unit_bytes
+        if not len(lengths):
+            return lengths
+        longest = int(np.maximum.reduce(lengths))
+        if longest > MAX_LENGTH or longest * unit > max((buffer.nbytes for buffer in self.buffers), default=0):
+            raise self._outside(int(lengths.argmax()))
+        sizes: Int64s = lengths * unit
+        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._row_outside(sizes)
+        if row is not None:
+            raise self._outside(row)
+        return sizes
+
+    def _row_outside(self, sizes: Int64s) -> int | None:
+        return row_outside(self.buffers, self.which, self.offsets, sizes)
+
+    def _outside(self, row: int) -> InternalError:
+        return InternalError(what=f"row {row}, {self.lengths[row]} long from byte {self.offsets[row]} on, is nowhere")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self) -> list[UInt8s]:
+        """The bytes of each row, not copied."""
+        places = zip(self.holders(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
+
+    def own_rows(self) -> list[UInt8s]:
+        """The same; where they are compared, of a copy that nobody can change any more."""
+        if self.check is None:
+            return self.rows()
+        ends = np.cumsum(self.sizes)
+        memory, starts = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8), ends - self.sizes
+        gather(self.buffers, self.which, self.offsets, self.sizes, memory)
+        self.check(memory, starts, slice(None))
+        return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def check_in_place(self) -> None:
+        """Compare the rows where they are."""
+        if self.check is None:
+            return
+        if self.which is None:
+            self.check(self.buffers[0], self.offsets, slice(None))
+            return
+        for holder in np.unique(self.which).tolist():
+            mine = np.flatnonzero(self.which == holder)
+            self.check(self.buffers[holder], self.offsets[mine], mine)
+
+    def holders(self) -> list[int]:
+        """Which buffer each row is in."""
+        return [0] * len(self) if self.which is None else self.which.tolist()
+
+
+class _Copies:
+    """Copies that are left to make, and what then is to be compared."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._checks: list[Callable[[], None]] = []
+
+    def compare(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
+        """The rows of `source` will lie at `offsets` of `memory`."""
+        check = source.check
+        if check is not None:
+            self._checks.append(lambda: check(memory, offsets, slice(None)))
+
+    def make(self, copier: CopyRuns) -> None:
+        copier(self.runs)
+        for check in self._checks:
+            check()
+
+
+class SharedOffsets:
+    """Offsets tensors of one read: columns with equal lengths get the same one, so that they can be combined."""
+
+    def __init__(self) -> None:
+        self._made: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
+
+    def of(self, lengths: Int64s) -> tuple[Tensor, tuple[int, int]]:
+        """`[N + 1]` int64, and the shortest and longest length."""
+        key = lengths.tobytes()
+        found = self._made.get(key)
+        if found is None:
+            offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+            np.cumsum(lengths, out=offsets[1:])
+            span = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+            found = self._made[key] = (torch.from_numpy(offsets), span)
+        return found
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
+    """An `Empty` of new memory."""
+    memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    return tensor_over(memory, shape, dtype), memory
+
+
+def warm(memory: BufferPool) -> Empty:
+    """An `Empty` of memory that was touched before, where there is some; small tensors are new."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < FROM_BYTES:
+            return fresh(shape, dtype)
+        taken = memory.take(nbytes)
+        return tensor_over(taken, shape, dtype), taken
+
+    return empty
+
+
+def decode(source: RowSource) -> Column:
+    """The column in memory of its own: dense `[N, *inner]`, a jagged tensor (whatever the lengths), a list of ragged
+    tensors, or a `[N]` object array. InternalError if ragged or object rows are malformed, `ChecksumError` if rows are
+    compared and differ. Values that lie together in a buffer that is ours are not copied."""
+    return decode_columns({"": source})[""]
+
+
+def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
+    """A jagged column right-padded, gathered straight to its place: `[N, S, *inner]`, S the longest row, or `width` if
+    that is more than 0. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
+    copies = _Copies()
+    padded = _padded(source, pad_value, width, fresh, copies)
+    copies.make(copy_runs)
+    return padded
+
+
+def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column | None:
+    """The column as views of the buffer, where its rows lie one after another in one buffer, aligned to their element;
+    None where they do not, and for objects.
+
+    The views' storage keeps the very array object of `buffers` alive, so that a finalizer on it tells when the last
+    view is gone. If that memory is read-only, so are the views, though torch cannot say so: writing to one crashes.
+    """
+    if source.spec.kind is FieldKind.OBJECT:
+        return None
+    views = _ragged_views(source) if source.spec.kind is FieldKind.RAGGED else _value_views(source, offsets)
+    if views is not None:
+        source.check_in_place()
+    return views
+
+
+def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
+    holders, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
+    if not holders:
+        return _shaped(source, _empty_values(source, fresh)[0], offsets)
+    flat = _window(source, holders[0], starts[0]) if len(holders) == 1 else None
+    return None if flat is None else _shaped(source, flat, offsets)
+
+
+def assemble(
+    sources: Mapping[str, RowSource],
+    *,
+    copy: bool = True,
+    empty: Empty = fresh,
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
+) -> TensorDict:
+    """The columns as a TensorDict of batch size `[N]`; objects and ragged rows as a NonTensorStack. Jagged columns of
+    equal lengths share one offsets tensor. `copy=False` takes views where `decode_views` can."""
+    columns = decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles)
+    rows = {len(source) for source in sources.values()}
+    assert len(rows) <= 1, f"columns of different row counts: {rows}"
+    stacked = {
+        name: column if isinstance(column, Tensor) else _non_tensor_stack(list(column))
+        for name, column in columns.items()
+    }
+    # Without the constructor's checks, 40 us: every column was made here with N rows.
+    made: TensorDict = TensorDict._new_unsafe(stacked, batch_size=torch.Size([rows.pop() if rows else 0]))
+    return made
+
+
+def decode_columns(
+    sources: Mapping[str, RowSource],
+    *,
+    copy: bool = True,
+    empty: Empty = fresh,
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
+) -> dict[str, Column]:
+    """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
+    columns of equal lengths share one offsets tensor."""
+    offsets = SharedOffsets()
+    copies = _Copies()
+    columns: dict[str, Column] = {}
+    for name, source in sources.items():
+        views = None if copy else decode_views(source, offsets=offsets)
+        columns[name] = _copied(source, offsets, empty, copies, pickles) if views is None else views
+    copies.make(copier)
+    return columns
+
+
+def decode_batch(
+    sources: Mapping[str, RowSource],
+    *,
+    layout: str = "padded",
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+    others: Collection[str] = (),
+    empty: Empty = fresh,
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
+) -> dict[str, Column]:
+    """What `materialize` makes of the same columns, gathered straight into the padded tensors. others: those that are
+    padded to their own longest row, whatever `pad_to_seqlen` is."""
+    if layout == "jagged":
+        return decode_columns(sources, empty=empty, copier=copier, pickles=pickles)
+    if layout != "padded":
+        raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
+    pads = pad_value_dict or {}
+    offsets = SharedOffsets()
+    copies = _Copies()
+    columns: dict[str, Column] = {}
+    for name, source in sources.items():
+        if source.spec.kind is not FieldKind.JAGGED:
+            columns[name] = _copied(source, offsets, empty, copies, pickles)
+            continue
+        try:
+            width = 0 if name in others else pad_to_seqlen
+            columns[name] = _padded(source, pads.get(name, 0), width, empty, copies)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"field {name!r}: {error}") from error
+    copies.make(copier)
+    return columns
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies, pickles: bool) -> Column:
+    """What `decode` says; the column is whole when `copies` are made."""
+    match source.spec.kind:
+        case FieldKind.DENSE | FieldKind.JAGGED:
+            in_place = decode_views(source, offsets=offsets) if source.ours else None
+            if in_place is not None:
+                return in_place
+            values, target = _empty_values(source, empty)
+            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs, checked=True)
+            copies.compare(source, target, np.cumsum(source.sizes) - source.sizes)
+            return _shaped(source, values, offsets)
+        case FieldKind.RAGGED:
+            return [_ragged_copy(source.spec, row) for row in source.own_rows()]
+    return _object_array([decode_object(row.data, pickles=pickles) for row in source.own_rows()])
+
+
+def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
+    """What `decode_padded` says; whole when `copies` are made."""
+    spec = source.spec
+    if spec.kind is not FieldKind.JAGGED or spec.inner is None:
+        raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
+    dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
+    size = padded_width(source.lengths, width)
+    pad = pad_element(pad_value, dtype)
+    out, target = empty((len(source), size, *spec.inner), dtype)
+    rows = target.reshape(len(source), size * spec.unit_bytes)
+    gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
+    copies.compare(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
+    return out
+
+
+def _empty_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
+    spec, sizes = source.spec, source.sizes
+    rows = int(source.lengths.sum()) if len(sizes) else 0
+    return empty((rows, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
+
+
+def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:
+    if source.spec.kind is FieldKind.DENSE:
+        return values
+    shared, span = (offsets or SharedOffsets()).of(source.lengths)
+    return jagged_from_values(values, shared, span=span)
+
+
+def _window(source: RowSource, holder: int, start: int) -> Tensor | None:
+    """The values from byte `start` of a buffer as `[M, *inner]`, over its memory; None if they are not aligned."""
+    spec = source.spec
+    buffer = source.buffers[holder]
+    place = address(buffer) + start
+    if place % DTYPE_BYTES[spec.dtype or ""]:
+        return None
+    shape = (int(source.lengths.sum()), *(spec.inner or ()))
+    return tensor_at(place, shape, TORCH_DTYPES[spec.dtype or ""], buffer)
+
+
+def _ragged_views(source: RowSource) -> list[Tensor] | None:
+    item = DTYPE_BYTES[source.spec.dtype or ""]
+    rows = source.rows()
+    if any(address(row) % item for row in rows):
+        return None
+    owners = [source.buffers[holder] for holder in source.holders()]
+    return [_ragged_view(source.spec, row, owner) for row, owner in zip(rows, owners, strict=True)]
+
+
+def _ragged_copy(spec: FieldSpec, row: UInt8s) -> Tensor:
+    shape, data = _ragged_parts(spec, row)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype or ""])
+    byte_view(out)[...] = data
+    return out
+
+
+def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
+    shape, data = _ragged_parts(spec, row)
+    flat = torch.from_numpy(writable_alias(data, owner))
+    return flat.view(TORCH_DTYPES[spec.dtype or ""]).view(shape)
+
+
+def _ragged_parts(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
+    """Shape and data bytes of a ragged row."""
+    dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
+    if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
+        raise InternalError(what=f"a ragged row of {row.nbytes} bytes is damaged: its header names {dims} dimensions")
+    shape = struct.unpack_from(f"<{dims}q", row.data, 8)
+    nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype or ""]
+    start = ragged_header_bytes(dims)
+    if any(size < 0 for size in shape) or start + nbytes > row.nbytes:
+        raise InternalError(
+            what=f"a ragged row of {row.nbytes} bytes is damaged (its header names shape {list(shape)})"
+        )
+    return shape, row[start : start + nbytes]
+
+
+def _object_array(rows: list[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(rows), dtype=object)
+    for i, row in enumerate(rows):
+        array[i] = row
+    return array
+
+
+def _non_tensor_stack(rows: list[Any]) -> Any:
+    return NonTensorStack(*rows)

@@ -1,0 +1,479 @@
+"""From the caller's fields to columns: what each field is, how long its rows are, where its bytes lie. Copies nothing
+but objects; `EncodedColumn.write` copies the rest, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from dataplane.core.checksums import UInt32s
+from dataplane.core.row_copy import Int64s, Run, UInt8s
+from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values, in_host_memory
+from dataplane.data.jagged import (
+    DTYPE_NAMES,
+    as_lengths,
+    byte_view,
+    detached_values,
+    is_jagged,
+    row_offsets,
+    row_places,
+    tensor_from_numpy,
+    view_jagged_fields,
+)
+from dataplane.data.meta import FixedList
+from dataplane.data.object_codec import describe_tensor, encode_rows, plain_tensor, type_name
+from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError, first_few
+
+_COLUMN_HINT = (
+    "A field is a tensor [N, ...], a nested (jagged) tensor, a list of N tensors, a list or object array of N plain "
+    "Python values, or Shared(values, index)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Rows that are the same bytes: row i is `values[index[i]]`.
+
+    values: K rows of any kind of field (a tensor [K, ...], a nested tensor, lists). index: N integers in [0, K).
+    Stored and sent once per value, e.g. a GRPO group's prompt or image. Values that no row points at are left out.
+    """
+
+    values: Any
+    index: Tensor | np.ndarray[Any, Any] | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """A padded tensor `[N, S, *inner]` whose row i has `lengths[i]` elements, the tokens of sample i, unless the schema
+    says that the field is dense or objects: then it is put as it is."""
+
+    values: Tensor | np.ndarray[Any, Any]
+    lengths: Tensor
+
+    @staticmethod
+    def of(fields: Mapping[str, Any], lengths: Any, names: Collection[str]) -> dict[str, Any]:
+        """`fields`, those of `names` marked that are padded tensors (of two or more dimensions)."""
+        counts = as_lengths(lengths)
+        return {
+            name: PerToken(value, counts) if name in names and _is_padded(value) else value
+            for name, value in fields.items()
+        }
+
+    def under(self, spec: FieldSpec, name: str) -> Any:
+        """The values as a field of this spec takes them. InvalidRequestError for rows narrower than their sample."""
+        if spec.kind in (FieldKind.DENSE, FieldKind.OBJECT):
+            return self.values
+        return view_jagged_fields({name: self.values}, lengths=self.lengths, token_aligned_fields=(name,))[name]
+
+
+def _is_padded(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_nested and value.dim() > 1
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.ndim > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedColumn:
+    """One field of a put, ready to be written.
+
+    spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
+    row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
+    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the
+    one that the schema declared or had settled on; without it the value might have become another.
+    """
+
+    name: str
+    spec: FieldSpec
+    lengths: Int64s
+    sizes: Int64s
+    index: Int64s | None
+    values: Values
+    checksums: UInt32s | None = None
+    by_schema: bool = False
+
+    def with_checksums(self) -> EncodedColumn:
+        """The same with checksums. Values on an accelerator come to the host for it, once."""
+        values = in_host_memory(self.values)
+        return dataclasses.replace(self, values=values, checksums=values.checksums())
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its values."""
+        return int(np.add.reduce(self.sizes))
+
+    def bytes_of(self, first: int, last: int) -> int:
+        """Bytes of values first..last (exclusive)."""
+        return self.nbytes if last - first == len(self.sizes) else int(np.add.reduce(self.sizes[first:last]))
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        """Copies values first..last (exclusive) one after another into `target`, which has exactly their bytes.
+
+        later: is given long copies of plain memory, which the caller then makes; by default they are made here.
+        """
+        wanted = self.bytes_of(first, last)
+        assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of room for {wanted}"
+        self.values.write(first, last, target, later)
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        """The same bytes as a list of arrays, none empty, not copied where they lie in CPU memory."""
+        return self.values.buffers(first, last)
+
+
+def encode_fields(
+    fields: TensorDictBase | Mapping[str, Any],
+    *,
+    rows: int,
+    specs: Mapping[str, FieldSpec],
+    partition: str = "",
+    token_lengths: Any = None,
+    pickles: bool = False,
+) -> list[EncodedColumn]:
+    """The columns of a put of `rows` samples, in the order of `fields`.
+
+    specs: what `partition` says of its fields; a field may be missing or its spec open. What it leaves open is settled
+    by the value: nested tensors are jagged; a dense tensor `[N, ...]` is dense, but jagged where it has two or more
+    dimensions and `specs` has the field, under a name of `schema.TOKEN_ALIGNED_FIELDS`; a list of tensors is jagged if
+    their shapes agree beyond dimension 0, dense if all are scalars, else ragged; anything else is objects. An empty
+    list whose kind nobody declared says nothing and is left out.
+
+    A dense `[N, L, *inner]` put into a jagged field is N rows of L; with `token_lengths` `[N]` (given where the
+    samples' lengths are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements. pickles:
+    objects that the codec does not carry are pickled.
+
+    Raises, before anything is copied: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed
+    dtypes, lengths), UnsupportedValueError (a value no kind carries), each naming the field.
+    """
+    counts = None if token_lengths is None else as_lengths(token_lengths, rows=rows)
+    columns: list[EncodedColumn] = []
+    for name, value in _named_values(fields, rows):
+        encoder = _FieldEncoder(
+            name=name,
+            spec=specs.get(name, FieldSpec()),
+            partition=partition,
+            token_lengths=counts,
+            per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
+            pickles=pickles,
+        )
+        column = encoder.column(value, rows)
+        if column is not None:
+            columns.append(column)
+    return columns
+
+
+def require_fields(fields: Any) -> None:
+    """UnsupportedValueError for what holds no fields by name."""
+    if not isinstance(fields, TensorDictBase | Mapping):
+        hint = "Pass a TensorDict or a mapping of field names to N rows each."
+        raise UnsupportedValueError(field="fields", row=None, got=type_name(fields), hint=hint)
+
+
+def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:
+    if isinstance(fields, TensorDictBase):
+        batch = tuple(fields.batch_size)
+        if not batch or batch[0] != rows:
+            raise InvalidRequestError(
+                f"the TensorDict has batch_size {list(batch)}, expected [{rows}] (one per sample)"
+            )
+    require_fields(fields)
+    named = list(fields.items())
+    for name, _ in named:
+        if type(name) is not str or not name:
+            raise InvalidRequestError(f"field names are non-empty str, got {name!r}")
+    return named
+
+
+@dataclasses.dataclass(frozen=True)
+class _FieldEncoder:
+    """Encodes the value of one field. Its methods are the kinds of value there are. per_token: padded tensors are
+    jagged where the spec leaves the kind open."""
+
+    name: str
+    spec: FieldSpec
+    partition: str
+    token_lengths: Tensor | None
+    per_token: bool = False
+    pickles: bool = False
+
+    def column(self, value: Any, rows: int) -> EncodedColumn | None:
+        if isinstance(value, Shared):
+            return self._shared(value, rows)
+        value = self._normal(value.under(self.spec, self.name) if isinstance(value, PerToken) else value)
+        if isinstance(value, list) and not value and not rows and self.spec.kind is None:
+            return None
+        if _row_count(value) != rows:
+            raise InvalidRequestError(
+                f"field {self.name!r} has {_row_count(value)} rows, expected {rows} (one per sample)"
+            )
+        spec, lengths, values = self._settled(value)
+        if not self.spec.accepts(spec):
+            raise self._differs(str(spec))
+        by_schema = self.spec.kind is not None
+        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
+
+    def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
+        index = self._index(shared.index, rows)
+        values = self._normal(shared.values)
+        plain = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
+        if plain is None:
+            return None
+        if rows and index.max() >= len(plain.sizes):
+            raise InvalidRequestError(
+                f"field {self.name!r}: Shared.index points at value {index.max()} of {len(plain.sizes)}"
+            )
+        used, place = np.unique(index, return_inverse=True)
+        if len(used) == len(plain.sizes):
+            return dataclasses.replace(plain, index=index)
+        kept = plain.values.take(used)
+        return dataclasses.replace(
+            plain, index=place.astype(np.int64), lengths=plain.lengths[used], sizes=kept.sizes, values=kept
+        )
+
+    def _index(self, index: Any, rows: int) -> Int64s:
+        array = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+        if array.shape != (rows,) or (rows and (array.dtype.kind not in "iu" or array.min() < 0)):
+            raise InvalidRequestError(
+                f"field {self.name!r}: Shared.index must be {rows} integers of 0 or more (one per sample), "
+                f"got {array.dtype} of shape {list(array.shape)}"
+            )
+        return array.astype(np.int64)
+
+    # --- what the caller gave, as a tensor, a nested tensor or a list ---
+
+    def _normal(self, value: Any) -> Tensor | list[Any]:
+        if isinstance(value, Tensor):
+            return self._normal_tensor(value)
+        if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray) and value.data.dtype.hasobject:
+            value = value.data  # a TensorDict wraps object arrays so
+        if isinstance(value, np.ndarray):
+            return self._normal_array(value)
+        if isinstance(value, NonTensorStack):
+            return list(value.tolist())
+        if isinstance(value, NonTensorData):
+            raise self._unsupported(
+                f"a bare non-tensor value (NonTensorData of {type_name(value.data)})",
+                "A field needs a value per sample: use a NonTensorStack, a list or an object array of N values.",
+            )
+        if isinstance(value, TensorDictBase | Mapping) or is_tensorclass(value):
+            raise self._unsupported(f"a nested {type_name(value)}", "Flatten it first, e.g. td.flatten_keys('.').")
+        if type(value) not in (list, tuple, FixedList):
+            raise self._unsupported(f"a value of type {type_name(value)}", _COLUMN_HINT)
+        return list(value)
+
+    def _normal_tensor(self, tensor: Tensor) -> Tensor | list[Any]:
+        if is_jagged(tensor):
+            return tensor
+        if tensor.is_nested:
+            return list(tensor.unbind())
+        plain = self._plain(tensor, None)
+        if plain.dim() == 0:
+            raise self._without_rows("a tensor")
+        return plain
+
+    def _normal_array(self, array: np.ndarray[Any, Any]) -> Tensor | list[Any]:
+        if array.ndim == 0:
+            raise self._without_rows("an array")
+        if array.dtype.hasobject:
+            if array.ndim > 1:
+                raise self._unsupported(f"an object array of shape {list(array.shape)}", "Give it one dimension, [N].")
+            return list(array)
+        return self._from_numpy(array, None)
+
+    def _from_numpy(self, array: np.ndarray[Any, Any], row: int | None) -> Tensor:
+        if array.dtype.name not in DTYPE_NAMES.values():
+            raise self._unsupported(
+                f"a numpy array of dtype {array.dtype}",
+                "Number arrays are stored as tensors; for others use an object array of N values.",
+                row,
+            )
+        return tensor_from_numpy(array)
+
+    def _plain(self, tensor: Tensor, row: int | None) -> Tensor:
+        plain = plain_tensor(tensor)
+        if plain is None:
+            hint = "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor())."
+            if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in DTYPE_NAMES:
+                hint = f"Put its bytes, x.view(torch.uint8), and view what is read as {tensor.dtype} again."
+            raise self._unsupported(describe_tensor(tensor), hint, row)
+        return plain
+
+    # --- kinds ---
+
+    def _settled(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+        kind = self.spec.kind
+        if isinstance(value, list):
+            tensors = None if kind is FieldKind.OBJECT else self._all_tensors(value)
+            return self._objects(value) if tensors is None else self._tensor_list(tensors)
+        if kind is FieldKind.OBJECT:
+            raise self._differs(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
+        if is_jagged(value):
+            if kind is FieldKind.RAGGED or (kind is FieldKind.DENSE and self.spec.settled):
+                return self._tensor_list([self._plain(row, i) for i, row in enumerate(value.unbind())])
+            return self._nested(value)
+        if kind is None and self.per_token and value.dim() > 1:
+            return self._padded(value)
+        match kind:
+            case None | FieldKind.DENSE:
+                return self._dense(value)
+            case FieldKind.JAGGED:
+                return self._padded(value)
+        return self._tensor_list(list(value.unbind()))
+
+    def _all_tensors(self, rows: list[Any]) -> list[Tensor] | None:
+        """The rows as tensors if every one is a tensor or a number array, else None (objects)."""
+        if not rows:
+            return None if self.spec.kind is None else []
+        if all(isinstance(row, Tensor) for row in rows):
+            return [self._plain(row, i) for i, row in enumerate(rows)]
+        if all(isinstance(row, Tensor) or (type(row) is np.ndarray and row.dtype.kind in "biufc") for row in rows):
+            return [
+                self._plain(row, i) if isinstance(row, Tensor) else self._from_numpy(row, i)
+                for i, row in enumerate(rows)
+            ]
+        return None
+
+    def _objects(self, rows: list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+        if self.spec.kind not in (None, FieldKind.OBJECT):
+            kinds = sorted({type_name(row) for row in rows})
+            raise self._differs(f"objects (rows of type {first_few(kinds)})")
+        buffer, row_sizes = encode_rows(rows, field=self.name, pickles=self.pickles)
+        sizes = np.array(row_sizes, dtype=np.int64)
+        values = FlatValues(np.frombuffer(buffer, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
+        return FieldSpec(FieldKind.OBJECT), sizes, values
+
+    def _dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+        """[N, *inner]"""
+        spec = self._spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
+        ones = np.ones(len(tensor), dtype=np.int64)
+        return spec, ones, _row_values(tensor, None)
+
+    def _padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+        """[N, L, *inner], as rows of L or cut to `token_lengths`"""
+        if tensor.dim() < 2:
+            raise self._differs(
+                f"dense {DTYPE_NAMES[tensor.dtype]} of shape {list(tensor.shape)} (no axis for its rows)"
+            )
+        width = tensor.shape[1]
+        lengths = np.full(len(tensor), width, dtype=np.int64)
+        if self.token_lengths is not None:
+            lengths = self.token_lengths.numpy()
+            longest = int(lengths.max()) if len(lengths) else 0
+            if longest > width:
+                raise InvalidRequestError(
+                    f"field {self.name!r}: rows are {width} wide, narrower than the longest sample of {longest} tokens"
+                )
+        spec = self._spec(FieldKind.JAGGED, tensor, tuple(tensor.shape[2:]))
+        return spec, lengths, _row_values(tensor, lengths)
+
+    def _nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+        values = self._plain(detached_values(nested), None)
+        starts, lengths = row_places(nested)
+        negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0
+        if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
+            raise InvalidRequestError(f"field {self.name!r}: offsets or lengths of the nested tensor leave its values")
+        spec = self._spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
+        if values.device.type == "cpu" and values.is_contiguous():
+            unit = spec.unit_bytes
+            return spec, lengths, FlatValues(byte_view(values), starts * unit, lengths * unit)
+        if values.device.type != "cpu" and row_offsets(nested) is None:
+            values, starts = _without_holes(values, starts, lengths)
+        return spec, lengths, TensorValues(values, starts, lengths)
+
+    def _tensor_list(self, tensors: list[Tensor]) -> tuple[FieldSpec, Int64s, Values]:
+        if not tensors:
+            return self._empty_list()
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
+            raise InvalidRequestError(f"field {self.name!r}: rows of different dtypes: {first_few(names)}")
+        kind = self.spec.kind or _list_kind(tensors)
+        first = tensors[0]
+        if kind is FieldKind.RAGGED:
+            ragged = RaggedValues(tensors)
+            return FieldSpec(kind, DTYPE_NAMES[first.dtype]), ragged.sizes, ragged
+        skip = 0 if kind is FieldKind.DENSE else 1
+        inner = first.shape[skip:]
+        for row, tensor in enumerate(tensors):
+            if tensor.dim() < skip or tensor.shape[skip:] != inner:
+                raise self._differs(f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})")
+        spec = self._spec(kind, first, tuple(inner))
+        lengths = np.array([tensor.shape[0] if skip else 1 for tensor in tensors], dtype=np.int64)
+        return spec, lengths, ListValues(tensors if skip else [tensor.unsqueeze(0) for tensor in tensors])
+
+    def _empty_list(self) -> tuple[FieldSpec, Int64s, Values]:
+        if not self.spec.settled:
+            raise InvalidRequestError(f"field {self.name!r}: an empty list does not say its dtype and shape")
+        none = np.zeros(0, dtype=np.int64)
+        return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)
+
+    def _spec(self, kind: FieldKind, tensor: Tensor, inner: tuple[int, ...]) -> FieldSpec:
+        try:
+            return _spec_of(kind, tensor.dtype, inner)
+        except ValueError as error:
+            raise InvalidRequestError(f"field {self.name!r}: {error}. Reshape the values") from None
+
+    # --- errors ---
+
+    def _without_rows(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(f"field {self.name!r}: {what} without dimensions has no rows; expected [N, ...]")
+
+    def _differs(self, got: str) -> SchemaError:
+        return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec))
+
+    def _unsupported(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
+        return UnsupportedValueError(field=self.name, row=row, got=got, hint=hint)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(kind: FieldKind, dtype: torch.dtype, inner: tuple[int, ...]) -> FieldSpec:
+    return FieldSpec(kind, DTYPE_NAMES[dtype], inner)
+
+
+def _row_count(value: Tensor | list[Any]) -> int:
+    return len(value) if isinstance(value, list) else int(value.shape[0])
+
+
+def _list_kind(tensors: list[Tensor]) -> FieldKind:
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return FieldKind.DENSE
+    inner = tensors[0].shape[1:]
+    alike = all(tensor.dim() > 0 and tensor.shape[1:] == inner for tensor in tensors)
+    return FieldKind.JAGGED if alike else FieldKind.RAGGED
+
+
+def _row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
+    """Row i of `tensor` [N, ...], or the first `lengths[i]` along its dimension 1."""
+    rows = len(tensor)
+    row_shape = tensor.shape[1:]
+    unit = tensor.element_size() * math.prod(row_shape if lengths is None else row_shape[1:])
+    sizes = np.full(rows, unit, dtype=np.int64) if lengths is None else lengths * unit
+    if not tensor.numel():
+        return FlatValues(np.zeros(0, dtype=np.uint8), np.zeros(rows, dtype=np.int64), sizes)
+    if tensor.device.type == "cpu" and tensor[0].is_contiguous():
+        step = tensor.stride(0)
+        flat = tensor.as_strided(((rows - 1) * step + math.prod(row_shape),), (1,))
+        starts = np.arange(rows, dtype=np.int64) * (step * tensor.element_size())
+        return FlatValues(byte_view(flat), starts, sizes)
+    if lengths is None or (lengths == tensor.shape[1]).all():
+        return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
+    starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]
+    flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])
+    if tensor.device.type != "cpu":
+        flat, starts = _without_holes(flat, starts, lengths)
+    return TensorValues(flat, starts, lengths)
+
+
+def _without_holes(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, Int64s]:
+    """The same rows, packed on their device: one copy to the host instead of one per row."""
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
+    return values[torch.from_numpy(places).to(values.device)], firsts

@@ -1,0 +1,35 @@
+"""What a caller declares of a partition's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataplane.core.types import FieldSpec, field_spec
+from dataplane.errors import InvalidRequestError
+
+
+def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str, FieldSpec]:
+    """The `fields` of `register_partition`: names, or name -> FieldSpec (or a mapping of its parts, or None).
+
+    What a spec leaves open is settled by the first put (see `encode_fields`). ValueError for names that repeat, are
+    empty or no str, and for bad specs.
+    """
+    if isinstance(fields, str):
+        raise InvalidRequestError(f"fields={fields!r}: pass a list of names, not one string")
+    named = list(fields.items()) if isinstance(fields, Mapping) else [(name, None) for name in fields or ()]
+    specs: dict[str, FieldSpec] = {}
+    for name, given in named:
+        if type(name) is not str or not name:
+            raise InvalidRequestError(f"field names are non-empty str, got {name!r}")
+        if name in specs:
+            raise InvalidRequestError(f"field {name!r} is declared twice")
+        specs[name] = _spec(name, given)
+    return specs
+
+
+def _spec(name: str, given: Any) -> FieldSpec:
+    try:
+        return field_spec(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"field {name!r}: {error}") from error

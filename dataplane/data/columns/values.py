@@ -1,0 +1,243 @@
+"""The values of one column while they still lie in the caller's memory, and how they get from there to a target.
+
+Each class holds K values, `sizes` their bytes `[K]`, and
+- `write(first, last, target, later)` copies values first..last, one after another, into `target`, which has exactly
+  their bytes: one copy, from whatever device or strides the caller's tensors have. `later` is given long copies of
+  plain memory, which the caller then makes (None: they are made at once);
+- `buffers(first, last)` gives the same bytes as a list of arrays, not copied where the values lie in CPU memory;
+- `take(which)` is the values `which`, not copied;
+- `checksums()` is that of each value `[K]`. Where torch must copy them to reach their bytes, they are copied.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from dataplane.core.checksums import UInt32s, checksums_of, settled
+from dataplane.core.row_copy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
+from dataplane.data.jagged import byte_view
+
+RAGGED_ALIGN_BYTES = 16
+"""Ragged rows are padded to multiples of this, and their data begins at one."""
+
+_WORTH_A_BUFFER_BYTES = 16384
+"""Rows shorter than this on average are joined for `buffers`: a frame of its own costs more than the copy."""
+
+
+class Values(Protocol):
+    """What the module's docstring says."""
+
+    sizes: Int64s
+
+    @property
+    def on_host(self) -> bool:
+        """Whether they are in CPU memory: to copy them waits for no accelerator."""
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None: ...
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]: ...
+
+    def take(self, which: Int64s) -> Values: ...
+
+    def checksums(self) -> UInt32s: ...
+
+
+class FlatValues:
+    """Values that are each contiguous in one stretch of CPU memory: value k is `memory[starts[k]:][:sizes[k]]`."""
+
+    def __init__(self, memory: UInt8s, starts: Int64s, sizes: Int64s) -> None:
+        self.memory = memory
+        self.starts = starts
+        self.sizes = sizes
+
+    @property
+    def on_host(self) -> bool:
+        return True
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target, later=later)
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        _, starts, stops = merge_runs(None, self.starts[first:last], self.sizes[first:last])
+        return [self.memory[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+    def take(self, which: Int64s) -> FlatValues:
+        return FlatValues(self.memory, self.starts[which], self.sizes[which])
+
+    def checksums(self) -> UInt32s:
+        return checksums_of(self.memory, self.starts, self.sizes)
+
+
+def in_host_memory(values: Values) -> Values:
+    """The same values, each contiguous in CPU memory; only those are copied that are not yet so, once."""
+    if isinstance(values, FlatValues):
+        return values
+    if isinstance(values, ListValues | RaggedValues) and all(t.is_cpu and t.is_contiguous() for t in values.tensors):
+        return values
+    memory = np.empty(int(values.sizes.sum()), np.uint8)
+    values.write(0, len(values.sizes), memory)
+    return FlatValues(memory, np.cumsum(values.sizes) - values.sizes, values.sizes)
+
+
+class TensorValues:
+    """Values that torch must copy (on an accelerator, or strided): value k is `counts[k]` steps along dimension 0 of
+    `tensor`, from `starts[k]`."""
+
+    def __init__(self, tensor: Tensor, starts: Int64s, counts: Int64s) -> None:
+        self.tensor = tensor
+        self.starts = starts
+        self.counts = counts
+        self.step_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+        self.sizes: Int64s = counts * self.step_bytes
+
+    @property
+    def on_host(self) -> bool:
+        return self.tensor.is_cpu
+
+    def _pieces(self, first: int, last: int) -> Iterator[Tensor]:
+        _, starts, stops = merge_runs(None, self.starts[first:last], self.counts[first:last])
+        return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        position = 0
+        for piece in self._pieces(first, last):
+            end = position + len(piece) * self.step_bytes
+            copy_tensor(piece, target[position:end], later)
+            position = end
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        return [byte_view(piece.cpu().contiguous()) for piece in self._pieces(first, last)]
+
+    def take(self, which: Int64s) -> TensorValues:
+        return TensorValues(self.tensor, self.starts[which], self.counts[which])
+
+    def checksums(self) -> UInt32s:
+        return in_host_memory(self).checksums()
+
+
+class ListValues:
+    """Values that are a tensor `[len, *inner]` each, anywhere, alike but for their length."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+
+    @property
+    def on_host(self) -> bool:
+        return all(tensor.is_cpu for tensor in self.tensors)
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        chosen = self.tensors[first:last]
+        if not target.nbytes:
+            return
+        if all(tensor.is_cpu for tensor in chosen) and _is_aligned(target, chosen[0].element_size()):
+            out = torch.from_numpy(target).view(chosen[0].dtype).view(-1, *chosen[0].shape[1:])
+            torch.cat(chosen, out=out)
+        else:
+            copy_tensor(_on_one_device(chosen), target, later)
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        chosen = self.tensors[first:last]
+        if not self.sizes[first:last].any():
+            return []
+        if int(self.sizes[first:last].sum()) < len(chosen) * _WORTH_A_BUFFER_BYTES:
+            return [byte_view(_on_one_device(chosen).cpu())]
+        return [byte_view(tensor.cpu().contiguous()) for tensor in chosen if tensor.nbytes]
+
+    def take(self, which: Int64s) -> ListValues:
+        return ListValues([self.tensors[k] for k in which.tolist()])
+
+    def checksums(self) -> UInt32s:
+        return settled([xxhash.xxh3_64_intdigest(byte_view(tensor.cpu().contiguous()).data) for tensor in self.tensors])
+
+
+def _on_one_device(tensors: list[Tensor]) -> Tensor:
+    device = tensors[0].device
+    return torch.cat([tensor.to(device) for tensor in tensors])
+
+
+class RaggedValues:
+    """Values that are a tensor of its own shape each: a header with the shape, the data, zeros up to the alignment."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.sizes: Int64s = np.array(
+            [_aligned(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
+        )
+
+    @property
+    def on_host(self) -> bool:
+        return all(tensor.is_cpu for tensor in self.tensors)
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        position = 0
+        for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
+            header = ragged_header(tensor)
+            data = position + len(header)
+            target[position:data] = header
+            copy_tensor(tensor, target[data : data + tensor.nbytes], later)
+            position += size
+            target[data + tensor.nbytes : position] = 0
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        parts: list[UInt8s] = []
+        for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
+            header = ragged_header(tensor)
+            rest = size - len(header) - tensor.nbytes
+            parts += [header, byte_view(tensor.cpu().contiguous()), np.zeros(rest, dtype=np.uint8)]
+        return [part for part in parts if part.nbytes]
+
+    def take(self, which: Int64s) -> RaggedValues:
+        return RaggedValues([self.tensors[k] for k in which.tolist()])
+
+    def checksums(self) -> UInt32s:
+        return settled([self._digest(k) for k in range(len(self.tensors))])
+
+    def _digest(self, k: int) -> int:
+        digest = xxhash.xxh3_64()
+        for part in self.buffers(k, k + 1):
+            digest.update(part.data)
+        return digest.intdigest()
+
+
+def copy_tensor(tensor: Tensor, target: UInt8s, later: list[Run] | None = None) -> None:
+    """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device (two
+    where only torch can copy and the target is not aligned to the element: torch crashes on those). `later` is given
+    what is long and torch need not copy."""
+    if not target.nbytes:
+        return
+    if tensor.is_cpu and tensor.is_contiguous():
+        if later is not None and target.nbytes >= LONG_BYTES:
+            later.append((target, byte_view(tensor)))
+        else:
+            target[...] = byte_view(tensor)
+    elif _is_aligned(target, tensor.element_size()):
+        torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    else:
+        target[...] = byte_view(tensor.cpu().contiguous())
+
+
+def _is_aligned(target: UInt8s, item_bytes: int) -> bool:
+    return address(target) % item_bytes == 0
+
+
+def ragged_header_bytes(dims: int) -> int:
+    return _aligned(8 * (1 + dims))
+
+
+def ragged_header(tensor: Tensor) -> UInt8s:
+    """Number of dimensions and sizes, little-endian int64, zeros up to the alignment."""
+    packed = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
+    return np.frombuffer(packed.ljust(ragged_header_bytes(tensor.dim()), b"\0"), dtype=np.uint8)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // RAGGED_ALIGN_BYTES) * RAGGED_ALIGN_BYTES

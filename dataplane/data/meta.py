@@ -1,0 +1,435 @@
+"""`KVBatchMeta`: names samples of a partition without holding their data. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
+from dataplane.core.types import FieldSpec, Scalar
+from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
+
+Int64s = npt.NDArray[np.int64]
+_Value = TypeVar("_Value")
+_BY_SAMPLE = ("sample_ids", "sequence_lengths", "tags")
+Indices = Sequence[int] | range | npt.NDArray[Any]
+MAX_LENGTH = (1 << 63) - 1
+
+
+class FixedList(list[_Value]):
+    """A list that stays as it is: what a meta says by sample belongs to its row handles, place for place."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedValueError(
+            field="a list of a KVBatchMeta",
+            row=None,
+            got="a change in place",
+            hint="Take a new meta with subset, slice, drop or stamp_tags, or a copy with list().",
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FixedList, (list(self),)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CellPlaces:
+    """Where the cells of one field were when somebody looked: a hint, which a reader has confirmed before it counts.
+    All arrays are aligned with the samples. epochs: of the storage units, by number."""
+
+    spec: FieldSpec
+    epochs: dict[int, int]
+    units: npt.NDArray[np.int32]
+    offsets: Int64s
+    lengths: Int64s
+    serials: Int64s
+    checksums: npt.NDArray[np.uint32] | None
+
+    def take(self, where: npt.NDArray[Any]) -> CellPlaces:
+        """Those of some samples."""
+        return dataclasses.replace(
+            self,
+            units=self.units[where],
+            offsets=self.offsets[where],
+            lengths=self.lengths[where],
+            serials=self.serials[where],
+            checksums=None if self.checksums is None else self.checksums[where],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
+        """One after another; None unless they agree."""
+        first, known = parts[0], [part.checksums for part in parts if part.checksums is not None]
+        epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
+        agreed = all(part.spec == first.spec and part.epochs.items() <= epochs.items() for part in parts)
+        if not agreed or len(known) not in (0, len(parts)):
+            return None
+        return cls(
+            spec=first.spec,
+            epochs=epochs,
+            units=np.concatenate([part.units for part in parts]),
+            offsets=np.concatenate([part.offsets for part in parts]),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            serials=np.concatenate([part.serials for part in parts]),
+            checksums=np.concatenate(known) if known else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVBatchMeta:
+    """N samples, by name, with what is known about them without their data.
+
+    partition_id: where they live. task_name: the task that claimed them, None if none did. sample_ids: `[N]`.
+    fields: columns the meta speaks of, None if it does not say. sequence_lengths: `[N]` tokens of each, None if not
+    known. extra_info: anything about the batch as a whole (`schema` has the keys that the library uses). tags: `[N]`
+    small scalars by name, None if not known; the dicts are shared between metas, so read them only.
+
+    Every method returns a new meta and leaves this one alone; whatever is per sample stays aligned. Metas minted by the
+    service carry row handles, unseen, through all of them and through pickle: a read or an update through such a meta
+    is refused if a sample was cleared since, even when its id lives again. Those of a claim carry the id of their claim
+    beside them, by which the service knows whose lease `ack`, `nack` and `extend` mean. So that handles, lengths and
+    tags never come to belong to other ids, the lists cannot be changed in place (a TypeError), and other ids beside
+    them (`dataclasses.replace`) are a ValueError. `extra_info` is copied (not deeply) into the
+    new meta, without the packing keys (`schema.PACKING_KEYS`) when the rows changed.
+
+    Raises InvalidRequestError (a ValueError) for what does not align, UnsupportedValueError (a TypeError) for wrong
+    types.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = None  # type: ignore[assignment]  # None is taken as {}
+    tags: list[dict[str, Scalar]] | None = None
+    _rows: Int64s | None = None
+    _generations: Int64s | None = None
+    _claims: Int64s | None = None
+    _places: dict[str, CellPlaces] | None = None
+    _named: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        ids = _names("sample_ids", self.sample_ids)
+        kept = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
+        if kept and self._named is not None and ids != self._named:
+            raise InvalidRequestError(
+                "sample_ids were replaced beside row handles, sequence_lengths or tags that belong to other samples; "
+                "take subset, slice or drop of the meta, or make a KVBatchMeta of the new ids"
+            )
+        fields = None if self.fields is None else _names("fields", self.fields)
+        tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
+        if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
+            raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
+        values = {
+            "sample_ids": ids,
+            "fields": fields,
+            "sequence_lengths": _lengths(self.sequence_lengths, len(ids)),
+            "extra_info": dict(self.extra_info or {}),
+            "tags": None if tags is None else [dict(tag) for tag in tags],
+            "_rows": _handles(self._rows, len(ids)),
+            "_generations": _handles(self._generations, len(ids)),
+            "_claims": _handles(self._claims, len(ids)),
+        }
+        if (self._rows is None) != (self._generations is None):
+            raise InvalidRequestError("row handles are rows and generations together")
+        _set(self, values)
+
+    # --- what it says ---
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.sample_ids)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def handles(self) -> tuple[Int64s, Int64s] | None:
+        """(rows, generations), each `[N]`, of a meta minted by the service."""
+        return None if self._rows is None or self._generations is None else (self._rows, self._generations)
+
+    @property
+    def claims(self) -> Int64s | None:
+        """`[N]` ids of the claims that the samples are of, of a meta that a claim returned."""
+        return self._claims
+
+    @property
+    def places(self) -> Mapping[str, CellPlaces]:
+        """Where the cells of some fields were, of a meta that carries that (see `DataPlaneClient.locate`)."""
+        return self._places or {}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVBatchMeta):
+            return NotImplemented
+        return all(
+            _same(getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(KVBatchMeta)
+            if field.name not in ("_places", "_named")
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        parts = [repr(self.partition_id), f"{self.size} samples" + (f": {first_few(self.sample_ids)}" if self else "")]
+        if self.task_name is not None:
+            parts.append(f"task={self.task_name!r}")
+        if self.fields is not None:
+            parts.append(f"fields={self.fields}")
+        if self.sequence_lengths is not None:
+            parts.append(f"tokens={sum(self.sequence_lengths)}")
+        if self.extra_info:
+            parts.append(f"extra_info={sorted(self.extra_info)}")
+        return f"KVBatchMeta({', '.join(parts)})"
+
+    # --- other samples ---
+
+    def subset(self, indices: Indices) -> KVBatchMeta:
+        """The samples at `indices` (each in [0, N), any order, repeats allowed), or where a boolean mask `[N]` is."""
+        places = _places(indices, self.size)
+        return self._take(places.tolist(), places)
+
+    def slice(self, start: int, end: int) -> KVBatchMeta:
+        """Samples [start, end); ValueError unless 0 <= start <= end <= N."""
+        if not 0 <= start <= end <= self.size:
+            raise InvalidRequestError(f"slice [{start}, {end}) of a meta of {self.size} samples")
+        return self._take(range(start, end), np.arange(start, end))
+
+    def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
+        """All samples but those with these ids, each of which must be there. (By position: `subset` with a mask.)"""
+        dropped = set(_names("sample_ids", sample_ids))
+        unknown = dropped.difference(self.sample_ids)
+        if unknown:
+            raise InvalidRequestError(f"cannot drop {first_few(sorted(unknown))}: not in this meta")
+        return self.subset([place for place, name in enumerate(self.sample_ids) if name not in dropped])
+
+    @classmethod
+    def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
+        """The samples of all, in order. They must be of one partition and of no two tasks.
+
+        `fields` are those of every meta. What some meta that has samples does not know (lengths, handles, claims;
+        fields when None) is unknown in the result; missing tags are empty. `extra_info` has the entries on which all
+        metas that have them agree, the global pad target only if every meta has the same one.
+        """
+        if isinstance(metas, KVBatchMeta):
+            raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
+        given = list(metas)
+        partitions = list(dict.fromkeys(meta.partition_id for meta in given))
+        tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
+        if len(partitions) != 1 or len(tasks) > 1:
+            what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
+            raise InvalidRequestError(f"cannot concatenate {len(given)} metas of {what}: they must be of one")
+        parts = [meta for meta in given if meta.size] or given[:1]
+        return _made(
+            partition_id=partitions[0],
+            task_name=tasks[0] if tasks else None,
+            sample_ids=[name for meta in parts for name in meta.sample_ids],
+            fields=_common_fields(parts),
+            sequence_lengths=_joined([meta.sequence_lengths for meta in parts]),
+            extra_info=_common_info(parts),
+            tags=_joined_tags(parts),
+            _rows=_joined_arrays([meta._rows for meta in parts]),
+            _generations=_joined_arrays([meta._generations for meta in parts]),
+            _claims=_joined_arrays([meta._claims for meta in parts]),
+            _places=_joined_places([meta.places for meta in parts]),
+        )
+
+    # --- the same samples ---
+
+    def with_fields(self, fields: Sequence[str] | None) -> KVBatchMeta:
+        """Speaking of other fields."""
+        return self._changed(fields=None if fields is None else _names("fields", fields))
+
+    def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
+        """Carrying these row handles, `[N]` each. For the client, which gets them from the service."""
+        return self._changed(
+            _rows=_handles(rows, self.size), _generations=_handles(generations, self.size), _places=None
+        )
+
+    def with_claims(self, claims: Int64s) -> KVBatchMeta:
+        """Carrying these ids of claims, `[N]`. For the client, which gets them from the service."""
+        return self._changed(_claims=_handles(claims, self.size))
+
+    def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
+        """Carrying where these fields' cells are. For the client, which gets that from the service."""
+        return self._changed(_places={**self.places, **places})
+
+    def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
+        """With these tags merged in: a mapping per sample, or name -> `[N]` values. The service is not told."""
+        if isinstance(tags, Mapping):
+            columns = {name: _aligned(f"tag {name!r}", values, self.size) for name, values in tags.items()}
+            new: list[dict[str, Scalar]] = [
+                {name: values[row] for name, values in columns.items()} for row in range(self.size)
+            ]
+        else:
+            new = [dict(tag) for tag in _aligned("tags", tags, self.size)]
+        old = self.tags if self.tags is not None else [{}] * self.size
+        return self._changed(tags=[{**before, **after} for before, after in zip(old, new, strict=True)])
+
+    def _changed(self, **changes: Any) -> KVBatchMeta:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _made(**{**values, "extra_info": dict(self.extra_info), **changes})
+
+    def _take(self, places: Sequence[int], where: npt.NDArray[Any]) -> KVBatchMeta:
+        lengths, tags = self.sequence_lengths, self.tags
+        return self._changed(
+            sample_ids=_picked(self.sample_ids, places),
+            sequence_lengths=None if lengths is None else _picked(lengths, places),
+            extra_info={key: value for key, value in self.extra_info.items() if key not in PACKING_KEYS},
+            tags=None if tags is None else _picked(tags, places),
+            _rows=None if self._rows is None else self._rows[where],
+            _generations=None if self._generations is None else self._generations[where],
+            _claims=None if self._claims is None else self._claims[where],
+            _places={name: cells.take(where) for name, cells in self.places.items()} or None,
+        )
+
+
+def _made(**values: Any) -> KVBatchMeta:
+    """A meta of values that are valid already."""
+    meta = object.__new__(KVBatchMeta)
+    _set(meta, values)
+    return meta
+
+
+def _set(meta: KVBatchMeta, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        fixed = name in _BY_SAMPLE and type(value) is list
+        object.__setattr__(meta, name, FixedList(value) if fixed else value)
+    object.__setattr__(meta, "_named", meta.sample_ids)
+
+
+def _picked(values: list[_Value], places: Sequence[int]) -> list[_Value]:
+    return list(itemgetter(*places)(values)) if len(places) > 1 else [values[place] for place in places]
+
+
+# --- checks -------------------------------------------------------------------------------------------------------
+
+
+def _names(what: str, names: Iterable[str]) -> list[str]:
+    if isinstance(names, str | bytes):
+        raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
+    listed = list(names)
+    if set(map(type, listed)) - {str}:
+        for row, name in enumerate(listed):
+            if not isinstance(name, str):
+                raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
+    return listed
+
+
+def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
+    listed = list(values.tolist() if hasattr(values, "tolist") else values)
+    if len(listed) != size:
+        raise InvalidRequestError(f"{what}: got {len(listed)} for {size} samples")
+    return listed
+
+
+def _lengths(lengths: Any, size: int) -> list[int] | None:
+    if lengths is None:
+        return None
+    listed = _aligned("sequence_lengths", lengths, size)
+    if not set(map(type, listed)) - {int} and min(listed, default=0) >= 0 and max(listed, default=0) <= MAX_LENGTH:
+        return listed
+    for length in listed:
+        if not _is_length(length):
+            raise InvalidRequestError(f"sequence_lengths: expected integers of 0 or more, got {str(length)[:40]}")
+    return [int(length) for length in listed]
+
+
+def _is_length(length: Any) -> bool:
+    try:
+        return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _handles(handles: Any, size: int) -> Int64s | None:
+    if handles is None:
+        return None
+    array = np.asarray(handles, dtype=np.int64)
+    if array.shape != (size,):
+        raise InvalidRequestError(f"row handles of shape {list(array.shape)} for {size} samples")
+    return array
+
+
+def _places(indices: Any, size: int) -> Int64s:
+    listed = hasattr(indices, "tolist") and not isinstance(indices, np.ndarray)
+    given = np.asarray(indices.tolist() if listed else indices)
+    if given.dtype == np.bool_:
+        if given.shape != (size,):
+            raise InvalidRequestError(f"a mask of shape {list(given.shape)} for {size} samples")
+        return np.flatnonzero(given)
+    if not given.size:
+        return np.zeros(0, dtype=np.int64)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise InvalidRequestError(f"indices must be integers [M], got {given.dtype} of shape {list(given.shape)}")
+    wrong = (given < 0) | (given >= size)
+    if wrong.any():
+        raise InvalidRequestError(f"index {given[wrong][0]} is outside a meta of {size} samples")
+    return given.astype(np.int64)
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+def _joined(lists: Sequence[list[int] | None]) -> list[int] | None:
+    joined: list[int] = []
+    for part in lists:
+        if part is None:
+            return None
+        joined += part
+    return joined
+
+
+def _joined_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known) if len(known) == len(arrays) else None
+
+
+def _joined_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
+    shared = [name for name in places[0] if all(name in other for other in places[1:])]
+    joined = {name: CellPlaces.joined([each[name] for each in places]) for name in shared}
+    return {name: cells for name, cells in joined.items() if cells is not None} or None
+
+
+def _joined_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:
+    if all(meta.tags is None for meta in metas):
+        return None
+    return [tag for meta in metas for tag in (meta.tags if meta.tags is not None else [{} for _ in range(meta.size)])]
+
+
+def _common_fields(metas: Sequence[KVBatchMeta]) -> list[str] | None:
+    known = [meta.fields for meta in metas if meta.fields is not None]
+    if len(known) < len(metas):
+        return None
+    return [name for name in known[0] if all(name in fields for fields in known[1:])]
+
+
+def _common_info(metas: Sequence[KVBatchMeta]) -> dict[str, Any]:
+    common: dict[str, Any] = {}
+    for key in dict.fromkeys(key for meta in metas for key in meta.extra_info):
+        values = [meta.extra_info[key] for meta in metas if key in meta.extra_info]
+        partial = key == GLOBAL_FORWARD_PAD_SEQLEN and len(values) < len(metas)
+        packing = key in PACKING_KEYS and len(metas) > 1
+        if not partial and not packing and all(_same(values[0], value) for value in values[1:]):
+            common[key] = values[0]
+    return common
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if hasattr(one, "tolist") and hasattr(other, "tolist"):
+        return type(one) is type(other) and bool(one.tolist() == other.tolist())
+    return bool(one == other)

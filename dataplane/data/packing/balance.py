@@ -1,0 +1,140 @@
+"""Bins to data-parallel ranks: each the same number, with about the same tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from dataplane.data.packing.bins import Bins, Int64s, concatenate, loads_of, split
+from dataplane.data.packing.packers import SequencePacker
+
+CLOSE_ENOUGH = 1.01
+"""The heaviest rank's tokens over the mean, at which nothing more is moved."""
+MOVES_PER_RANK = 8
+MOST_EXCHANGED = 256
+"""So many runs may change ranks, to even out what dealing left uneven: every pair of them is looked at."""
+
+
+def deal(loads: Int64s, ranks: int) -> list[list[int]]:
+    """The bins of each rank, their numbers rising. `loads` `[B]` are the bins' tokens, B a multiple of `ranks`.
+
+    Round by round, from the heaviest bins down, the rank with the fewest tokens so far gets the heaviest of the round.
+    """
+    rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks).tolist()
+    tokens = loads.tolist()
+    totals = [0] * ranks
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for bins in rounds:
+        for rank, number in zip(sorted(range(ranks), key=totals.__getitem__), bins, strict=True):
+            dealt[rank].append(number)
+            totals[rank] += tokens[number]
+    return [sorted(numbers) for numbers in dealt]
+
+
+def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, Int64s, list[list[int]]]:
+    """(bins of the rows, whose tokens are `tokens` `[N]`, N at least 1; the tokens of each bin; the bins of each rank).
+
+    `packer` gives a multiple of `ranks` of bins. Dealing evens out many bins a rank; where it does not, single rows
+    move, or runs of neighbours are cut anew.
+    """
+    bins = packer.pack(tokens)
+    loads = loads_of(bins, tokens)
+    dealt = deal(loads, ranks)
+    totals = _totals(loads, dealt)
+    if max(totals) * ranks > CLOSE_ENOUGH * sum(totals):
+        if packer.keeps_order:
+            bins, loads, dealt = even_shares(even_runs(tokens, len(bins)), tokens, ranks, packer.bin_capacity)
+        else:
+            level(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)
+    return bins, loads, dealt
+
+
+def even_runs(tokens: Int64s, count: int) -> Bins:
+    """`count` bins of neighbouring rows, the fullest one as empty as can be."""
+    low = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)
+    capacities = range(low, int(tokens.sum()) + 1)
+    enough = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
+    return split(concatenate(tokens, low + enough), tokens, count)
+
+
+def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[Bins, Int64s, list[list[int]]]:
+    """(runs of neighbouring rows, as many as `runs`; their tokens; the runs of each rank).
+
+    Dealt, then evened out step by step until the ranks are close or no step helps: the row at an end of a run goes to
+    the run beside it, or two runs change ranks, whichever brings the ranks' totals together most. No run is emptied,
+    none gets beyond `capacity`.
+    """
+    counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
+    rank_of = np.empty(len(runs), dtype=np.int64)
+    for rank, numbers in enumerate(deal(loads, ranks)):
+        rank_of[numbers] = rank
+    for _ in range(MOVES_PER_RANK * ranks):
+        totals = np.zeros(ranks, dtype=np.int64)
+        np.add.at(totals, rank_of, loads)
+        if totals.max() * ranks <= CLOSE_ENOUGH * totals.sum():
+            break
+        of_run = totals[rank_of]
+        starts = np.cumsum(counts)[:-1]
+        right = _gains(tokens[starts - 1], of_run[:-1] - of_run[1:])  # by the last row of a run, to the next one
+        right[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
+        left = _gains(tokens[starts], of_run[1:] - of_run[:-1])
+        left[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
+        few = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
+        exchanged = _gains(loads[few, None] - loads[None, few], of_run[few, None] - of_run[None, few])
+        best = max(right.max(initial=0), left.max(initial=0), exchanged.max(initial=0))
+        if best <= 0:
+            break
+        if best == exchanged.max(initial=0):
+            one, other = divmod(int(exchanged.argmax()), len(runs))
+            rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
+            continue
+        to_right = best == right.max(initial=0)
+        cut = int((right if to_right else left).argmax())
+        row = starts[cut] - 1 if to_right else starts[cut]
+        change = np.array([-1, 1]) if to_right else np.array([1, -1])
+        counts[cut : cut + 2] += change
+        loads[cut : cut + 2] += change * tokens[row]
+    ends = np.cumsum(counts).tolist()
+    bins = [list(range(start, end)) for start, end in pairwise([0, *ends])]
+    return bins, loads, [np.flatnonzero(rank_of == rank).tolist() for rank in range(ranks)]
+
+
+def _gains(moved: Int64s, gaps: Int64s) -> Int64s:
+    """Half of what the sum of the ranks' squared totals loses when so many tokens go from a rank to one that has so
+    many fewer; where that is positive, the heavier one of both gets lighter."""
+    return moved * (gaps - moved)
+
+
+def level(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes: Sequence[int], capacity: int) -> None:
+    """Moves single rows from the heaviest rank to the lightest, in place (`bins` and `loads`), until the ranks are
+    close, or nothing that helps fits. No bin is emptied, none exceeds `capacity`; `sizes` are the rows' tokens."""
+    totals = _totals(loads, dealt)
+    for _ in range(MOVES_PER_RANK * len(totals)):
+        heavy, light = totals.index(max(totals)), totals.index(min(totals))
+        if totals[heavy] * len(totals) <= CLOSE_ENOUGH * sum(totals):
+            return
+        gap = totals[heavy] - totals[light]
+        into = min(dealt[light], key=loads.__getitem__)
+        longest = min(capacity - int(loads[into]), gap - 1)
+        movable = [
+            (abs(gap - 2 * sizes[row]), number, place)
+            for number in dealt[heavy]
+            if len(bins[number]) > 1
+            for place, row in enumerate(bins[number])
+            if 0 < sizes[row] <= longest
+        ]
+        if not movable:
+            return
+        _, out_of, place = min(movable)
+        row = bins[out_of].pop(place)
+        bins[into].append(row)
+        for number, rank, change in ((out_of, heavy, -sizes[row]), (into, light, sizes[row])):
+            loads[number] += change
+            totals[rank] += change
+
+
+def _totals(loads: Int64s, dealt: Sequence[Sequence[int]]) -> list[int]:
+    return [int(loads[numbers].sum()) for numbers in dealt]

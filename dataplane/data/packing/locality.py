@@ -1,0 +1,221 @@
+"""Rows nearer to where they are used, at no cost: among assignments that balance as well, the one that moves fewer
+tokens between hosts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from dataplane.data.packing.bins import Bins, Int64s
+from dataplane.errors import InvalidRequestError
+
+NOWHERE = -1
+"""The home of a row that no shard is near to, or that is not known."""
+ROUNDS = 24
+MANY = 1 << 10
+"""Another round follows one that exchanged a row of so many."""
+PART = 4
+"""A bin gives up a quarter of its room at a time."""
+MOST_BINS = 512
+"""Whole bins are exchanged up to so many: every pair of them is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locality:
+    """Where rows are and where shards are used. rows: the host of each, `[N]`, None where it is not known; shards: the
+    host of each shard. lengths: the tokens of each row, `[N]`, where they are known; so much is it worth to have it
+    near."""
+
+    rows: Sequence[str | None]
+    shards: Sequence[str | None]
+    lengths: Sequence[int] | Int64s | None = None
+
+    def numbered(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
+        """(the home of each row, that of each shard), as numbers; no row's is that of a shard whose host is not
+        known. ValueError unless there are as many as rows and shards."""
+        if len(self.rows) != size or len(self.shards) != shards:
+            raise InvalidRequestError(
+                f"locality of {len(self.rows)} rows and {len(self.shards)} shards for {size} rows over {shards} shards"
+            )
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(self.shards)) if host is not None}
+        homes = np.array([NOWHERE if host is None else numbers.get(host, NOWHERE) for host in self.rows], np.int64)
+        hosts = np.array([NOWHERE - 1 if host is None else numbers[host] for host in self.shards], np.int64)
+        return homes, hosts
+
+    def sizes(self, size: int) -> Int64s:
+        """Tokens of each row; 1 where they are not known."""
+        return np.ones(size, np.int64) if self.lengths is None else np.asarray(self.lengths, np.int64)
+
+
+def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
+    """The shard that each bin was dealt to."""
+    found = np.empty(bins, np.int64)
+    for shard, numbers in enumerate(dealt):
+        found[numbers] = shard
+    return found
+
+
+def exchange_bins(
+    bins: Bins, loads: Int64s, dealt: list[list[int]], sizes: Int64s, homes: Int64s, hosts: Int64s
+) -> None:
+    """Let bins change shards, two at a time, while that brings more tokens home than away, and no shard gets more
+    tokens than the one with most had. In place: `dealt`, the bins of each shard."""
+    if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:
+        return
+    totals = np.array([int(loads[numbers].sum()) for numbers in dealt])
+    most = int(totals.max(initial=0))
+    shard_of = shards_of(dealt, len(bins))
+    at_home = np.zeros((len(bins), int(hosts.max()) + 1), np.int64)  # tokens of each bin that are at home on a host
+    for number, rows in enumerate(bins):
+        known = np.array(rows)[homes[rows] >= 0]
+        np.add.at(at_home[number], homes[known], sizes[known])
+    for _ in range(ROUNDS):
+        if not _exchange_some(at_home, shard_of, loads, totals, hosts, most):
+            break
+    for shard in range(len(dealt)):
+        dealt[shard] = np.flatnonzero(shard_of == shard).tolist()
+
+
+def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
+    """One round, each bin once at most; whether there was any exchange."""
+    known = hosts >= 0
+    near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)  # [bin, beside which bin]
+    own = np.diagonal(near)
+    gains = np.triu(near + near.T - own[:, None] - own[None, :], 1)
+    ones, others = np.nonzero(gains > 0)
+    changes = loads[ones] - loads[others]
+    fit = (totals[shard_of[others]] + changes <= most) & (totals[shard_of[ones]] - changes <= most)
+    ones, others = ones[fit], others[fit]
+    order = np.argsort(-gains[ones, others], kind="stable")
+    moved: set[int] = set()
+    for one, other in zip(ones[order].tolist(), others[order].tolist(), strict=True):
+        if one in moved or other in moved:
+            continue
+        here, there = int(shard_of[one]), int(shard_of[other])
+        change = int(loads[one] - loads[other])
+        if here == there or totals[there] + change > most or totals[here] - change > most:
+            continue
+        totals[there] += change
+        totals[here] -= change
+        shard_of[one], shard_of[other] = there, here
+        moved |= {one, other}
+    return bool(moved)
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """Single rows that change places, so that more of them are at home. O(N log N).
+
+    bins: the rows of each, changed in place. shards: of each bin the shard that has it; kinds: of each bin a number:
+    rows are exchanged within one kind only. sizes: tokens of each row; homes: of each row; hosts: of each shard.
+    capacity: what no bin gets beyond (None: there is no bound). No shard gets more tokens than the one with most had.
+    """
+
+    bins: Bins
+    shards: Int64s
+    kinds: Int64s
+    sizes: Int64s
+    homes: Int64s
+    hosts: Int64s
+    capacity: int | None = None
+
+    def run(self) -> bool:
+        """Exchange while it helps; whether anything was."""
+        if len(set(self.hosts.tolist())) < 2:
+            return False
+        counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
+        self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
+        self._bin_of = np.repeat(np.arange(len(counts)), counts)
+        self._host_of = self.hosts[self.shards[self._bin_of]]
+        self._loads = np.bincount(self._bin_of, self.sizes[self._rows], len(counts)).astype(np.int64)
+        self._totals = np.bincount(self.shards, self._loads, len(self.hosts)).astype(np.int64)
+        self._most = int(self._totals.max())
+        exchanged = False
+        for _ in range(ROUNDS):
+            away, found = self._round()
+            exchanged |= found > 0
+            if found <= away // MANY:
+                break
+        ends = np.cumsum(counts).tolist()
+        for rows, (start, end) in zip(self.bins, pairwise([0, *ends]), strict=True):
+            rows[:] = self._rows[start:end].tolist()
+        return exchanged
+
+    def loads(self) -> Int64s:
+        """The tokens of each bin, after `run`."""
+        return self._loads
+
+    def _round(self) -> tuple[int, int]:
+        """(places whose rows were away from home; pairs that were exchanged): first those that are both at home then,
+        then rows that are at home then for others that are away in any case."""
+        homes, every = self.homes[self._rows], int(self.hosts.max()) + 1
+        away = np.flatnonzero(homes != self._host_of)
+        homes, here, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
+        known, there = homes >= 0, here >= 0
+        low, high = np.minimum(here, homes), np.maximum(here, homes)
+        both = (kinds * every + low) * every + high
+        up, down = known & there & (here < homes), known & there & (here > homes)
+        moved = bytearray(len(self._rows))
+        found = self._pair(away[up], both[up], away[down], both[down], moved)
+        known &= ~np.frombuffer(moved, np.bool_)[away]
+        there &= ~np.frombuffer(moved, np.bool_)[away]
+        wanted, held = kinds * every + homes, kinds * every + here
+        found += self._pair(away[known], wanted[known], away[there], held[there], moved)
+        return len(away), found
+
+    def _pair(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s, moved: bytearray) -> int:
+        """Exchange the rows of the places `ones` for those of `others` of the same group, about as long; how many were.
+        Those `moved` are left."""
+        nearest = [self._longer(ones, groups, others, their_groups), self._longer(others, their_groups, ones, groups)]
+        pairs = np.concatenate(nearest)
+        sizes = self.sizes[self._rows[pairs]]
+        pairs = pairs[np.argsort(sizes[:, 1] - sizes[:, 0], kind="stable")]
+        found = 0
+        for one, other in pairs.tolist():
+            if not (moved[one] or moved[other]) and self._exchanged(one, other):
+                moved[one] = moved[other] = 1
+                found += 1
+        return found
+
+    def _longer(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s) -> Int64s:
+        """Pairs `[P, 2]` of one of `ones` and one of `others` of its group that is no shorter, and for which there is
+        room in its stead: the shortest or, where bins have bounds, the longest that takes a `PART` of that room. It
+        leaves as much elsewhere, and many bins with some room are worth more than few with much."""
+        if not len(ones) or not len(others):
+            return np.zeros((0, 2), np.int64)
+        sizes, theirs = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
+        width = int(max(sizes.max(), theirs.max())) + 1
+        keys = their_groups * width + theirs
+        order = np.argsort(keys, kind="stable")
+        bins = self._bin_of[ones]
+        room = self._most - self._totals[self.shards[bins]]
+        longest = sizes
+        if self.capacity is not None:
+            room = np.minimum(room, self.capacity - self._loads[bins])
+            longest = np.minimum(sizes + room // PART, width - 1)
+        places = np.searchsorted(keys[order], groups * width + sizes)
+        places = np.maximum(places, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
+        near = order[np.minimum(places, len(order) - 1)]
+        fit = (places < len(order)) & (their_groups[near] == groups) & (theirs[near] - sizes <= room)
+        return np.stack([ones[fit], others[near[fit]]], axis=1)
+
+    def _exchanged(self, one: int, other: int) -> bool:
+        """Exchange the rows of two places, the other's being no shorter, unless a bin or a shard gets too much."""
+        rows, loads, totals = self._rows, self._loads, self._totals
+        change = self.sizes[rows[other]] - self.sizes[rows[one]]
+        if change:
+            mine, theirs = self._bin_of[one], self._bin_of[other]
+            here, there = self.shards[mine], self.shards[theirs]
+            if totals[here] + change > self._most and here != there:
+                return False
+            if self.capacity is not None and loads[mine] + change > self.capacity:
+                return False
+            loads[mine] += change
+            loads[theirs] -= change
+            totals[here] += change
+            totals[there] -= change
+        rows[one], rows[other] = rows[other], rows[one]
+        return True

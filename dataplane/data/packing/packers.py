@@ -1,0 +1,220 @@
+"""Sequence packers: which sequences go into one bin (a packed row, a micro-batch) of a fixed number of tokens.
+
+Names and arguments are those of `nemo_rl.data.packing`.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from dataplane.data.packing.bins import (
+    Bins,
+    Int64s,
+    concatenate,
+    first_fit,
+    first_fit_decreasing,
+    modified_first_fit_decreasing,
+    split,
+)
+from dataplane.errors import InvalidRequestError
+
+Lengths = Sequence[int] | Int64s
+
+
+class PackingAlgorithm(enum.Enum):
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+class SequencePacker(ABC):
+    """Packs sequences into bins of at most `bin_capacity` tokens.
+
+    min_bin_count, bin_count_multiple: how many bins there are at least, and what their number is a multiple of. Where
+    the sequences fill fewer, the fullest bins are cut in two. collect_metrics: whether `pack` remembers what
+    `get_aggregated_metrics` tells.
+    """
+
+    keeps_order: ClassVar[bool] = False
+    """Whether bins are runs of neighbouring sequences."""
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        if bin_capacity < 1:
+            raise InvalidRequestError(f"bin_capacity={bin_capacity}: expected 1 or more")
+        if min_bin_count is not None and min_bin_count < 0:
+            raise InvalidRequestError(f"min_bin_count={min_bin_count}: expected 0 or more")
+        if bin_count_multiple is not None and bin_count_multiple < 1:
+            raise InvalidRequestError(f"bin_count_multiple={bin_count_multiple}: expected 1 or more")
+        self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.min_bin_count = min_bin_count
+        self.bin_count_multiple = bin_count_multiple
+        self._totals: dict[str, float] = {}
+
+    def pack(self, sequence_lengths: Lengths) -> list[list[int]]:
+        """Bins of indices into `sequence_lengths` (`[N]`, 0 or more tokens each): each index once, no bin empty.
+
+        ValueError, naming sequence, length and capacity, for one that fits no bin; ValueError if there are fewer
+        sequences than bins asked for.
+        """
+        lengths = _checked(sequence_lengths)
+        over = np.flatnonzero(lengths > self.bin_capacity)
+        if len(over):
+            raise InvalidRequestError(
+                f"sequence {over[0]} has {lengths[over[0]]} tokens, more than bin_capacity={self.bin_capacity}"
+                + (f"; so have {len(over) - 1} others" if len(over) > 1 else "")
+            )
+        bins = self._bins(lengths) if len(lengths) else []
+        count = max(len(bins), self.min_bin_count or 0)
+        count = -(-count // (self.bin_count_multiple or 1)) * (self.bin_count_multiple or 1)
+        if count > len(lengths):
+            raise InvalidRequestError(f"{len(lengths)} sequences cannot fill {count} bins: each needs one at least")
+        if count > len(bins):
+            bins = split(bins, lengths, count)
+        if self.collect_metrics:
+            self._collect(self.compute_metrics(lengths, bins))
+        return bins
+
+    @abstractmethod
+    def _bins(self, lengths: Int64s) -> Bins:
+        """Bins of one or more lengths `[N]`, of which none is over the capacity."""
+
+    def compute_metrics(self, sequence_lengths: Lengths, bins: Sequence[Sequence[int]]) -> dict[str, float]:
+        """How well `bins` are filled: counts and tokens; average_utilization and waste_ratio, shares of the capacity;
+        bin_balance, 1 less the deviation of the bins' tokens over their mean; bin_efficiency, the fewest bins that
+        could be over those there are."""
+        lengths = _checked(sequence_lengths)
+        loads = [int(lengths[list(rows)].sum()) for rows in bins]
+        tokens, room = sum(loads), len(bins) * self.bin_capacity
+        fewest = -(-tokens // self.bin_capacity)
+        balance = 1.0 if bins else 0.0
+        if len(bins) > 1 and tokens:
+            balance -= statistics.stdev(loads) * len(bins) / tokens
+        return {
+            "num_sequences": len(lengths) if bins else 0,
+            "num_bins": len(bins),
+            "total_sequence_length": tokens,
+            "total_bin_capacity": room,
+            "total_waste": room - tokens,
+            "average_utilization": tokens / room if bins else 0.0,
+            "waste_ratio": (room - tokens) / room if bins else 0.0,
+            "bin_balance": balance,
+            "theoretical_min_bins": fewest,
+            "bin_efficiency": fewest / len(bins) if bins else 0.0,
+        }
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """The metrics of all calls of `pack` since the last reset; empty without any, or without `collect_metrics`."""
+        totals = self._totals
+        if not totals:
+            return {}
+        tokens, room, bins = (totals[name] for name in ("total_sequence_length", "total_bin_capacity", "num_bins"))
+        return {
+            "total_sequences": totals["num_sequences"],
+            "total_bins": bins,
+            "average_utilization": tokens / room if room else 0.0,
+            "min_utilization": totals["min_utilization"],
+            "max_utilization": totals["max_utilization"],
+            "average_waste_ratio": totals["total_waste"] / room if room else 0.0,
+            "min_waste_ratio": totals["min_waste_ratio"],
+            "max_waste_ratio": totals["max_waste_ratio"],
+            "average_bin_count": bins / totals["calls"],
+            "bin_efficiency": -(-tokens // self.bin_capacity) / bins if bins else 0.0,
+        }
+
+    def _collect(self, metrics: Mapping[str, float]) -> None:
+        totals = self._totals
+        for name in ("num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste"):
+            totals[name] = totals.get(name, 0) + metrics[name]
+        for name, value in (
+            ("utilization", metrics["average_utilization"]),
+            ("waste_ratio", metrics["waste_ratio"]),
+        ):
+            totals[f"min_{name}"] = min(totals.get(f"min_{name}", value), value)
+            totals[f"max_{name}"] = max(totals.get(f"max_{name}", value), value)
+        totals["calls"] = totals.get("calls", 0) + 1
+
+    def reset_metrics(self) -> None:
+        """Forget what `pack` has remembered."""
+        self._totals.clear()
+
+
+class ConcatenativePacker(SequencePacker):
+    """Sequences in their order; a new bin where the next would not fit."""
+
+    keeps_order = True
+
+    def _bins(self, lengths: Int64s) -> Bins:
+        return concatenate(lengths, self.bin_capacity)
+
+
+class FirstFitDecreasingPacker(SequencePacker):
+    """Longest first, each into the first bin with room for it."""
+
+    def _bins(self, lengths: Int64s) -> Bins:
+        return first_fit_decreasing(lengths, self.bin_capacity)
+
+
+class FirstFitShufflePacker(SequencePacker):
+    """In a shuffled order, each into the first bin with room for it. The order is the same for the same number of
+    sequences, so that all who pack them come to the same bins."""
+
+    def _bins(self, lengths: Int64s) -> Bins:
+        order = np.random.default_rng(0).permutation(len(lengths))
+        return first_fit(lengths, order, self.bin_capacity)
+
+
+class ModifiedFirstFitDecreasingPacker(SequencePacker):
+    """First-fit decreasing after Johnson and Garey (1985); never more bins than the plain one's."""
+
+    def _bins(self, lengths: Int64s) -> Bins:
+        return modified_first_fit_decreasing(lengths, self.bin_capacity)
+
+
+_PACKERS: Mapping[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+}
+
+
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
+    """The packer of an algorithm, or of its name in any case. ValueError, naming the algorithms, for anything else."""
+    named = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
+    if not isinstance(named, PackingAlgorithm):
+        known = ", ".join(PackingAlgorithm.__members__)
+        raise InvalidRequestError(f"packing algorithm {algorithm!r} is not known; there are {known}")
+    return _PACKERS[named](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+
+
+def _checked(sequence_lengths: Lengths) -> Int64s:
+    given = np.asarray(sequence_lengths)
+    if not given.size:
+        return np.zeros(0, dtype=np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise InvalidRequestError(f"lengths must be integers [N], got {given.dtype} of shape {list(given.shape)}")
+    lengths = given.astype(np.int64)
+    if int(lengths.min()) < 0:
+        row = int(lengths.argmin())
+        raise InvalidRequestError(f"sequence {row} has {lengths[row]} tokens: expected 0 or more")
+    return lengths

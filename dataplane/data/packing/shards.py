@@ -1,0 +1,407 @@
+"""Splitting samples over data-parallel ranks, from their number and lengths alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from dataplane.core.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.packing.balance import balanced
+from dataplane.data.packing.bins import Bins, Int64s
+from dataplane.data.packing.locality import Exchange, Locality, exchange_bins, shards_of
+from dataplane.data.packing.packers import PackingAlgorithm, SequencePacker, get_packer
+from dataplane.errors import InvalidRequestError
+
+MAX_TOKENS = "max_tokens_per_microbatch"
+ORDERS = ("packer", "largest_first")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one data-parallel rank gets: `rows` `[M]` of the whole, in the rank's order, and what cuts them into global
+    batches and micro-batches (see `schema`), None where each batch is a plain part."""
+
+    rows: Int64s
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
+
+
+def shard_meta_for_dp(
+    meta: KVBatchMeta,
+    *,
+    dp_world: int,
+    batch_size: int | None = None,
+    sequence_packing_args: Mapping[str, Any] | None = None,
+    dynamic_batching_args: Mapping[str, Any] | None = None,
+    row_hosts: Sequence[str | None] | None = None,
+    rank_hosts: Sequence[str | None] | None = None,
+) -> tuple[list[KVBatchMeta], list[int] | None]:
+    """One meta per data-parallel rank, and what puts their rows back in order.
+
+    Plain split: each rank gets an equal contiguous part of every global batch of `batch_size` samples (default: of the
+    whole meta). With `sequence_packing_args` or `dynamic_batching_args` (see `plan_shards`; keys that name columns are
+    not looked at) it gets micro-batches by `meta.sequence_lengths`, as many as every other rank, told in `extra_info`:
+    "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb". Tags, lengths, row handles and other
+    `extra_info` ride along. Row for row this is what `BatchedDataDict.shard_by_batch_size` does with the data.
+
+    row_hosts, rank_hosts: the host that each sample's bytes are on, `[N]`, and that each rank fetches on, None where it
+    is not known; given both, samples change ranks so that more tokens are where they are used, as far as that costs
+    nothing (see `plan_shards`).
+
+    The second value is None if the ranks' rows, one rank after another, are in the meta's own order; else the inverse
+    permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
+
+    ValueError, naming both numbers, where the split is not even; ValueError for a sample over the budget, by id, and
+    for a meta without lengths where they are needed.
+    """
+    locality = None
+    if row_hosts is not None and rank_hosts is not None:
+        locality = Locality(rows=row_hosts, shards=rank_hosts, lengths=meta.sequence_lengths)
+    plan = plan_shards(
+        meta.size,
+        lambda _: _lengths_of(meta),
+        shards=dp_world,
+        batch_size=batch_size,
+        sequence_packing_args=sequence_packing_args,
+        dynamic_batching_args=dynamic_batching_args,
+        locality=locality,
+        name=lambda row: f"sample {meta.sample_ids[row]!r}",
+    )
+    metas = []
+    for shard in plan:
+        part = meta.subset(shard.rows)
+        for key, value in (
+            (MICRO_BATCH_INDICES, shard.micro_batch_indices),
+            (MICRO_BATCH_LENGTHS, shard.micro_batch_lengths),
+            (ELEM_COUNTS_PER_GB, shard.elem_counts_per_gb),
+        ):
+            if value is not None:
+                part.extra_info[key] = value
+        metas.append(part)
+    return metas, inverse_permutation(np.concatenate([shard.rows for shard in plan]))
+
+
+def plan_shards(
+    size: int,
+    lengths_of: Callable[[str], Sequence[int] | Int64s],
+    *,
+    shards: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    sequence_packing_args: Mapping[str, Any] | None = None,
+    dynamic_batching_args: Mapping[str, Any] | None = None,
+    locality: Locality | None = None,
+    name: Callable[[int], str] = "row {}".format,
+) -> list[Shard]:
+    """Which of `size` rows each of `shards` gets, `batch_size` (default: all) of them at a time.
+
+    lengths_of: gives the tokens of each row, `[size]`, for the "input_lengths_key" of the arguments (default
+    `schema.INPUT_LENGTHS`); called where micro-batches are cut by them. name: what an error calls a row.
+    allow_uneven_shards: without `batch_size`, a number of rows that does not divide; plain shards are then as long as
+    the first but for the last ones, packed ones of any length.
+
+    sequence_packing_args: "max_tokens_per_microbatch", "algorithm" (a `PackingAlgorithm` or its name, default
+    "modified_first_fit_decreasing"), "sequence_length_pad_multiple" (default 1) that each length is rounded up to,
+    "microbatch_order": "packer" (default), or "largest_first" in each global batch of a rank. A micro-batch is a bin,
+    its length the tokens in it. Bins are dealt so that tokens per rank balance; where whole bins cannot, single rows
+    move to bins with room ("concatenative": bins are cut anew). "budget_name": what errors call the budget (default
+    "max_tokens_per_microbatch").
+
+    dynamic_batching_args: "max_tokens_per_microbatch", "budget_name", "sequence_length_round" (default 1). The rows of
+    a global batch are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded
+    length of the longest of any rank, which is its length. All ranks have the same.
+
+    locality: rows change shards, and places in their micro-batches, so that more tokens are in shards on their own
+    host, but never so that it costs anything: micro-batches are as many and within the budget (with dynamic batching of
+    the same lengths), shards have as many rows (packed ones about as many), and in no global batch has the heaviest one
+    more tokens. Where nothing can be gained, the result is the same as without.
+
+    ValueError for numbers that do not divide, both kinds of arguments at once, arguments that are missing or out of
+    range, and rows over the budget.
+    """
+    if sequence_packing_args is not None and dynamic_batching_args is not None:
+        raise InvalidRequestError("sequence_packing_args and dynamic_batching_args exclude each other: pass one")
+    if allow_uneven_shards and batch_size is not None:
+        raise InvalidRequestError("allow_uneven_shards splits all rows at once: leave batch_size out")
+    even = not allow_uneven_shards or dynamic_batching_args is not None
+    per_batch = _rows_per_batch(size, shards, batch_size, even=even)
+    if sequence_packing_args is not None:
+        given = _Arguments("sequence_packing_args", sequence_packing_args)
+        budget, multiple = given.budget(), given.count("sequence_length_pad_multiple", 1)
+        order = given.get("microbatch_order", "packer")
+        if order not in ORDERS:
+            raise InvalidRequestError(f"microbatch_order is one of {', '.join(ORDERS)}, got {order!r}")
+        algorithm = given.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
+        packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
+        _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
+        near = None if locality is None else locality.numbered(size, shards)
+        return _packed(tokens, packer, shards, per_batch, near, largest_first=order == "largest_first")
+    if dynamic_batching_args is not None:
+        given = _Arguments("dynamic_batching_args", dynamic_batching_args)
+        budget, multiple = given.budget(), given.count("sequence_length_round", 1)
+        lengths, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
+        near = None if locality is None else locality.numbered(size, shards)
+        return _dynamic(lengths, tokens, budget, shards, per_batch, near)
+    plan = _plain(size, shards, per_batch)
+    return plan if locality is None else _plain_nearer(plan, size, per_batch, locality)
+
+
+def inverse_permutation(order: Int64s) -> list[int] | None:
+    """`inverse` with `order[inverse[i]] == i`; None if `order` is 0, 1, 2, ... already."""
+    if np.array_equal(order, np.arange(len(order))):
+        return None
+    places: list[int] = _inverse(order).tolist()
+    return places
+
+
+def _inverse(order: Int64s) -> Int64s:
+    inverse = np.empty(len(order), dtype=np.int64)
+    inverse[order] = np.arange(len(order))
+    return inverse
+
+
+# --- the numbers --------------------------------------------------------------------------------------------------
+
+
+class _Arguments:
+    """A user's settings, by name."""
+
+    def __init__(self, what: str, given: Mapping[str, Any]) -> None:
+        self.what, self._given = what, given
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The setting; a ValueError if there is neither one nor a default."""
+        value = self._given.get(key)
+        if value is None and default is None:
+            raise InvalidRequestError(f"{self.what} lacks {key!r}")
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The setting, an integer of 1 or more."""
+        return self._count(key, self.get(key, default))
+
+    def budget(self) -> int:
+        """The tokens that a micro-batch may have."""
+        return self._count(self.budget_name, self.get(MAX_TOKENS))
+
+    @property
+    def budget_name(self) -> str:
+        return str(self.get("budget_name", MAX_TOKENS))
+
+    def _count(self, name: str, value: Any) -> int:
+        wrong = isinstance(value, bool) or not isinstance(value, Real) or value % 1 or value < 1
+        if wrong:
+            raise InvalidRequestError(f"{self.what}[{name!r}]: expected an integer of 1 or more, got {value!r}")
+        return int(value)
+
+
+def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
+    for what, number in (("shards", shards), ("batch_size", batch_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
+            raise InvalidRequestError(f"{what}={number!r}: expected an integer")
+    if shards < 1:
+        raise InvalidRequestError(f"cannot split over {shards} shards")
+    per_batch = size if batch_size is None else batch_size
+    if per_batch < 1 and size:
+        raise InvalidRequestError(f"a global batch of {per_batch} rows")
+    if per_batch and size % per_batch:
+        raise InvalidRequestError(
+            f"{size} rows are no multiple of the global batch of {per_batch}: pass a multiple of "
+            f"{per_batch} rows, or another batch size"
+        )
+    if even and per_batch % shards:
+        what = "rows" if batch_size is None else "rows of a global batch"
+        raise InvalidRequestError(
+            f"{per_batch} {what} cannot be split evenly over {shards} shards: pass a multiple of {shards} rows"
+        )
+    return per_batch
+
+
+def _lengths_of(meta: KVBatchMeta) -> list[int]:
+    if meta.sequence_lengths is None:
+        raise InvalidRequestError(
+            "this meta has no sequence_lengths to cut micro-batches by; claims lift them from the tag 'input_lengths'"
+        )
+    return meta.sequence_lengths
+
+
+def _lengths(
+    given: _Arguments,
+    lengths_of: Callable[[str], Sequence[int] | Int64s],
+    size: int,
+    budget: int,
+    multiple: int,
+    name: Callable[[int], str],
+) -> tuple[Int64s, Int64s]:
+    """(the length of each row; what it takes of the budget: that rounded up)."""
+    key = given.get("input_lengths_key", INPUT_LENGTHS)
+    column = np.asarray(lengths_of(key))
+    if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"{key!r}: expected integers [{size}], got {column.dtype} {list(column.shape)}")
+    lengths = column.astype(np.int64)
+    tokens = -(-lengths // multiple) * multiple
+    wrong = np.flatnonzero((lengths < 0) | (tokens > budget))
+    if len(wrong):
+        row = int(wrong[0])
+        padded = f" ({tokens[row]} at a multiple of {multiple})" if tokens[row] != lengths[row] else ""
+        others = f"; so with {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise InvalidRequestError(
+            f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {given.budget_name}={budget}{others}"
+        )
+    return lengths, tokens
+
+
+# --- the three ways -----------------------------------------------------------------------------------------------
+
+
+def _plain(size: int, shards: int, per_batch: int) -> list[Shard]:
+    """Of every global batch to each shard a contiguous part, in order."""
+    each = -(-per_batch // shards)
+    firsts = np.arange(0, size, per_batch or 1)[:, None]
+    parts = [np.arange(shard * each, min((shard + 1) * each, per_batch)) for shard in range(shards)]
+    return [Shard((firsts + part).reshape(-1)) for part in parts]
+
+
+def _plain_nearer(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
+    """The same with rows exchanged for others of their global batch."""
+    homes, hosts = locality.numbered(size, len(plan))
+    sizes = locality.sizes(size)
+    parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
+    for first in range(0, size, per_batch or 1):
+        bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
+        bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
+        here = slice(first, first + per_batch)
+        Exchange(
+            bins=bins,
+            shards=np.arange(len(plan)),
+            kinds=np.zeros(len(plan), np.int64),
+            sizes=sizes[here],
+            homes=homes[here],
+            hosts=hosts,
+        ).run()
+        for part, rows in zip(parts, bins, strict=True):
+            part.append(np.sort(np.array(rows, dtype=np.int64)) + first)
+    return [Shard(np.concatenate(part)) for part in parts]
+
+
+def _packed_nearer(
+    bins: Bins,
+    loads: Int64s,
+    dealt: list[list[int]],
+    tokens: Int64s,
+    packer: SequencePacker,
+    homes: Int64s,
+    hosts: Int64s,
+) -> Int64s:
+    """Let bins change shards, then rows bins, in place; the tokens of each bin."""
+    exchange_bins(bins, loads, dealt, tokens, homes, hosts)
+    if packer.keeps_order:
+        return loads
+    exchange = Exchange(
+        bins=bins,
+        shards=shards_of(dealt, len(bins)),
+        kinds=np.zeros(len(bins), np.int64),
+        sizes=tokens,
+        homes=homes,
+        hosts=hosts,
+        capacity=packer.bin_capacity,
+    )
+    return exchange.loads() if exchange.run() else loads
+
+
+def _packed(
+    tokens: Int64s,
+    packer: SequencePacker,
+    shards: int,
+    per_batch: int,
+    near: tuple[Int64s, Int64s] | None,
+    *,
+    largest_first: bool,
+) -> list[Shard]:
+    batches = []
+    for first in range(0, len(tokens), per_batch or 1):
+        here = slice(first, first + per_batch)
+        bins, loads, dealt = balanced(packer, tokens[here], shards)
+        if near is not None:
+            loads = _packed_nearer(bins, loads, dealt, tokens[here], packer, near[0][here], near[1])
+        counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+        rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
+        batch = []
+        for each in dealt:
+            numbers = np.array(each)
+            if largest_first:
+                numbers = numbers[np.argsort(-loads[numbers], kind="stable")]
+            ends = np.cumsum(counts[numbers])
+            behind = np.cumsum(counts)[numbers] - ends  # how far each bin's rows are behind their place in the shard
+            places = np.arange(ends[-1]) + np.repeat(behind, counts[numbers])
+            batch.append(Shard(rows[places], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
+        batches.append(batch)
+    return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
+
+
+def _dynamic(
+    lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, near: tuple[Int64s, Int64s] | None
+) -> list[Shard]:
+    batches = []
+    for first in range(0, len(tokens), per_batch or 1):
+        rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
+        grid = rising.reshape(-1, shards)  # [rows of a shard, shards]
+        ends, widths = _growing(tokens[grid[:, -1]].tolist(), budget)
+        if near is not None:
+            here = slice(first, first + per_batch)
+            grid = first + _dynamic_nearer(grid - first, ends, lengths[here], near[0][here], near[1])
+        batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
+    return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
+
+
+def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
+    """The same with rows exchanged for others of their micro-batch."""
+    shards = grid.shape[1]
+    rising = _inverse(grid.reshape(-1)).tolist()
+    parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
+    bins = [rows for part in parts for rows in part]
+    Exchange(
+        bins=bins,
+        shards=np.tile(np.arange(shards), len(parts)),
+        kinds=np.repeat(np.arange(len(parts)), shards),
+        sizes=lengths,
+        homes=homes,
+        hosts=hosts,
+    ).run()
+    columns = [sorted(rows, key=rising.__getitem__) for rows in bins]
+    of_shards = [list(chain.from_iterable(columns[shard::shards])) for shard in range(shards)]
+    return np.array(of_shards, dtype=np.int64).T
+
+
+def _growing(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
+    """(where each micro-batch ends, its width): as many rows each as fit `budget` at the width of the last one.
+    `widths` rise."""
+    ends: list[int] = []
+    start = 0
+    for row, width in enumerate(widths):
+        if (row + 1 - start) * width > budget:
+            ends.append(row)
+            start = row
+    ends.append(len(widths))
+    return ends, [widths[end - 1] for end in ends]
+
+
+def _ranges(ends: list[int]) -> list[list[int]]:
+    return [[start, end] for start, end in pairwise([0, *ends])]
+
+
+def _joined(parts: list[Shard]) -> Shard:
+    """The global batches of one shard, one after another."""
+    return Shard(
+        np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in parts)]),
+        [indices for part in parts for indices in part.micro_batch_indices or ()],
+        [lengths for part in parts for lengths in part.micro_batch_lengths or ()],
+        [count for part in parts for count in part.elem_counts_per_gb or ()],
+    )

@@ -1,0 +1,264 @@
+"""Budgets of partitions, and room made by letting samples go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dataplane.ledger.commands import Int32s, Int64s, Notice, WhenFull
+from dataplane.ledger.state.arrays import Bools, some, tally
+from dataplane.ledger.state.eviction_outlook import Gain, Outlook
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+FIRST_LOOK = 512
+"""Samples looked at first, oldest first; then twice as many, and so on."""
+FIRST_STEP = 64
+"""Consumed samples let go at a time where it cannot be told how many it takes; then twice as many, and so on."""
+REPORTED = 1 << 16
+"""An answer names so many evicted samples at most."""
+NOTICE_S = 10.0
+"""The log hears of a partition that loses unconsumed samples so often."""
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
+
+def limit_of(state: State, partition: Partition, *, update: bool) -> int | None:
+    """Bytes that the partition may occupy after a put of new rows, or an update."""
+    budget = partition.budget_bytes
+    return budget if budget is None or update else budget - int(budget * state.reserve_fraction)
+
+
+def over(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
+    """By how many bytes the partition's budget is too small for `wanted` more; 0 or less: it is not."""
+    limit = limit_of(state, partition, update=update)
+    return 0 if limit is None or not wanted else partition.account.used_bytes + wanted - limit
+
+
+class Evictions:
+    """A sample may go if nobody reads it, leases it, or may not have had the answer that gave it to him, and no put
+    under way names it. It is consumed if every task of its partition (one at least) has claimed it for good."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def make_room(
+        self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
+    ) -> tuple[str, ...] | None:
+        """Let samples of the partition go, but those of `spare`, until it occupies `excess` bytes less, of them `short`
+        in units that are open. The ids of those that were not consumed; None if it cannot be done.
+
+        Consumed ones go as long as that may help. Others go if the policy says so, for new rows only (an update may be
+        of the very samples), and only if that suffices for sure.
+        """
+        goal = _Goal(self.state, partition, excess, short)
+        consumed, count = self._choose(partition, goal, NO_ROWS, spare, consumed=True)
+        if count is not None:
+            self._evict(partition, consumed[:count], consumed=True)
+            return ()
+        most = self._most(partition, goal, consumed)
+        if goal.within(most):
+            if self._let_go_in_steps(partition, goal, consumed):
+                return ()
+            consumed, most = NO_ROWS, (0, 0)
+        if update or partition.when_full is not WhenFull.EVICT_OLDEST:
+            if not len(spare):
+                self._remember(partition, most, None)
+            return None
+        both, count = self._choose(partition, goal, consumed, spare, consumed=False)
+        if count is None:
+            if not len(spare):
+                self._remember(partition, most, self._whole(partition, goal, both))
+            return None
+        self._evict(partition, consumed, consumed=True)
+        others = both[len(consumed) : count]
+        lost = partition.rows.names_of(others)
+        self._evict(partition, others, consumed=False)
+        return lost[:REPORTED]
+
+    # --- in vain
+
+    def in_vain(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
+        """Whether `make_room` for a put that waits surely fails, as nothing has changed that it failed by. Costs what
+        the samples cost that were named since."""
+        outlook = partition.outlook
+        if outlook is None or outlook.units != self._open_units():
+            return False
+        if outlook.noted:
+            self._hope(partition, outlook, outlook.take_noted())
+        consumed_only = update or partition.when_full is not WhenFull.EVICT_OLDEST
+        return outlook.rules_out(excess, short, consumed_only=consumed_only)
+
+    def _remember(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
+        """For as long as puts of the partition wait."""
+        extents = self.state.extents
+        extents.outlooks += 1
+        outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
+        self._hope(partition, outlook, partition.rows.in_order())
+
+    def _hope(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
+        """Count the extents of those of the rows that may go but for who reads them."""
+        extents = self.state.extents
+        may, consumed = self._standing(partition, rows)
+        cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
+        if cells:
+            numbers = np.unique(np.concatenate(cells))
+            fresh = numbers[(numbers > 0) & (extents.hoped[numbers] != outlook.number)]
+            extents.hoped[fresh] = outlook.number
+            outlook.hope_bytes += extents.bytes_of(fresh)
+
+    def _open_units(self) -> tuple[int, ...]:
+        return tuple(unit.number for unit in self.state.units.values() if unit.open)
+
+    # --- how
+
+    def _choose(
+        self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
+    ) -> tuple[Int64s, int | None]:
+        """`rows`, and then those that may go, oldest first, until so many of them all suffice (None: they do not)."""
+        for part in _by_age(partition):
+            found = self._may_go(partition, part, spare, consumed=consumed)
+            if len(found):
+                rows = np.concatenate([rows, found])
+                count = self._enough(partition, goal, rows)
+                if count is not None:
+                    return rows, count
+        return rows, None
+
+    def _let_go_in_steps(self, partition: Partition, goal: _Goal, rows: Int64s) -> bool:
+        """Where parts of extents come back, it cannot be told how many samples it takes."""
+        at, step = 0, FIRST_STEP
+        while at < len(rows) and not goal.reached:
+            self._evict(partition, rows[at : at + step], consumed=True)
+            at, step = at + step, 2 * step
+        return goal.reached
+
+    # --- which
+
+    def _may_go(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
+        """Those of the rows that may go, all consumed or none."""
+        may, claimed = self._standing(partition, rows)
+        may &= ~np.isin(rows, spare)
+        may &= claimed if consumed else ~claimed
+        for cells in self._cells(partition, rows):
+            may &= (cells == 0) | (self.state.extents.pins[cells] == 0)
+        return rows[may]
+
+    def _standing(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
+        """Which of the rows no put under way names and no claim may come back of, and which are consumed."""
+        may, claimed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
+        for task in partition.tasks.values():
+            for_good = task.for_good(rows)
+            may &= for_good | (task.claim_ids[rows] == 0)
+            claimed &= for_good
+        return may, claimed
+
+    def _cells(self, partition: Partition, rows: Int64s) -> list[Int32s]:
+        return [field.extents[rows] for field in partition.fields.values() if field.live]
+
+    # --- how many
+
+    def _most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
+        """What can come back at most when these rows go: all extents they lie in."""
+        cells = self._cells(partition, rows)
+        numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
+        sizes = self.state.extents.sizes[numbers]
+        return int(sizes.sum()), int(sizes[goal.here(numbers)].sum())
+
+    def _enough(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
+        """How many of the rows must go, from the first on, so that what comes back surely suffices. None if all of them
+        are too few."""
+        excess, short = goal.left
+        gained = self._gains(partition, goal, rows)
+        enough = (gained[0] >= excess) & (gained[1] >= short)
+        return int(enough.argmax()) + 1 if some(enough) else None
+
+    def _whole(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
+        """What surely comes back when all of the rows go."""
+        gained = self._gains(partition, goal, rows)
+        return (int(gained[0, -1]), int(gained[1, -1])) if gained.size else (0, 0)
+
+    def _gains(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
+        """What surely comes back, of the partition and in open units, when the rows up to each go: extents in which
+        nothing else lives."""
+        extents = self.state.extents
+        cells = self._cells(partition, rows)
+        gained: Int64s = np.zeros((2, len(rows)), np.int64)
+        if not cells:
+            return gained
+        numbers, places = np.concatenate(cells), np.tile(np.arange(len(rows)), len(cells))
+        places, numbers = places[numbers > 0], numbers[numbers > 0]
+        if not len(numbers):
+            return gained
+        order = np.lexsort((places, numbers))
+        each, counts, _ = tally(numbers[order], places[order])
+        last = places[order][counts.cumsum() - 1]
+        whole = counts == extents.live[each]
+        each, last = each[whole], last[whole]
+        np.add.at(gained[0], last, extents.sizes[each])
+        np.add.at(gained[1], last, extents.sizes[each] * goal.here(each))
+        total: Int64s = gained.cumsum(axis=1)
+        return total
+
+    # --- gone
+
+    def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
+        if not len(rows):
+            return
+        partition.evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)
+        partition.clear(rows)
+        self.state.touch(partition)
+        if not consumed and self.state.now >= partition.evicted.noticed + NOTICE_S:
+            partition.evicted.noticed = self.state.now
+            self.state.out.append(Notice(text=_lost(partition)))
+
+
+class _Goal:
+    """What is to come back."""
+
+    def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
+        self._extents = state.extents
+        self._account = partition.account
+        self._units = [unit for unit in state.units.values() if unit.open]
+        self._numbers = np.array([unit.number for unit in self._units], np.int32)
+        self._wanted = partition.account.used_bytes - excess, _used(self._units) - short
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """Bytes that are still to come back: of the partition, and in open units."""
+        return self._account.used_bytes - self._wanted[0], _used(self._units) - self._wanted[1]
+
+    @property
+    def reached(self) -> bool:
+        return self.within((0, 0))
+
+    def within(self, gained: tuple[int, int]) -> bool:
+        excess, short = self.left
+        return gained[0] >= excess and gained[1] >= short
+
+    def here(self, numbers: Int32s) -> Bools:
+        """Which of these extents are on open units."""
+        found: Bools = np.isin(self._extents.units[numbers], self._numbers)
+        return found
+
+
+def _used(units: list[Unit]) -> int:
+    return sum(unit.used_bytes for unit in units)
+
+
+def _by_age(partition: Partition) -> Iterator[Int64s]:
+    """All live rows, oldest first, a part at a time."""
+    rows, at, size = partition.rows, 0, FIRST_LOOK
+    while at < rows.end:
+        part = rows.order[at : min(at + size, rows.end)]
+        yield part[part >= 0]
+        at, size = at + size, 2 * size
+
+
+def _lost(partition: Partition) -> str:
+    return (
+        f"partition {partition.name!r} is full: {partition.evicted.unconsumed} samples were evicted so far that not "
+        f"all of its tasks had consumed (when_full={partition.when_full.value!r}). Give it a larger budget, or consume "
+        "faster"
+    )

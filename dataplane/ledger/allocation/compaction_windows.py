@@ -1,0 +1,90 @@
+"""Which stretch of an arena to empty for a large free piece. Pure arithmetic on what lies there by address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dataplane.ledger.commands import Int32s, Int64s
+from dataplane.ledger.state.arrays import Bools
+
+FIXED = 1 << 40
+"""Counts as the bytes of what cannot be moved: more than anybody wants moved."""
+CHEAPEST = 3
+"""So many windows of the wanted length are tried."""
+PARTS = (1, 8, 64)
+"""Then the longest that need at most all, an eighth or a 64th of the bytes that may be moved."""
+
+
+class Spans(NamedTuple):
+    """What lies in an arena of `end` bytes, by address: start, bytes, extent, and whether it can be moved."""
+
+    starts: Int64s
+    sizes: Int64s
+    extents: Int32s
+    movable: Bools
+    end: int
+
+
+class Window(NamedTuple):
+    """The stretch from `start` to `stop`: the extents of what lies there, and the free pieces (start, bytes)."""
+
+    start: int
+    stop: int
+    extents: Int32s
+    free: list[tuple[int, int]]
+
+
+class _Edges(NamedTuple):
+    """Window (i, j) holds spans i to j - 1. It may begin at `begins[i]` and end at `ends[j]`; so many bytes have to be
+    moved: `moved[j] - moved[i]`."""
+
+    begins: Int64s
+    ends: Int64s
+    moved: Int64s
+
+
+def windows(spans: Spans, *, goal: int, least: int, most: int, free: int) -> Iterator[Window]:
+    """Windows to try, one after another: of `goal` bytes, those with the fewest bytes to move, then the longest of at
+    least `least` bytes. No more than `most` bytes have to be moved, and these fit into what is free elsewhere of all
+    that is `free`."""
+    zero = np.zeros(1, np.int64)
+    edges = _Edges(
+        begins=np.concatenate((zero, spans.starts + spans.sizes)),
+        ends=np.concatenate((spans.starts, np.array([spans.end], np.int64))),
+        moved=np.concatenate((zero, np.cumsum(np.where(spans.movable, spans.sizes, FIXED)))),
+    )
+    for first, last, stop in _cheapest(edges, goal, most, free):
+        yield _window(spans, edges, first, last, stop)
+    for part in PARTS:
+        for first, last, stop in _longest(edges, least, most // part, free):
+            yield _window(spans, edges, first, last, stop)
+
+
+def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+    last = np.searchsorted(edges.ends, edges.begins + goal)
+    first = np.flatnonzero(last < len(edges.ends))
+    last = last[first]
+    stops = np.maximum(edges.begins[first] + goal, edges.begins[last])
+    moved = edges.moved[last] - edges.moved[first]
+    fits = np.flatnonzero((moved <= most) & (stops - edges.begins[first] <= free))
+    for place in fits[moved[fits].argsort(kind="stable")][:CHEAPEST].tolist():
+        yield int(first[place]), int(last[place]), int(stops[place])
+
+
+def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+    last = np.searchsorted(edges.moved, edges.moved + most, side="right") - 1
+    last = np.minimum(last, np.searchsorted(edges.ends, edges.begins + free, side="right") - 1)
+    lengths = np.where(last > np.arange(len(last)), edges.ends[last] - edges.begins, 0)
+    first = int(lengths.argmax())
+    if lengths[first] >= least:
+        yield first, int(last[first]), int(edges.ends[last[first]])
+
+
+def _window(spans: Spans, edges: _Edges, first: int, last: int, stop: int) -> Window:
+    begins, ends = edges.begins[first : last + 1], np.minimum(edges.ends[first : last + 1], stop)
+    holes = np.flatnonzero(ends > begins)
+    free = list(zip(begins[holes].tolist(), (ends - begins)[holes].tolist(), strict=True))
+    return Window(int(begins[0]), stop, np.unique(spans.extents[first:last]), free)

@@ -1,0 +1,405 @@
+"""Room for puts: reservations, waiting for room, room ahead of small puts, and growing arenas ahead of demand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from dataplane.errors import (
+    CapacityTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    StaleSchemaError,
+)
+from dataplane.ledger.allocation.budgets import REPORTED, Evictions, limit_of, over
+from dataplane.ledger.allocation.placement import Piece, give_back, growth, growth_again, growth_ahead, place
+from dataplane.ledger.allocation.shortage import out_of_room, waits_for_larger_piece, waits_for_memory
+from dataplane.ledger.commands import (
+    Allocate,
+    AllocateAhead,
+    Allocated,
+    AllocatedAhead,
+    GrowArena,
+    Int64s,
+    OnFull,
+    Placement,
+    WhenFull,
+)
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.state.arrays import top
+from dataplane.ledger.state.checksum_policy import are_wanted
+from dataplane.ledger.state.free_space import granules_up
+from dataplane.ledger.state.limits import check_limit
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import ParkedAllocate, Preallocation, PutReservation, Session, Want
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+from dataplane.ledger.state.wait_queues import Line, WaitQueues
+
+MAX_BYTES = 1 << 62
+RETRY_S = 1.0
+"""An arena that could not grow is asked again so often while a put waits: others may have given memory back."""
+
+
+class Rooms:
+    """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
+    its partition's budget is passed over by those of other partitions; so is one for which there are bytes enough, but
+    in too small pieces, and by those of its own, too, where that has no budget. Moves come last, whatever the budget
+    says."""
+
+    def __init__(self, state: State, liveness: Liveness) -> None:
+        self.state = state
+        self.liveness = liveness
+        self.evictions = Evictions(state)
+
+    def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
+        """The reservation, or None when the call was parked."""
+        partition = self.state.partition(command.partition)
+        if not self.state.wants_room(partition.account.number):
+            partition.outlook = None
+        self._check(partition, command)
+        want = Want(session, command)
+        self._refuse_hopeless(partition, want)
+        parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
+        self.state.keep_targets(parked)
+        try:
+            return self._serve_or_park(parked)
+        except Exception:
+            self.state.let_targets_go(parked)
+            raise
+
+    def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
+        queued, behind = self._line(parked)
+        granted = None if queued else self._serve(parked, behind=behind is not None)
+        if granted is not None:  # it may have taken what one that waits only for arenas to grow would have had
+            if self._more_to_come(self._open_units()):
+                self.state.extents.freed |= any(map(_refuses, self.state.all_puts()))
+            return granted
+        self.liveness.probe_silent()
+        if self._rejects(parked):
+            raise self.out_of_room(parked)
+        self.state.park(parked)
+        parked.holds_up = self._holds_up(parked)
+        return None
+
+    def _line(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
+        """Whether a put of this partition waits already that holds it up, and the first of any that does. Moves hold up
+        moves only."""
+        if asking.command.moving:
+            return bool(self.state.moves), self._before_moves()
+        behind = None
+        turns = WaitQueues(self._lines(asking.command.update, {asking.partition.account.number}))
+        for parked in turns:
+            if parked is asking:
+                break
+            if not self._in_line(parked):
+                continue
+            if behind is None and self._holds_up(parked):
+                behind = parked
+            if parked.partition is asking.partition:
+                return True, behind or parked
+            turns.skip_line()
+        return False, behind
+
+    def _holds_up(self, parked: ParkedAllocate) -> bool:
+        """Whether all that come after this put, of other partitions too, wait for it."""
+        return waits_for_memory(self.state, parked) and not waits_for_larger_piece(self.state, parked)
+
+    def _in_line(self, parked: ParkedAllocate) -> bool:
+        """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
+        that are too small for it: a put that fits into one takes nothing from it but budget."""
+        return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
+
+    def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
+        """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
+        (`behind`): it takes none but what it made itself."""
+        partition, want = parked.partition, parked.want
+        if want.moving:
+            return None if behind else self._take(parked)
+        excess = over(self.state, partition, want.total, update=want.update)
+        if excess <= 0 and not behind:
+            granted = self._take(parked)
+            if granted is not None or self._growing(want):
+                return granted
+        while partition.evicts and any(unit.open for unit in self.state.units.values()):
+            short = want.total - self._room(want)
+            if behind or max(excess, short) <= 0:
+                short = want.total
+            if self.evictions.in_vain(partition, excess=excess, short=short, update=want.update):
+                return None
+            made = self.evictions.make_room(partition, excess=excess, short=short, update=want.update)
+            if made is None:
+                return None
+            parked.evicted += made
+            granted = self._take(parked)
+            if granted is not None or self._growing(want):
+                return granted
+            excess = over(self.state, partition, want.total, update=want.update)
+        return None
+
+    def _take(self, parked: ParkedAllocate) -> Allocated | None:
+        """The reservation, if the units have room and the budget has, too, with what pieces are larger by."""
+        want = parked.want
+        pieces = self._place(want)
+        if pieces is None:
+            return None
+        nbytes = sum(piece.size for piece in pieces)
+        if (
+            not want.moving
+            and nbytes > want.total
+            and over(self.state, parked.partition, nbytes, update=want.update) > 0
+        ):
+            give_back(pieces)
+            return None
+        return self._reserve(parked, pieces)
+
+    def allocate_ahead(self, session: Session, number: int, command: AllocateAhead) -> AllocatedAhead:
+        """Room ahead, only where it takes nothing from a put that waits."""
+        unit = self.state.units.get(command.unit)
+        if unit is None or unit.number not in session.attached:
+            raise InvalidRequestError(f"session {session.number} is not local to a storage unit {command.unit}")
+        if not 0 < command.nbytes <= MAX_BYTES:
+            raise InvalidRequestError(f"{command.nbytes} bytes of room ahead: must be in [1, {MAX_BYTES}]")
+        nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
+        plenty = nbytes * self.state.limits.ahead_part <= limit and unit.used_bytes + nbytes <= limit // 2
+        spare = plenty and unit.open and self._is_spare(nbytes)
+        offset = unit.space.take(nbytes) if spare else None
+        if offset is None:
+            raise CapacityTimeoutError(
+                wanted_bytes=nbytes, free_bytes=max(unit.room(update=False), 0), waited_s=0.0, holders=[]
+            )
+        extent = self.state.extents.reserve(unit.number, offset, nbytes)
+        session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
+        self.grow_ahead(unit)
+        return AllocatedAhead(offset=offset, checksums=are_wanted(self.state, session, [unit]))
+
+    def _is_spare(self, nbytes: int) -> bool:
+        """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is
+        not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
+        lines = [line for update in (True, False) for line in self._lines(update, set())]
+        return all(
+            not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
+            for parked in chain.from_iterable(line.values() for line in (*lines, self.state.moves))
+        )
+
+    def judge(self) -> None:
+        """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
+        samples go now."""
+        state, extents = self.state, self.state.extents
+        while extents.freed or extents.loosened:
+            anybody, extents.freed = extents.freed, False
+            loosened = {account for account in extents.loosened if state.wants_room(account)}
+            extents.loosened = set()
+            if anybody or loosened:
+                for update in (True, False):
+                    self._judge_lines(update, loosened, anybody=anybody)
+                self._judge_moves()
+
+    def _lines(self, update: bool, accounts: set[int]) -> list[Line]:
+        """The lines of these accounts, and those that do not rest."""
+        resting = self.state.resting[update] - accounts
+        return [line for account, line in self.state.room_waiters[update].items() if account not in resting]
+
+    def _judge_lines(self, update: bool, loosened: set[int], *, anybody: bool) -> None:
+        """Those of the `loosened` accounts' partitions, or anybody who may gain by it, in turn. One that holds up
+        others no more lets them be judged, too."""
+        behind, resting = False, self.state.resting[update]
+        turns = WaitQueues(self._lines(update, loosened))
+        resting -= loosened
+        for parked in turns:
+            partition = parked.partition
+            account = partition.account.number
+            if account in loosened and partition.outlook is not None:
+                partition.outlook.changed = True
+            if (anybody or account in loosened) and (not behind or partition.evicts):
+                if not self._judge(parked, behind=behind):
+                    continue
+                if self._rests(parked):
+                    resting.add(account)
+            held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
+            self.state.extents.freed |= held_up and not parked.holds_up
+            if self._in_line(parked):
+                turns.skip_line()
+            behind = behind or parked.holds_up
+
+    def _rests(self, parked: ParkedAllocate) -> bool:
+        """Whether nothing but a change of its account can help this put, whatever room the units have."""
+        partition, want = parked.partition, parked.want
+        excess = over(self.state, partition, want.total, update=want.update)
+        return excess > 0 and (
+            not partition.evicts or self.evictions.in_vain(partition, excess=excess, short=0, update=want.update)
+        )
+
+    def _judge_moves(self) -> None:
+        """What is to be moved takes what no update waits for."""
+        moves = list(self.state.moves.values())
+        behind = bool(moves) and self._before_moves() is not None
+        for parked in moves:
+            if self._judge(parked, behind=behind):
+                return
+
+    def _before_moves(self) -> ParkedAllocate | None:
+        """An update that moves wait for: any, not only one that is the first of its partition."""
+        return next(filter(self._holds_up, WaitQueues(self.state.room_waiters[True].values())), None)
+
+    def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
+        """Serve or end this call, or let it wait."""
+        try:
+            result = self._attempt(parked, behind=behind)
+        except DataPlaneError as error:
+            result = error
+        except Exception as error:  # nothing that others do may fail because of who waits
+            self.state.fail(parked, error)
+            return False
+        if result is not None:
+            self.state.unpark(parked, result)
+        return result is None
+
+    def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
+        """What the call ends with, None if it goes on waiting."""
+        self._refuse_hopeless(parked.partition, parked.want)
+        granted = self._serve(parked, behind=behind)
+        if granted is None and self._rejects(parked):
+            return self.out_of_room(parked)
+        return granted
+
+    def _rejects(self, parked: ParkedAllocate) -> bool:
+        """Whether the call will not wait: it is to be refused, and there is no room for it in arenas to come."""
+        if not _refuses(parked):
+            return False
+        want = parked.want
+        over_budget = not want.moving and over(self.state, parked.partition, want.total, update=want.update) > 0
+        return over_budget or not self._growing(want)
+
+    def _growing(self, want: Want) -> bool:
+        units = self._open_units()
+        asked = [unit.room_asked(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
+        return sum(max(more, 0) for more in asked) >= want.total and self._more_to_come(units)
+
+    def _more_to_come(self, units: list[Unit]) -> bool:
+        """Whether an arena of these is just being grown, or compacted."""
+        return any(unit.asked or self.state.compacting_bytes(unit) for unit in units)
+
+    def _open_units(self) -> list[Unit]:
+        return [unit for unit in self.state.units.values() if unit.open]
+
+    def _room(self, want: Want) -> int:
+        return sum(max(unit.room(update=want.update), 0) for unit in self._open_units())
+
+    def retry_at(self) -> float:
+        """When arenas that could not grow are to be asked again for those who wait."""
+        if not self.state.puts_wait:
+            return float("inf")
+        units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
+        return min((unit.retry_at for unit in units), default=float("inf"))
+
+    def grow_ahead(self, unit: Unit) -> None:
+        self._ask(unit, growth_ahead(unit))
+
+    def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
+        """The error that names who holds the room, or the put that this one waits for."""
+        command, waited_s = parked.command, self.state.now - parked.since
+        moving, earlier = command.moving, None if command.moving else self._line(parked)[1]
+        return out_of_room(
+            self.state, parked.partition, parked.total, waited_s, update=command.update, moving=moving, earlier=earlier
+        )
+
+    def _check(self, partition: Partition, command: Allocate) -> None:
+        check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
+        if command.samples is not None:
+            self.state.check_samples(command.samples)
+        for column in command.columns:
+            if column.by_schema and not partition.names_kind(column.name):
+                raise StaleSchemaError(partition=partition.name, field=column.name)
+        if not command.timeout_s >= 0:
+            raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
+        if command.moving and (len(command.columns) != 1 or not command.update):
+            raise InvalidRequestError(f"a move takes room as an update of one column, not of {len(command.columns)}")
+
+    def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
+        """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
+        budget = None if want.moving else limit_of(self.state, partition, update=want.update)
+        if budget is not None and want.total > budget:
+            raise RequestTooLargeError(
+                wanted_bytes=want.total,
+                limit_bytes=budget,
+                what=f"this put, in the budget of partition {partition.name!r},",
+                hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
+            )
+        limits = [unit.most(update=want.update) for unit in self.state.units.values() if not unit.draining]
+        if not limits:
+            return
+        if want.total > sum(limits):
+            raise RequestTooLargeError(wanted_bytes=want.total, limit_bytes=sum(limits), what="this put")
+        if want.largest > max(limits):
+            raise RequestTooLargeError(
+                wanted_bytes=want.largest, limit_bytes=max(limits), what="the largest value of this put"
+            )
+
+    def _place(self, want: Want) -> list[Piece] | None:
+        if not want.whole:
+            return []
+        units = self._open_units()
+        if not units:
+            return None
+        pieces, growing = place(want, units)
+        if pieces is None:
+            for unit in growing:
+                self._ask(unit, growth(unit, want.total))
+            for unit in units:
+                self._ask(unit, growth_again(unit, want.total, self.state.now))
+            return None
+        for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
+            self.grow_ahead(unit)
+        return pieces
+
+    def _ask(self, unit: Unit, backed_bytes: int | None) -> None:
+        if backed_bytes is not None:
+            if not unit.asked:
+                unit.ordered_at = self.state.now
+            unit.asked = backed_bytes
+            self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
+
+    def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
+        command = parked.command
+        names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
+        reservation = PutReservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
+        reservation.samples, reservation.targets, parked.targets = parked.samples, parked.targets, ()
+        account = None if command.moving else parked.partition.account
+        placements = []
+        for piece in pieces:
+            unit = piece.unit
+            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, account)
+            reservation.pieces[piece.column].append((piece.first, piece.last, extent, piece.offset))
+            reservation.epochs[unit.number] = unit.epoch
+            placements.append(
+                Placement(
+                    column=piece.column, first=piece.first, last=piece.last, unit=unit.number, offset=piece.offset
+                )
+            )
+        parked.session.reservations[parked.number] = reservation
+        wanted = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
+        return Allocated(placements=tuple(placements), checksums=wanted, evicted=parked.evicted[:REPORTED])
+
+
+def _refuses(parked: ParkedAllocate) -> bool:
+    """Whether the call waits for no more than arenas that are just being grown, or compacted."""
+    rejecting = not parked.command.moving and parked.partition.when_full is WhenFull.REJECT
+    return rejecting or parked.command.on_full is OnFull.REJECT
+
+
+def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
+    """InvalidRequestError unless columns of these names and value sizes can be put."""
+    limits = state.limits
+    check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
+    if len({name for name, _ in columns}) != len(columns):
+        raise InvalidRequestError("a column is named twice in one put")
+    for name, sizes in columns:
+        state.check_name("field", name)
+        check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
+        most = top(sizes)
+        if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
+            raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")

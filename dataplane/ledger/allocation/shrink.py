@@ -1,0 +1,108 @@
+"""Memory above the highest used byte goes back to the machine.
+
+The ledger takes the free bytes there out of use before it orders the unit to give them up, and counts the orders:
+what the unit reports of its backing counts only once it has carried out the last of them. A unit that was lost
+meanwhile says with its offer how far it came, and is ordered again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Shrink, ShrinkArena, Shrunk, Shrunken, UnitShrunk
+from dataplane.ledger.state.sessions import ParkedShrink, Session
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+PAGE_BYTES = 4096
+
+
+class Shrinks:
+    """A parked `Shrink` waits for the last order of every unit that was connected."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def shrink(self, session: Session, number: int, command: Shrink) -> Shrunken | None:
+        """The result, or None when the call was parked."""
+        if not command.timeout_s >= 0:
+            raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
+        parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
+        for unit in self.state.units.values():
+            found = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)
+            if not unit.connected:
+                parked.found[unit.number] = msgspec.structs.replace(found, error="it is not connected")
+                continue
+            given = self._take(unit)
+            parked.found[unit.number] = msgspec.structs.replace(found, given_bytes=given)
+            if unit.shrinking:
+                parked.waits_for[unit.number] = unit.shrinks
+        if not parked.waits_for:
+            return self._result(parked)
+        self.state.park(parked)
+        self.state.shrinkers[parked.key] = parked
+        return None
+
+    def _take(self, unit: Unit) -> int:
+        """Take what is free above the highest used byte out of use, whole pages; how much that is."""
+        top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES
+        given = unit.space.unback(top)
+        if given:
+            unit.shrinks += 1
+            unit.shrinking, unit.asked = True, 0
+            self._order(unit)
+        return given
+
+    def _order(self, unit: Unit) -> None:
+        unit.ordered_at = self.state.now
+        self.state.out.append(ShrinkArena(unit=unit.number, number=unit.shrinks, backed_bytes=unit.space.backed_bytes))
+
+    def offered(self, unit: Unit, shrinks: int) -> bool:
+        """The unit came back, having carried out so many orders: whether what it says of its backing counts. If not, it
+        is told again."""
+        unit.shrinking = shrinks < unit.shrinks
+        unit.shrinks = max(shrinks, unit.shrinks)
+        return not unit.shrinking
+
+    def order_again(self, unit: Unit) -> None:
+        if unit.shrinking:
+            self._order(unit)
+
+    def shrunk(self, item: Shrunk) -> None:
+        unit = self.state.units.get(item.unit)
+        if unit is None:
+            return
+        if item.number == unit.shrinks and unit.shrinking:
+            unit.shrinking = False
+            unit.space.back(item.backed_bytes)
+            self.state.extents.freed = True
+        self._done(unit.number, item.number, item.error or "")
+
+    def gone(self, unit: int) -> None:
+        """The unit is lost or dropped: nobody waits for it."""
+        self._done(unit, None, "its connection to the controller was lost")
+
+    def _done(self, unit: int, number: int | None, error: str) -> None:
+        for parked in list(self.state.shrinkers.values()):
+            if unit in parked.waits_for and (number is None or number >= parked.waits_for[unit]):
+                del parked.waits_for[unit]
+                if error:
+                    parked.found[unit] = msgspec.structs.replace(parked.found[unit], given_bytes=0, error=error)
+                if not parked.waits_for:
+                    self.state.unpark(parked, self._result(parked))
+
+    def timed_out(self, parked: ParkedShrink) -> Shrunken:
+        """What there is at the deadline."""
+        for unit in parked.waits_for:
+            error = f"no answer within {self.state.now - parked.since:.1f} s"
+            parked.found[unit] = msgspec.structs.replace(parked.found[unit], given_bytes=0, error=error)
+        return self._result(parked)
+
+    def _result(self, parked: ParkedShrink) -> Shrunken:
+        units = self.state.units
+        found = [
+            msgspec.structs.replace(one, backed_bytes=units[number].space.backed_bytes if number in units else 0)
+            for number, one in parked.found.items()
+        ]
+        return Shrunken(units=tuple(found))

@@ -1,0 +1,132 @@
+"""Named strategies of a claim: which of the claimable samples it takes, and which rank gets which of them.
+
+Pure functions over arrays. Picking puts the candidates, in the claim's order, into units that are never split (single
+samples, or groups); dealing gives each unit to a rank, so that the ranks' numbers of units differ by one at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.ledger.state.arrays import Bools, Int64s, every
+
+Float64s = npt.NDArray[np.float64]
+
+
+class Picked(NamedTuple):
+    """`places` are positions among the candidates, `units` the unit of each: 0, 1, ... ascending."""
+
+    places: Int64s
+    units: Int64s
+
+    @property
+    def amount(self) -> int:
+        """How many units."""
+        return int(self.units[-1]) + 1 if len(self.units) else 0
+
+    def first(self, units: int) -> Picked:
+        """Only the first `units` of them."""
+        stop = int(np.searchsorted(self.units, units))
+        return Picked(self.places[:stop], self.units[:stop])
+
+
+def single(count: int) -> Picked:
+    """Each of `count` candidates is a unit, in their order."""
+    every_one = np.arange(count)
+    return Picked(every_one, every_one)
+
+
+def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None = None) -> Picked:
+    """The first `wanted` (or fewer) groups that have `size` candidates, each with its first `size`; a group stands
+    where its first candidate stands. `groups[i]` is the group of candidate i, numbered by first appearance (-1: of
+    none). A group with `released` candidates counts as whole, with as many as it has."""
+    order = np.argsort(groups, kind="stable")
+    order = order[np.searchsorted(groups[order], 0) :]
+    if not len(order):
+        return Picked(order, order)
+    ordered = groups[order]
+    counts = np.bincount(ordered)
+    starts = np.cumsum(counts) - counts
+    within = np.arange(len(ordered)) - starts[ordered]
+    whole = counts >= size
+    if released is not None:
+        whole |= np.bincount(ordered[released[order]], minlength=len(counts)) > 0
+    unit_of = np.cumsum(whole) - 1
+    taken = whole[ordered] & (within < size) & (unit_of[ordered] < wanted)
+    return Picked(order[taken], unit_of[ordered[taken]])
+
+
+def runs(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
+    """The rank of each unit: rank 0 gets the first ones, rank 1 the next, and so on; lower ranks get what is over."""
+    counts = np.full(ranks, units // ranks)
+    counts[: units % ranks] += 1
+    return np.repeat(np.arange(ranks), counts)
+
+
+def turns(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
+    """The rank of each unit: in turns, so that every rank gets as early and as late ones as the others."""
+    return np.arange(units) % ranks
+
+
+def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
+    """The rank of each unit so that the ranks' sums of `weights` are about equal; `runs` without weights.
+
+    The heaviest go first, each to the rank with the least that has room for another.
+    """
+    if weights is None:
+        return runs(units, ranks)
+    full, over = divmod(units, ranks)
+    counts = [0] * ranks
+    sums = [(0.0, rank) for rank in range(ranks)]
+    result = np.zeros(units, np.int64)
+    for unit in np.argsort(-weights, kind="stable").tolist():
+        least, rank = heapq.heappop(sums)
+        while counts[rank] >= full + (over > 0):
+            least, rank = heapq.heappop(sums)
+        over -= counts[rank] == full
+        counts[rank] += 1
+        result[unit] = rank
+        heapq.heappush(sums, (least + float(weights[unit]), rank))
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """grouped: it takes whole groups only; alone: no groups (neither: as the claim says). shared: it deals to ranks,
+    so that the claim must name them."""
+
+    deal: Callable[[int, int, Float64s | None], Int64s]
+    grouped: bool = False
+    alone: bool = False
+    shared: bool = False
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "sequential": Sampler(deal=runs, alone=True),
+    "group-n": Sampler(deal=runs, grouped=True),
+    "length-balanced": Sampler(deal=balanced, shared=True),
+    "rank-aware": Sampler(deal=turns, shared=True),
+}
+
+
+def default(*, grouped: bool, shared: bool) -> str:
+    """The strategy of a claim that names none."""
+    if shared:
+        return "length-balanced"
+    return "group-n" if grouped else "sequential"
+
+
+def shares(sampler: str, picked: Picked, ranks: int, lengths: Float64s | None) -> Int64s:
+    """The rank of each picked candidate. `lengths` are those of the picked (None: not known of all of them, or not
+    finite); a group weighs what its members do together."""
+    weights: Float64s | None = None
+    if lengths is not None and every(np.isfinite(lengths)):
+        weights = np.bincount(picked.units, weights=lengths, minlength=picked.amount).astype(np.float64)
+    dealt: Int64s = SAMPLERS[sampler].deal(picked.amount, ranks, weights)[picked.units]
+    return dealt

@@ -1,0 +1,102 @@
+"""Which samples a claim takes, and whether more of them can come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dataplane.ledger.claims import samplers
+from dataplane.ledger.commands import Claim, Int64s, Order
+from dataplane.ledger.state.claim_terms import conditions, least_of
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.tasks import ReadyIndex
+
+LOOK = 1024
+"""A filtered claim looks at this many ready samples first, then at eight times as many, and so on."""
+
+
+class Chosen(NamedTuple):
+    """`rows` to claim, and the group of each, 0, 1, ... ascending (None: every row is a unit of its own)."""
+
+    rows: Int64s
+    groups: Int64s | None = None
+
+    @property
+    def picked(self) -> samplers.Picked:
+        """The rows with their units."""
+        alone = samplers.single(len(self.rows)).units
+        return samplers.Picked(self.rows, alone if self.groups is None else self.groups)
+
+    @property
+    def amount(self) -> int:
+        """How many units."""
+        return len(self.rows) if self.groups is None else self.picked.amount
+
+
+def sampler_of(command: Claim) -> str:
+    """The name of the claim's strategy."""
+    shared = command.dp_world is not None
+    return command.sampler or samplers.default(grouped=command.group_size is not None, shared=shared)
+
+
+def select(
+    partition: Partition, interest: ReadyIndex, command: Claim, released: Int64s, *, pending: bool = False
+) -> Chosen | None:
+    """What the claim takes now (not more than its batch), or None if it should wait, or come again later.
+
+    `released` are members of partial groups that count as whole; `pending` says that more may be later.
+    """
+    least = least_of(command)
+    if interest.count < least and not len(released) and not partition.complete and command.blocking:
+        return None
+    chosen = _candidates(partition, interest, command, released)
+    if chosen.amount >= least // (command.group_size or 1):
+        if command.dp_world is not None:
+            chosen = Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
+    elif partition.complete and not pending and not _more_can_come(partition, interest, command):
+        pass
+    elif command.blocking or command.dp_world is not None:
+        return None
+    return chosen
+
+
+def _candidates(partition: Partition, interest: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
+    """The ready samples it would take, in its order."""
+    order = partition.rows.order
+    where = conditions(partition.version, command)
+    if command.group_size is not None:
+        positions = interest.ready() if command.order is Order.OLDEST else interest.ready()[::-1]
+        rows = order[positions]
+        rows = rows[partition.tags.matches(where, rows)]
+        groups = partition.tags.codes(command.group_by, rows)
+        wanted = command.batch_size // command.group_size
+        early = np.isin(rows, released) if len(released) else None
+        picked = samplers.whole_groups(groups, command.group_size, wanted, early)
+        return Chosen(rows[picked.places], picked.units)
+    if not where:
+        return Chosen(order[interest.first(command.batch_size, command.order)])
+    wanted = max(4 * command.batch_size, LOOK)
+    while True:
+        rows = order[interest.first(wanted, command.order)]
+        found = rows[np.flatnonzero(partition.tags.matches(where, rows))[: command.batch_size]]
+        if len(found) == command.batch_size or len(rows) < wanted:
+            return Chosen(found)
+        wanted *= 8
+
+
+def _more_can_come(partition: Partition, interest: ReadyIndex, command: Claim) -> bool:
+    """Whether a sample of a complete partition that is unclaimed, or may be again because its lease is open, may still
+    become one that this claim takes."""
+    task = interest.task
+    where = conditions(partition.version, command)
+    if not where and command.group_size is None:
+        return interest.count < partition.rows.live - task.claimed + task.unsettled
+    rows = partition.rows.in_order()
+    rows = rows[(task.claim_ids[rows] == 0) | task.not_settled(rows)]
+    tags = partition.tags
+    undecided = tags.undecided(where, rows)
+    matching = tags.matches(where, rows)
+    if command.group_size is not None:
+        undecided |= matching & ~tags.present(command.group_by, rows)
+    return bool((undecided | (matching & ~partition.ready(task, interest.fields, rows))).any())

@@ -1,0 +1,77 @@
+"""The ledger's inputs as bytes, for the log, and back: msgpack of plain values by name, without pickle.
+
+A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark, confirmed,
+values of the command]. Arrays are the bytes of their little-endian elements. An input with an integer beyond 64 bits (a
+tag) is written as an image. A later version reads the records of an earlier one as long as what it added has defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from dataplane.ledger.commands import inputs, inspection, requests
+from dataplane.ledger.commands.inputs import Call, Input
+from dataplane.ledger.commands.requests import Command
+from dataplane.ledger.encoding.image import dump, load
+
+assert sys.byteorder == "little", "records hold arrays as they are in memory"
+
+
+class RecordError(ValueError):
+    """The bytes are no record that this version can read."""
+
+
+def encode(item: Input) -> bytes:
+    """The record of `item`."""
+    try:
+        if type(item) is Call:
+            command = item.command
+            return _encode([type(command).__name__, item.session, item.number, item.watermark, item.confirmed, command])
+        return _encode([type(item).__name__, item])
+    except OverflowError:
+        return _encode([_AS_IMAGE, dump([item])])
+
+
+def decode(record: bytes | memoryview) -> Input:
+    """What `encode` was given; its arrays are read-only. `RecordError` for bytes that it did not write."""
+    try:
+        parts = _split.decode(record)
+        name = _text.decode(parts[0])
+        value: Any = load(_content.decode(parts[1]))[0] if name == _AS_IMAGE else _decoders[name].decode(parts[-1])
+        if len(parts) == 2 and isinstance(value, Input):
+            return value
+        session, number, watermark, confirmed = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
+        return Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=value)
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        raise RecordError(f"no record of an input: {error!r}") from error
+
+
+def _plain(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"no record of a {type(value).__name__}")
+
+
+def _array(kind: Any, content: bytes) -> Any:
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.frombuffer(content, dtype)
+
+
+_AS_IMAGE = ""
+_FOUR = b"\x94"
+"""How msgpack begins an array of four."""
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_content = msgspec.msgpack.Decoder(bytes)
+_text = msgspec.msgpack.Decoder(str)
+_place = msgspec.msgpack.Decoder(tuple[int, int, int, tuple[int, ...]])
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    name: msgspec.msgpack.Decoder(kind, dec_hook=_array)
+    for module, base in ((inputs, Input), (requests, Command), (inspection, Command))
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, base) and kind not in (Call, Input, Command)
+}

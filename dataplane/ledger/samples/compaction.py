@@ -1,0 +1,242 @@
+"""A storage unit copies what lives in it together, for a put that waits for a larger free piece.
+
+When bytes enough are free for a put that waits, but in pieces that are too small, the ledger chooses a window of the
+arena that few live bytes lie in. It reserves what is free there, and room for copies outside of it, pins what lies
+there, and orders the unit to copy. When the unit has, the cells that are still where they were point at the copies, as
+after a `Move`, and the window is free as soon as nobody reads the old bytes.
+
+An order stands until the unit reports it, whatever becomes of links and processes, and is sent again by its number.
+Until then nothing that it reads is given to anybody, and nobody else writes where it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from dataplane.core.row_copy import merge_copies
+from dataplane.core.types import GRANULE_BYTES
+from dataplane.ledger.allocation.compaction_windows import Spans, Window, windows
+from dataplane.ledger.allocation.placement import Piece, give_back, place_in
+from dataplane.ledger.allocation.shortage import waits_for_larger_piece
+from dataplane.ledger.commands import CompactArena, Compacted, Int64s, Move, Notice
+from dataplane.ledger.samples.drain import Drains, Page, page_of
+from dataplane.ledger.state.extents import LIVE
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.relocations import Compaction, Relocation
+from dataplane.ledger.state.sessions import ParkedAllocate, PutReservation, Want
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+from dataplane.ledger.state.wait_queues import WaitQueues
+
+MOST_BYTES = 64 << 20
+"""One order copies no more."""
+MOST_RANGES = 1 << 16
+"""One order names no more ranges."""
+MOST_PIECES = 1024
+"""The copies of one field's values are not split into more."""
+PUTS = 4
+"""For so many of the puts that wait a window is looked for at a time."""
+RETRY_S = 1.0
+"""It is looked again so often while puts wait."""
+
+
+class _Values(NamedTuple):
+    """Values of one field that are to be copied, and where."""
+
+    partition: Partition
+    name: str
+    page: Page
+    pieces: list[Piece]
+
+
+class Compactions:
+    """One order at a time for each unit, and no other while one is under way."""
+
+    def __init__(self, state: State, drains: Drains) -> None:
+        self.state = state
+        self.drains = drains
+
+    def next_look(self) -> float:
+        """When it is due to look for a put to help."""
+        state = self.state
+        in_pieces = state.puts_wait and any(unit.open and unit.space.fragments > 1 for unit in state.units.values())
+        return state.compact_at if in_pieces else float("inf")
+
+    def look(self) -> None:
+        """Help the first put that waits for a larger piece, and can be helped. Units that are just asked to grow may
+        make that needless."""
+        state = self.state
+        if state.now < self.next_look():
+            return
+        state.compact_at = state.now + RETRY_S
+        units = [unit for unit in state.units.values() if unit.open]
+        if any(unit.asked or unit.number in state.compactions for unit in units):
+            return
+        for parked in islice(self._waiting(), PUTS):
+            want = parked.want
+            if any(self._compact(unit, want) for unit in want.order(units) if not unit.checking):
+                return
+
+    def _waiting(self) -> Iterator[ParkedAllocate]:
+        """Puts that wait for a larger piece, updates first."""
+        state = self.state
+        puts = chain(*[WaitQueues(lines.values()) for lines in state.room_waiters.values()], state.moves.values())
+        return (parked for parked in puts if waits_for_larger_piece(state, parked))
+
+    # --- ordering
+
+    def _compact(self, unit: Unit, want: Want) -> bool:
+        """Order the unit to make a piece that is large enough for the put or, if that cannot be done at once, one that
+        is larger than any there is. Whether there is one to be made."""
+        space = unit.space
+        goal = min(want.total, space.free_bytes, unit.room(update=want.update)) // GRANULE_BYTES * GRANULE_BYTES
+        least = space.largest_bytes + GRANULE_BYTES
+        if goal < max(least, want.largest):
+            return False
+        for window in windows(self._spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
+            found = self._found(window)
+            copies = self._placed(unit, window, found) if found else None
+            if copies is not None:
+                self._begin(unit, window, found, copies)
+                return True
+        return False
+
+    def _spans(self, unit: Unit) -> Spans:
+        """What is not live, or is read, stays where it is."""
+        extents = self.state.extents
+        starts, sizes, numbers = extents.spans(unit.number)
+        movable = (extents.states[numbers] == LIVE) & (extents.pins[numbers] == 0)
+        return Spans(starts, sizes, numbers, movable, unit.space.backed_bytes)
+
+    def _found(self, window: Window) -> list[_Values]:
+        """All values that lie in the window, with no pieces yet; none if they are too many."""
+        extents, left = self.state.extents, self.state.limits.samples
+        found: list[_Values] = []
+        chosen = np.zeros(extents.high, np.bool_)
+        chosen[window.extents] = True
+        owners = set(extents.owners[window.extents].tolist())
+        for partition in self.state.partitions.values():
+            if partition.account.number not in owners:
+                continue
+            for name, field in partition.fields.items():
+                rows = np.flatnonzero(chosen[field.extents]).astype(np.int64)
+                here = (field.offsets[rows] >= window.start) & (field.offsets[rows] < window.stop)
+                rows = rows[here & (field.lengths[rows] > 0)]
+                left -= len(rows)
+                if left < 0:
+                    return []
+                if len(rows):
+                    found.append(_Values(partition, name, page_of(field, rows, len(rows)), []))
+        return found
+
+    def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> list[Int64s] | None:
+        """Take the free bytes of the window, so that nothing else is placed there, and space outside the window for
+        the copies of `found`.
+
+        Returns three arrays with one entry for each range to copy: its source offset, its target offset, its bytes.
+        Returns None, and takes nothing, if there is not enough space, or if the copies would be in more than
+        `MOST_PIECES` pieces for a field or `MOST_RANGES` ranges in all."""
+        for start, nbytes in window.free:
+            unit.space.take_at(start, nbytes)
+        for values in found:
+            pieces = place_in(unit, _sizes(values), MOST_PIECES)
+            if pieces is None:
+                break
+            values.pieces.extend(pieces)
+        else:
+            copies = [np.concatenate(parts) for parts in zip(*map(_copies, found), strict=True)]
+            if len(copies[0]) <= MOST_RANGES:
+                return copies
+        for values in found:
+            give_back(values.pieces)
+        for start, nbytes in window.free:
+            unit.space.give(start, nbytes)
+        return None
+
+    def _begin(self, unit: Unit, window: Window, found: list[_Values], copies: list[Int64s]) -> None:
+        """Everything is taken: pin the values, and tell the unit."""
+        extents = self.state.extents
+        unit.compactions += 1
+        order = CompactArena(
+            unit=unit.number, number=unit.compactions, sources=copies[0], targets=copies[1], sizes=copies[2]
+        )
+        held = np.array([extents.reserve(unit.number, start, nbytes) for start, nbytes in window.free], np.int32)
+        relocations = [self._relocation(unit, values) for values in found]
+        taken = sum(piece.size for values in found for piece in values.pieces)
+        taken += sum(nbytes for _, nbytes in window.free)
+        nbytes = window.stop - window.start
+        self.state.compactions[unit.number] = Compaction(order, relocations, held, nbytes, taken)
+        self.state.out.append(order)
+
+    def _relocation(self, unit: Unit, values: _Values) -> Relocation:
+        extents, partition, page = self.state.extents, values.partition, values.page
+        field = partition.fields[values.name]
+        pinned = np.unique(field.extents[page.rows])
+        extents.pin(pinned)
+        room = PutReservation(partition, [values.name], [_sizes(values)], update=True, moving=True)
+        for piece in values.pieces:
+            number = extents.reserve(unit.number, piece.offset, piece.size)
+            room.pieces[0].append((piece.first, piece.last, number, piece.offset))
+        firsts = page.rows[page.firsts]
+        command = Move(
+            partition=partition.name,
+            field=values.name,
+            unit=unit.number,
+            rows=page.rows,
+            generations=partition.generations_of(page.rows),
+            index=page.values,
+            offsets=field.offsets[firsts],
+            lengths=field.lengths_of(firsts),
+            located=0,
+            reservation=0,
+        )
+        return Relocation(partition, command, room, pinned)
+
+    # --- what comes of it
+
+    def order_again(self, unit: Unit) -> None:
+        """The unit may not have had its order, or has lost it with its process."""
+        compaction = self.state.compactions.get(unit.number)
+        if compaction is not None:
+            self.state.out.append(compaction.order)
+
+    def compacted(self, item: Compacted) -> None:
+        """The unit has copied. While its rows are compared with their checksums, they stay where they are."""
+        state = self.state
+        compaction = state.compactions.get(item.unit)
+        if compaction is None or item.number != compaction.order.number:
+            return
+        unit = state.units[item.unit]
+        del state.compactions[item.unit]
+        for each in compaction.relocations:
+            if item.error or unit.checking:
+                self.drains.drop_copies(each.room, each.pinned)
+            else:
+                state.extents.tighten(each.pinned)
+                self.drains.relocate(each.partition, each.command, each.room, each.pinned)
+        if len(compaction.window):
+            state.extents.free(compaction.window)
+        if item.error:
+            what = f"storage unit {unit.number} ({unit.offer.name}) could not be compacted: {item.error}"
+            state.out.append(Notice(text=what))
+        elif unit.space.largest_bytes >= compaction.nbytes:
+            state.compact_at = state.now
+
+
+def _sizes(values: _Values) -> Int64s:
+    """Bytes of each value."""
+    field, page = values.partition.fields[values.name], values.page
+    return field.bytes_of(page.rows[page.firsts])
+
+
+def _copies(values: _Values) -> tuple[Int64s, Int64s, Int64s]:
+    """Source, target and bytes of every range to be copied."""
+    field, page, sizes = values.partition.fields[values.name], values.page, _sizes(values)
+    targets = np.cumsum(sizes) - sizes
+    for piece in values.pieces:
+        targets[piece.first : piece.last] += piece.offset - targets[piece.first]
+    return merge_copies(field.offsets[page.rows[page.firsts]], targets, sizes)

@@ -1,0 +1,332 @@
+"""Emptying a storage unit while everybody goes on: it gets nothing new, and its cells are pointed at copies elsewhere.
+
+A client finds cells on the unit, which pins them, copies their bytes to room on other units, and has those cells moved
+that are still what it found: the pin keeps anything else from lying there meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from dataplane.core.types import FieldSpec
+from dataplane.errors import DrainError, InvalidRequestError, PartitionDroppedError
+from dataplane.ledger.commands import CommitColumn, Done, Drain, FindCells, FoundCells, Int32s, Int64s, Move, Moved
+from dataplane.ledger.samples.commit import Commits, cells_at, refuse_repeats
+from dataplane.ledger.state.arrays import Bools, some
+from dataplane.ledger.state.extents import LIVE, RESERVED
+from dataplane.ledger.state.fields import Field
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import ParkedFind, PutReservation, Session
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+HOLDERS = 3
+"""So many sessions that hold something on a unit are named."""
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
+
+class Page(NamedTuple):
+    """Cells of a field by address: `rows` with the number of the value of each, and the first cell of each value."""
+
+    rows: Int64s
+    values: Int64s
+    firsts: Int64s
+
+
+class Drains:
+    def __init__(self, state: State, commits: Commits) -> None:
+        self.state = state
+        self.commits = commits
+
+    def drain(self, session: Session, number: int, command: Drain) -> Done:
+        unit = self.state.unit(command.unit)
+        if not (command.undo or command.force or unit.draining):
+            self._refuse_last(unit)
+        unit.draining = not command.undo
+        self.state.look_at_puts()
+        return Done()
+
+    def _refuse_last(self, unit: Unit) -> None:
+        """`DrainError` if nothing new could be put anywhere else."""
+        others = [other for other in self.state.units.values() if other is not unit and other.open]
+        if any(other.room(update=False) > 0 for other in others):
+            return
+        full = " (the others are full)" if others else ""
+        facts = self._facts(unit)[1]
+        raise DrainError(
+            unit=unit.number,
+            cells=facts.cells,
+            live=dict(facts.live),
+            reserved_bytes=facts.reserved_bytes,
+            holders=list(facts.holders),
+            why=f"no other storage unit has room for new rows{full}, so that puts would wait until they fail",
+            marked=False,
+        )
+
+    # --- finding
+
+    def find(self, session: Session, number: int, command: FindCells) -> FoundCells | None:
+        """What lives on the unit, pinned; None when the call was parked."""
+        if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:
+            raise InvalidRequestError(
+                f"max_cells={command.max_cells}, max_bytes={command.max_bytes}, timeout_s={command.timeout_s}: "
+                "at least one cell and byte, and no negative time"
+            )
+        unit = self.state.unit(command.unit)
+        found = self._found(session, number, unit, command)
+        if found.rows.size or not _held(found) or not command.timeout_s:
+            return found
+        self.state.park(ParkedFind(session, number, self.state.now, command))
+        return None
+
+    def judge(self) -> None:
+        """Parked calls are answered where something came to live on their unit, or nothing holds it any more."""
+        for parked in self.state.finders:
+            try:
+                result = self._attempt(parked)
+            except Exception as error:  # nothing that others do may fail because of who waits
+                self.state.fail(parked, error)
+                continue
+            if result is not None:
+                self.state.unpark(parked, result)
+
+    def _attempt(self, parked: ParkedFind) -> FoundCells | InvalidRequestError | None:
+        """What the call ends with, None if it goes on waiting."""
+        unit = self.state.units.get(parked.command.unit)
+        if unit is None:
+            return InvalidRequestError(f"storage unit {parked.command.unit} was dropped meanwhile")
+        if len(self._live_on(unit)) or not self._anything_held(unit):
+            return self._found(parked.session, parked.number, unit, parked.command)
+        return None
+
+    def timed_out(self, parked: ParkedFind) -> FoundCells:
+        """What there is at the deadline."""
+        unit = self.state.unit(parked.command.unit)
+        return self._found(parked.session, parked.number, unit, parked.command)
+
+    def _live_on(self, unit: Unit) -> Int32s:
+        """The extents with live cells."""
+        extents = self.state.extents
+        numbers = extents.of_unit(unit.number)
+        live: Int32s = numbers[extents.states[numbers] == LIVE]
+        return live
+
+    def _anything_held(self, unit: Unit) -> bool:
+        extents = self.state.extents
+        numbers = extents.of_unit(unit.number)
+        return some((extents.states[numbers] == RESERVED) | (extents.pins[numbers] > 0))
+
+    def _found(self, session: Session, number: int, unit: Unit, command: FindCells) -> FoundCells:
+        extents = self.state.extents
+        partitions, facts = self._facts(unit)
+        for partition, name in self._fields(partitions, command):
+            field = partition.fields[name]
+            page = self._page(unit, field, command)
+            if page is None:
+                continue
+            rows, firsts = page.rows, page.rows[page.firsts]
+            pinned = np.unique(field.extents[rows])
+            extents.pin(pinned)
+            session.pins[number] = pinned
+            return msgspec.structs.replace(
+                facts,
+                partition=partition.name,
+                field=name,
+                spec=field.spec,
+                rows=rows,
+                generations=partition.generations_of(rows),
+                index=page.values,
+                offsets=field.offsets[firsts],
+                lengths=field.lengths_of(firsts),
+                checksums=None if field.checksums is None else field.checksums[firsts],
+            )
+        return facts
+
+    def _facts(self, unit: Unit) -> tuple[list[Partition], FoundCells]:
+        """The partitions that have cells on the unit, and all that is there but the cells themselves."""
+        extents = self.state.extents
+        numbers = extents.of_unit(unit.number)
+        states, sizes = extents.states[numbers], extents.sizes[numbers]
+        live, reserved = numbers[states == LIVE], states == RESERVED
+        owned = {partition.account.number: partition for partition in self.state.partitions.values()}
+        owners, by_owner = extents.owners[live], extents.sizes[live]
+        here = {owned[owner]: int(by_owner[owners == owner].sum()) for owner in np.unique(owners).tolist()}
+        facts = FoundCells(
+            partition="",
+            field="",
+            spec=FieldSpec(),
+            rows=NO_ROWS,
+            generations=NO_ROWS,
+            index=NO_ROWS,
+            offsets=NO_ROWS,
+            lengths=NO_ROWS,
+            cells=int(extents.live[live].sum()),
+            live={partition.name: nbytes for partition, nbytes in here.items()},
+            reserved=int(np.count_nonzero(reserved)),
+            reserved_bytes=int(sizes[reserved].sum()),
+            pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+            holders=self._holders(unit),
+        )
+        return list(here), facts
+
+    def _fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
+        """Every live field of the partitions, the one that was asked for first."""
+        asked = command.partition, command.field
+        places = [(each, name) for each in partitions for name, field in each.fields.items() if field.live]
+        yield from sorted(places, key=lambda place: (place[0].name, place[1]) != asked)
+
+    def _page(self, unit: Unit, field: Field, command: FindCells) -> Page | None:
+        """The first cells of the field on the unit, by address."""
+        rows = np.flatnonzero(self._on(unit, field.extents) & (field.extents > 0)).astype(np.int64)
+        if not len(rows):
+            return None
+        if len(rows) > command.max_cells:
+            offsets = field.offsets[rows]
+            last = np.partition(offsets, command.max_cells - 1)[command.max_cells - 1]
+            rows = rows[offsets <= last]
+        rows, index, firsts = page_of(field, rows, self.state.limits.samples)
+        ends = np.cumsum(field.bytes_of(rows[firsts]))
+        values = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)
+        return Page(rows[index < values], index[index < values], firsts[:values])
+
+    def _on(self, unit: Unit, numbers: Int32s) -> Bools:
+        here: Bools = self.state.extents.units[numbers] == unit.number
+        return here
+
+    def _holders(self, unit: Unit) -> tuple[str, ...]:
+        """The first few sessions that have reserved or pinned something there."""
+        found = []
+        for session in self.state.sessions.values():
+            held = [room.extents() for room in session.reservations.values()] + list(session.pins.values())
+            if any(some(self._on(unit, numbers)) for numbers in held):
+                found.append(f"session {session.number} ({session.name or 'unnamed'}, {session.state})")
+            if len(found) == HOLDERS:
+                break
+        return tuple(found)
+
+    # --- moving
+
+    def move(self, session: Session, number: int, command: Move) -> Moved:
+        held = session.reservations.get(command.reservation)
+        if not isinstance(held, PutReservation) or not held.moving:
+            raise InvalidRequestError(
+                f"session {session.number} has no reservation {command.reservation} for cells to be moved"
+            )
+        try:
+            partition, field = self._check(session, command, held)
+            kept = self._unchanged(command, partition, field, session.pins[command.located])
+            if (
+                field is not None
+                and len(kept)
+                and some(self._sizes(command, field, kept) != self._room(held, command, kept))
+            ):
+                raise InvalidRequestError(f"field {command.field!r}: lengths differ from the sizes that were reserved")
+        except Exception:
+            self.state.free_reservation(session, command.reservation)
+            raise
+        del session.reservations[command.reservation]
+        self._finish(partition, field, command, held, kept, session.pins.pop(command.located))
+        return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
+
+    def relocate(self, partition: Partition, command: Move, room: PutReservation, pinned: Int32s) -> None:
+        """The same for cells that their unit has copied into `room` itself; `pinned` are the extents where they lay."""
+        field = None if partition.dropped else partition.fields.get(command.field)
+        kept = self._unchanged(command, partition, field, pinned)
+        self._finish(partition, field, command, room, kept, pinned)
+
+    def drop_copies(self, room: PutReservation, pinned: Int32s) -> None:
+        """The cells stay where they are."""
+        self.state.extents.unpin(pinned)
+        if any(room.pieces):
+            self.state.extents.free(room.extents())
+
+    def _finish(
+        self,
+        partition: Partition,
+        field: Field | None,
+        command: Move,
+        room: PutReservation,
+        kept: Int64s,
+        pinned: Int32s,
+    ) -> None:
+        if field is None or not len(kept):
+            self.drop_copies(room, pinned)
+        else:
+            self._switch(partition, field, command, room, kept, pinned)
+
+    def _check(self, session: Session, command: Move, room: PutReservation) -> tuple[Partition, Field | None]:
+        """The cells' partition and field. Raises for a move that makes no sense."""
+        cells, values = len(command.rows), len(room.sizes[0])
+        if len(command.generations) != cells or len(command.index) != cells:
+            raise InvalidRequestError(
+                f"a move of {cells} rows, {len(command.generations)} generations, {len(command.index)} values"
+            )
+        if len(command.offsets) != values or len(command.lengths) != values or room.names != [command.field]:
+            raise InvalidRequestError(f"a move of {len(command.offsets)} values of {command.field!r} into other room")
+        if cells and (command.index.min() < 0 or command.index.max() >= values):
+            raise InvalidRequestError(f"a move whose index points outside its {values} values")
+        if command.located not in session.pins:
+            raise InvalidRequestError(f"call {command.located} pins nothing (any more): a move cannot build on it")
+        refuse_repeats(command.rows)
+        self.commits.check_units(room)
+        partition = self.state.partition(command.partition)
+        if room.partition is not partition:
+            raise PartitionDroppedError(partition=partition.name, waiting="a move")
+        return partition, partition.fields.get(command.field)
+
+    def _unchanged(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
+        """Which of the cells are still where they were found, and have been there all the time."""
+        if field is None:
+            return NO_ROWS
+        found = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
+        rows, index = command.rows[found], command.index[found]
+        same = np.isin(field.extents[rows], pinned) & self._on(self.state.unit(command.unit), field.extents[rows])
+        same &= (field.offsets[rows] == command.offsets[index]) & (field.lengths[rows] == command.lengths[index])
+        return found[same]
+
+    def _sizes(self, command: Move, field: Field, kept: Int64s) -> Int64s:
+        sizes: Int64s = command.lengths[command.index[kept]] * field.unit_bytes
+        return sizes
+
+    def _room(self, room: PutReservation, command: Move, kept: Int64s) -> Int64s:
+        sizes: Int64s = room.sizes[0][command.index[kept]]
+        return sizes
+
+    def _switch(
+        self, partition: Partition, field: Field, command: Move, room: PutReservation, kept: Int64s, pinned: Int32s
+    ) -> None:
+        """The partition's account has the old bytes until they are let go of, then the new ones."""
+        extents, rows, pieces = self.state.extents, command.rows[kept], room.pieces[0]
+        column = CommitColumn(
+            name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
+        )
+        extent, offsets, lengths, _ = cells_at(column, room.sizes[0], pieces)
+        unused = self.commits.enliven(partition, field, column, pieces, rows)
+        sums = None if field.checksums is None else field.checksums[rows]
+        partition.kill([field.write(rows, extent, offsets, lengths, sums)])
+        self.state.loosen(partition, rows)
+        extents.unpin(pinned)
+        for _, _, number, _ in pieces:
+            if number not in unused:
+                extents.adopt(number, partition.account)
+                extents.trim(number)
+        if unused:
+            extents.free(np.array(unused, np.int32))
+
+
+def page_of(field: Field, rows: Int64s, most: int) -> Page:
+    """The first `most` of these rows' cells by address; every row has one."""
+    offsets, lengths = field.offsets[rows], field.lengths_of(rows)
+    order = np.lexsort((lengths, offsets))[:most]
+    offsets, lengths = offsets[order], lengths[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
+    return Page(rows[order], np.cumsum(new) - 1, np.flatnonzero(new))
+
+
+def _held(found: FoundCells) -> bool:
+    return bool(found.reserved or found.pinned_bytes)

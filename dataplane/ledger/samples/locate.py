@@ -1,0 +1,229 @@
+"""Commands that look: where samples are, what a partition holds, how the service stands."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from dataplane.core.schema import variants_of
+from dataplane.core.types import FieldSpec
+from dataplane.errors import FieldNotProducedError, InvalidRequestError
+from dataplane.ledger import commands as c
+from dataplane.ledger.allocation.budgets import limit_of
+from dataplane.ledger.samples.inspection import task_stats
+from dataplane.ledger.state.arrays import every, first_true
+from dataplane.ledger.state.checksum_policy import checksums_of, to_compare
+from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED
+from dataplane.ledger.state.fields import Field, cells_of
+from dataplane.ledger.state.limits import SPLIT, check_limit
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import Session
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+
+class Reads:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
+        """Where every cell is, and a pin; anything missing pins nothing."""
+        partition = self.state.partition(command.partition)
+        self.state.check_samples(command.samples)
+        check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
+        if command.missing_ok:
+            return self._locate_some(session, number, command, partition)
+        # First the samples: what only they had is no field any more once they are gone.
+        rows = partition.resolve(command.samples)
+        for name in command.fields:
+            partition.field(name)
+        located = [self._locations(session, partition, command, name, rows) for name in command.fields]
+        if len(rows) and located and not command.unpinned:
+            cells = np.concatenate([extents for _, extents in located])
+            pinned = np.unique(cells) if len(cells) > 1 else cells
+            self.state.extents.pin(pinned)
+            session.pins[number] = pinned
+        return c.Located(
+            fields=tuple(locations for locations, _ in located),
+            rows=rows.copy(),
+            generations=partition.generations_of(rows),
+        )
+
+    def _locate_some(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
+        """Where those cells are that there are, after those of the fields the variants that some of the rows have."""
+        ids = command.samples.ids
+        rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
+        found: list[c.FieldLocations] = []
+        cells: list[c.Int32s] = []
+        hidden = [other for other in map(variants_of, command.fields) if other in partition.fields]
+        for name in (*command.fields, *hidden):
+            field = partition.fields.get(name)
+            extents, offsets, lengths = cells_of(field, rows)
+            if name in hidden and not extents.any():
+                continue
+            spec = FieldSpec() if field is None else field.spec
+            units = self.state.extents.units[extents]
+            # Whoever builds on these rows gives the new ones checksums of their own: what was wrong must not pass.
+            sums = checksums_of(field, rows)
+            found.append(
+                c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
+            )
+            cells.append(extents[extents > 0])
+        pinned = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
+        self.state.extents.pin(pinned)
+        session.pins[number] = pinned
+        generations = (
+            np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
+        )
+        return c.Located(fields=tuple(found), rows=rows, generations=generations)
+
+    def _locations(
+        self, session: Session, partition: Partition, command: c.Locate, name: str, rows: c.Int64s
+    ) -> tuple[c.FieldLocations, c.Int32s]:
+        field = partition.fields[name]
+        extents = field.extents[rows]
+        if not every(extents):
+            missing = extents == 0
+            places = first_true(missing)
+            names = partition.rows.names_of(rows[places])
+            raise FieldNotProducedError(
+                field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=places
+            )
+        units = self.state.extents.units[extents]
+        sums = checksums_of(field, rows)
+        locations = c.FieldLocations(
+            name=name,
+            spec=field.spec,
+            units=units,
+            offsets=field.offsets[rows],
+            lengths=field.lengths_of(rows),
+            checksums=None if sums is None else to_compare(self.state, session, sums, units),
+            serials=self.state.extents.serials_of(extents) if command.serials else None,
+        )
+        return locations, extents
+
+    def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
+        partition = self.state.partition(command.partition)
+        if command.limit is not None and (command.samples is not None or command.limit < 0):
+            raise InvalidRequestError(
+                f"limit={command.limit}: it must be 0 or more, and is for lists that name no samples"
+            )
+        if command.samples is None:
+            rows = partition.rows.in_order()[: command.limit]
+        else:
+            self.state.check_samples(command.samples)
+            rows = partition.resolve(command.samples).copy()
+        return c.Listed(
+            ids=partition.rows.names_of(rows),
+            rows=rows,
+            generations=partition.generations_of(rows),
+            fields=partition.common_fields(rows),
+            tags=partition.tags.of(rows),
+        )
+
+    def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
+        partition = self.state.partition(command.partition)
+        known = {name: partition.fields.get(name) or Field(None, 0) for name in partition.names()}
+        return c.Described(
+            partition=partition.name,
+            fields={
+                name: field.spec
+                for name, field in known.items()
+                if field.declared is not None or partition.columns_of(name)
+            },
+            strict=partition.strict,
+            tasks=tuple(partition.tasks),
+            num_samples=partition.num_samples,
+            group_size=partition.group_size,
+            sealed=partition.sealed,
+            live=partition.rows.live,
+            undeclared=tuple(name for name, field in known.items() if field.declared is None),
+        )
+
+    def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
+        return c.UnitList(units=tuple(unit.info() for unit in self.state.units.values()))
+
+    def stats(self, session: Session, number: int, command: c.Stats) -> c.StatsReport:
+        state = self.state
+        if command.limit < 0:
+            raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
+        asked = map(state.partition, command.partitions) if command.partitions else state.partitions.values()
+        return c.StatsReport(
+            epoch=state.epoch,
+            now=state.now,
+            units=tuple(self._unit(unit) for unit in state.units.values()),
+            partitions=tuple(map(self._partition, itertools.islice(asked, command.limit or None))),
+            sessions=tuple(self._session(other) for other in state.sessions.values()),
+            waiting_allocations=sum(1 for _ in state.all_puts()),
+            low_watermark=state.watermarks[0],
+            high_watermark=state.watermarks[1],
+            partition_count=len(state.partitions),
+        )
+
+    def _unit(self, unit: Unit) -> c.UnitStats:
+        extents = self.state.extents
+        numbers = extents.of_unit(unit.number)
+        states, sizes = extents.states[numbers], extents.sizes[numbers]
+        return c.UnitStats(
+            unit=unit.number,
+            name=unit.offer.name,
+            host=unit.host,
+            connected=unit.connected,
+            capacity_bytes=unit.space.capacity_bytes,
+            unbacked_bytes=unit.space.capacity_bytes - unit.space.backed_bytes,
+            free_bytes=unit.space.free_bytes,
+            reserved_bytes=int(sizes[states == RESERVED].sum()),
+            live_bytes=int(sizes[states == LIVE].sum()),
+            retired_bytes=int(sizes[states == RETIRED].sum()),
+            pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+            used_bytes=unit.used_bytes,
+            peak_used_bytes=unit.peak_bytes,
+            limit_bytes=unit.limit(update=False),
+            pressed=unit.pressed,
+            problem=unit.trouble(self.state.now),
+            extents=len(numbers),
+            fragments=unit.space.fragments,
+            largest_free_bytes=unit.space.largest_bytes,
+            draining=unit.draining,
+        )
+
+    def _session(self, session: Session) -> c.SessionStats:
+        silent_s = self.state.now - session.heard
+        quiet = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
+        return c.SessionStats(
+            session=session.number,
+            name=session.name,
+            host=session.host,
+            state="silent" if quiet else str(session.state),
+            silent_s=silent_s,
+            parked=len(session.parked),
+            reservations=len(session.reservations),
+            pins=len(session.pins),
+        )
+
+    def _partition(self, partition: Partition) -> c.PartitionStats:
+        account, evicted = partition.account, partition.evicted
+        return c.PartitionStats(
+            partition=partition.name,
+            live=partition.rows.live,
+            born=partition.born,
+            num_samples=partition.num_samples,
+            sealed=partition.sealed,
+            live_bytes=account.live_bytes,
+            produced={name: sum(each.live for each in partition.columns_of(name)) for name in partition.names()},
+            claimed={name: task.claimed for name, task in partition.tasks.items()},
+            waiting_claims=len(partition.waiters),
+            version=partition.version,
+            dropped=partition.dropped_partial,
+            used_bytes=account.used_bytes,
+            peak_used_bytes=account.peak_bytes,
+            budget_bytes=partition.budget_bytes,
+            limit_bytes=limit_of(self.state, partition, update=False),
+            when_full=partition.when_full,
+            evicted=evicted.consumed,
+            evicted_unconsumed=evicted.unconsumed,
+            waiting_puts=len(self.state.waiting_puts(partition)),
+            pressed=account.pressed,
+            tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
+        )

@@ -1,0 +1,317 @@
+"""Commands that change a partition as a whole, and what units report of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    LimitError,
+    SchemaError,
+    ServiceRestartedError,
+)
+from dataplane.ledger import commands as c
+from dataplane.ledger.allocation.reservations import MAX_BYTES, RETRY_S, Rooms
+from dataplane.ledger.allocation.shrink import Shrinks
+from dataplane.ledger.liveness import Liveness
+from dataplane.ledger.samples.commit import check_tags
+from dataplane.ledger.samples.compaction import Compactions
+from dataplane.ledger.samples.scrub import Recheck
+from dataplane.ledger.state.drops import drop
+from dataplane.ledger.state.limits import check_limit
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import ParkedClaim, Session
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+
+class Partitions:
+    """`task_gone` makes the error for a parked claim whose task a Register left out."""
+
+    def __init__(self, state: State, task_gone: Callable[[ParkedClaim], DataPlaneError]) -> None:
+        self.state = state
+        self.task_gone = task_gone
+
+    def register(self, session: Session, number: int, command: c.Register) -> c.Done:
+        state = self.state
+        self.check(command)
+        partition = state.partitions.get(command.partition)
+        if partition is not None and command.extend:
+            return self._extend(partition, command)
+        if partition is None:
+            count = len(state.partitions) + 1
+            check_limit("partitions", count, state.limits.partitions, "Clear those that are not needed any more.")
+            partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
+        _check_live_fields(partition, command)
+        partition.register(command)
+        for put in state.puts_under_way(partition):
+            state.keep_targets(put)
+        partition.outlook = None
+        number = partition.account.number
+        state.extents.freed = True
+        state.extents.loosened.add(number)
+        state.extents.moved.add(number)
+        if partition.budget_bytes is None:
+            state.budgeted.pop(number, None)
+            partition.account.pressed = False
+        else:
+            state.budgeted[number] = partition
+        for parked in list(partition.waiters.values()):
+            if parked.command.task not in partition.tasks:
+                state.unpark(parked, self.task_gone(parked))
+        state.touch(partition)
+        return c.Done()
+
+    def _extend(self, partition: Partition, command: c.Register) -> c.Done:
+        """All or nothing is added. Nobody can wait for what was not there."""
+        most, of = self.state.limits.columns, f"of partition {partition.name!r}"
+        fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
+        check_limit(f"fields {of}", len(fields), most, "Use several partitions.")
+        check_limit(f"tasks {of}", len(tasks), most, "Use several partitions.")
+        partition.extend(command)
+        return c.Done()
+
+    def check(self, command: c.Register) -> None:
+        """InvalidRequestError for a name, count or size that no partition can have."""
+        state = self.state
+        state.check_name("partition", command.partition)
+        for name in command.fields:
+            state.check_name("field", name)
+        for name in command.tasks:
+            state.check_name("task", name)
+        if len(set(command.tasks)) != len(command.tasks):
+            raise InvalidRequestError(f"a task is named twice: {command.tasks}")
+        most, of = state.limits.columns, f"of partition {command.partition!r}"
+        check_limit(f"fields {of}", len(command.fields), most, "Declare fewer, or use several partitions.")
+        check_limit(f"tasks {of}", len(command.tasks), most, "Declare fewer, or use several partitions.")
+        check_limit(f"enumerations {of}", len(command.enums or ()), most, "Declare fewer.")
+        if command.num_samples is not None and command.num_samples < 0:
+            raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
+        if command.group_size is not None and command.group_size < 1:
+            raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+        if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
+            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: must be in [1, {MAX_BYTES}]")
+
+    def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
+        partition = self.state.partition(command.partition)
+        partition.sealed = True
+        self.state.touch(partition)
+        return c.Done()
+
+    def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
+        state = self.state
+        partition = state.partitions.get(command.partition)
+        if command.samples is not None:
+            partition = state.partition(command.partition)
+            state.check_samples(command.samples)
+            rows = partition.resolve_living(command.samples)
+            partition.clear(rows)
+            state.touch(partition)
+            return c.Cleared(count=len(rows))
+        if partition is None:
+            return c.Cleared(count=0)
+        return c.Cleared(count=drop(state, partition))
+
+    def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
+        state = self.state
+        partition = state.partition(command.partition)
+        state.check_samples(command.samples)
+        rows = partition.resolve(command.samples)
+        check_tags(state, partition, command.tags, len(rows))
+        partition.tags.merge(rows, command.tags)
+        partition.changed(rows)
+        partition.wrote(session, state.now)
+        state.touch(partition)
+        return c.Done()
+
+    def set_version(self, session: Session, number: int, command: c.SetVersion) -> c.Done:
+        partition = self.state.partition(command.partition)
+        partition.version = command.version
+        for watch in partition.watches.values():
+            if watch.command.max_lag is not None:
+                watch.reset()
+        self.state.touch(partition)
+        return c.Done()
+
+
+class UnitReports:
+    def __init__(
+        self, state: State, rooms: Rooms, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
+    ) -> None:
+        self.state = state
+        self.rooms = rooms
+        self.shrinks = shrinks
+        self.compactions = compactions
+        self.liveness = liveness
+        self.recheck = Recheck(state)
+        self.cookies: dict[str, int] = {}
+        self.added = 0
+
+    def add(self, item: c.AddUnit) -> None:
+        known = self.state.units.get(self.cookies.get(item.cookie, 0))
+        if known is not None:
+            self._add_again(known, item)
+            return
+        if item.unit:
+            error = ServiceRestartedError(
+                expected_epoch=item.epoch,
+                got_epoch=self.state.epoch,
+                what="the service",
+                lost=f"storage unit {item.unit} ({item.name}) and its rows",
+            )
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
+        if not self._take_the_place(item):
+            return
+        try:
+            self._check(item)
+        except LimitError as error:
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
+        self.added += 1
+        unit = Unit(self.added, item, self.state.reserve_fraction)
+        self.state.units[unit.number] = unit
+        self.state.several_hosts = None
+        self.cookies[item.cookie] = unit.number
+        self._added(unit)
+
+    def _check(self, item: c.AddUnit) -> None:
+        limits, what = self.state.limits, "of one storage unit"
+        check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer with larger arenas.")
+        for name in (item.name, item.host, item.cookie):
+            check_limit(f"characters of a name {what}", len(name), limits.id_bytes, "Give it a shorter name.")
+        check_limit(f"endpoints {what}", len(item.endpoints), limits.columns, "Tell fewer.")
+        for path in (item.arena_path, *item.endpoints):
+            check_limit(f"characters of a path {what}", len(path), limits.path_bytes, "Name a shorter --arena-dir.")
+
+    def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
+        """The unit comes back, with the arena it had."""
+        refused = None
+        back = not unit.connected or item.unit == unit.number
+        if item.epoch < unit.epoch or (item.epoch == unit.epoch and not back):
+            refused = f"storage unit {unit.number} offered this arena already, in epoch {unit.epoch}"
+        elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
+            refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"
+        if refused:
+            error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
+            return
+        recheck = item.recheck and (item.epoch > unit.epoch or unit.checking)
+        if item.host != unit.host:
+            self.liveness.machine_restarted(unit.number, unit.host)
+        unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
+        unit.awaited = False
+        counts = self.shrinks.offered(unit, item.shrinks)
+        unit.back(item.backed_bytes if counts else unit.space.backed_bytes)
+        unit.compactions = max(item.compactions, unit.compactions)
+        self._added(unit)
+        self.shrinks.order_again(unit)
+        self.compactions.order_again(unit)
+        self.liveness.unit_back(unit.number)
+        if recheck:
+            self.recheck.begin(unit)
+
+    def _take_the_place(self, item: c.AddUnit) -> bool:
+        """What the arena that this unit had before held goes. Whether it can be."""
+        named = self.state.units.get(self.cookies.get(item.instead_of, 0))
+        if named is not None and named.connected:
+            why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {named.number}"
+            self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
+            return False
+        for lost in self._before(item) if named is None else [named]:
+            self._drop(lost, self._rows_by_partition(lost.number))
+        return True
+
+    def _before(self, item: c.AddUnit) -> list[Unit]:
+        """What a unit that cannot tell which arena it had was."""
+        units = [unit for unit in self.state.units.values() if unit.offer.name == item.name and not unit.connected]
+        here = [unit for unit in units if unit.host == item.host]
+        return (here or units) if item.anew else []
+
+    def _rows_by_partition(self, unit: int) -> list[tuple[Partition, c.Int64s]]:
+        return [(partition, self._rows_on(partition, unit)) for partition in self.state.partitions.values()]
+
+    def _added(self, unit: Unit) -> None:
+        self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
+        self.rooms.grow_ahead(unit)
+        self.state.look_at_puts()
+
+    def lost(self, item: c.UnitLost) -> None:
+        unit = self.state.units.get(item.unit)
+        if unit is not None:
+            unit.connected = False
+            unit.asked = 0
+            self.shrinks.gone(unit.number)
+            self.state.look_at_puts()
+
+    def grown(self, item: c.Grown) -> None:
+        unit = self.state.units.get(item.unit)
+        if unit is not None and item.shrinks == unit.shrinks:
+            unit.back(item.backed_bytes, item.error or "")
+            unit.retry_at = self.state.now + RETRY_S
+            self.rooms.grow_ahead(unit)
+            self.state.extents.freed = True
+
+    def rows_checked(self, item: c.RowsChecked) -> None:
+        self.recheck.checked(item)
+
+    def drop(self, item: c.DropUnit) -> None:
+        error = None
+        try:
+            self._drop_or_refuse(item.unit, force=item.force)
+        except InvalidRequestError as refused:
+            error = refused
+        self.state.out.append(c.UnitDropped(unit=item.unit, error=error))
+
+    def forget(self, session: Session, number: int, command: c.Forget) -> c.Done:
+        self._drop_or_refuse(command.unit, force=command.force)
+        return c.Done()
+
+    def _drop_or_refuse(self, number: int, *, force: bool) -> None:
+        unit = self.state.unit(number)
+        found = self._rows_by_partition(number)
+        count = sum(len(rows) for _, rows in found)
+        if count and not force:
+            raise InvalidRequestError(
+                f"storage unit {number} holds cells of {count} live samples; drain it, clear them or drop it with force"
+            )
+        self._drop(unit, found)
+
+    def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
+        state = self.state
+        for partition, rows in found:
+            partition.lose(rows, f"with storage unit {unit.number} ({unit.offer.name})")
+            state.touch(partition)
+        self.shrinks.gone(unit.number)
+        state.compactions.pop(unit.number, None)
+        self.liveness.unit_dropped(unit.number)
+        state.extents.drop_unit(unit.number)
+        del state.units[unit.number]
+        state.look_at_puts()
+        state.several_hosts = None
+        del self.cookies[unit.offer.cookie]
+
+    def _rows_on(self, partition: Partition, unit: int) -> c.Int64s:
+        rows = partition.rows.in_order()
+        here = np.zeros(len(rows), np.bool_)
+        for field in partition.fields.values():
+            cells = field.extents[rows]
+            here |= (cells > 0) & (self.state.extents.units[cells] == unit)
+        return rows[here]
+
+
+def _check_live_fields(partition: Partition, command: c.Register) -> None:
+    """SchemaError if a new spec would not hold for live rows."""
+    for name, spec in command.fields.items():
+        field = partition.fields.get(name)
+        if field is not None and field.live and not spec.accepts(field.spec):
+            raise SchemaError(
+                partition=partition.name,
+                field=name,
+                got=f"a declaration of {spec}",
+                expected=f"{field.spec}, as its live rows are",
+                hint="Clear the field's live rows first.",
+            )

@@ -1,0 +1,212 @@
+"""Checkpoints: what partitions are at one instant, and how saved ones come to be again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.errors import (
+    FieldNotFoundError,
+    InvalidRequestError,
+    PartitionExistsError,
+    PartitionNotFoundError,
+    SchemaError,
+)
+from dataplane.ledger import commands as c
+from dataplane.ledger.samples.partitions import Partitions
+from dataplane.ledger.state.checksum_policy import checksums_of
+from dataplane.ledger.state.drops import drop
+from dataplane.ledger.state.fields import cells_of
+from dataplane.ledger.state.limits import check_limit
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.sessions import Session
+from dataplane.ledger.state.snapshot import SavedCells, Snapshot
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.tags import Tag, Tags
+
+
+class Saves:
+    """A `Save` copies what the ledger knows of every cell (20 bytes of each, 24 with checksums) and keeps it, with
+    the pins, in its session until `Release`; the session's end ends it too."""
+
+    def __init__(self, state: State, partitions: Partitions) -> None:
+        self.state = state
+        self.partitions = partitions
+
+    # --- saving
+
+    def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
+        """All or none: an unknown partition pins nothing."""
+        check_limit("saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release one first.")
+        every = [name for name, partition in self.state.partitions.items() if partition.owner is None]
+        names = command.partitions or tuple(every)
+        if len(set(names)) != len(names):
+            raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
+        found = [self.state.partition(name) for name in names]
+        taken = {partition.name: self._snapshot(partition) for partition in found}
+        described = [self._described(partition) for partition in found]
+        held = np.zeros(self.state.extents.high, np.bool_)
+        for field in [field for partition in found for field in partition.fields.values()]:
+            held[field.extents] = True
+        held[0] = False
+        pinned = np.flatnonzero(held).astype(np.int32)
+        self.state.extents.pin(pinned)
+        session.pins[number] = pinned
+        session.saves[number] = taken
+        return c.Saved(partitions=tuple(described))
+
+    def _snapshot(self, partition: Partition) -> Snapshot:
+        rows = partition.rows.in_order()
+        tags = Tags(len(rows))
+        for name, tag in partition.tags.columns.items():
+            kept = tags.columns[name] = Tag(tag.values.dtype, 0)
+            kept.values, kept.present = tag.values[rows], tag.present[rows]
+        fields = {}
+        for name, field in partition.fields.items():
+            extents, offsets, lengths = cells_of(field, rows)
+            fields[name] = SavedCells(
+                field.spec, self.state.extents.units[extents], offsets, lengths, checksums_of(field, rows)
+            )
+        return Snapshot(partition.rows.names_of(rows), tags, fields)
+
+    def _described(self, partition: Partition) -> c.SavedPartition:
+        rows = partition.rows.in_order()
+        tasks = [
+            c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows)).tobytes())
+            for name, task in partition.tasks.items()
+        ]
+        return c.SavedPartition(
+            partition=partition.name,
+            live=partition.rows.live,
+            born=partition.born,
+            fields=tuple(c.SavedField(name=name, declared=f.declared) for name, f in partition.fields.items()),
+            tasks=tuple(tasks),
+            num_samples=partition.num_samples,
+            group_size=partition.group_size,
+            enums=dict(partition.enums) or None,
+            strict=partition.strict,
+            sealed=partition.sealed,
+            version=partition.version,
+            budget_bytes=partition.budget_bytes,
+            when_full=partition.when_full,
+        )
+
+    def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
+        taken = session.saves.get(command.saved)
+        if taken is None:
+            raise InvalidRequestError(
+                f"call {command.saved} of session {session.number} holds nothing saved (any more)"
+            )
+        snapshot = taken.get(command.partition)
+        if snapshot is None:
+            raise PartitionNotFoundError(partition=command.partition, known=list(taken))
+        first, last = command.first, command.last
+        if not 0 <= first <= last <= len(snapshot.ids):
+            raise InvalidRequestError(f"samples [{first}, {last}) of {len(snapshot.ids)} that were saved")
+        unknown = [name for name in command.fields if name not in snapshot.fields]
+        if unknown:
+            raise FieldNotFoundError(partition=command.partition, field=unknown[0], known=list(snapshot.fields))
+        fields = []
+        for name in command.fields:
+            cells = snapshot.fields[name]
+            fields.append(
+                c.FieldLocations(
+                    name=name,
+                    spec=cells.spec,
+                    units=cells.units[first:last].copy(),
+                    offsets=cells.offsets[first:last].copy(),
+                    lengths=cells.lengths[first:last].copy(),
+                    checksums=None if cells.checksums is None else cells.checksums[first:last].copy(),
+                )
+            )
+        return c.SavedRows(
+            ids=snapshot.ids[first:last] if command.names else (),
+            tags=snapshot.tags.of(np.arange(first, last)) if command.names else (),
+            fields=tuple(fields),
+        )
+
+    # --- restoring
+
+    def stage(self, session: Session, number: int, command: c.Stage) -> c.Done:
+        """An empty partition that `Liveness.end` drops with the session."""
+        state = self.state
+        if command.partition in state.partitions:
+            raise PartitionExistsError(partition=command.partition)
+        register = c.Register(partition=command.partition, fields={}, num_samples=None, tasks=())
+        self.partitions.register(session, number, register)
+        state.partitions[command.partition].owner = session.number
+        return c.Done()
+
+    def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
+        """Everything is checked, then everything changes."""
+        state = self.state
+        staged, wanted = command.staged, command.partitions
+        names = [saved.partition for saved in wanted]
+        if len(staged) != len(wanted) or len(set(staged)) != len(staged) or len(set(names)) != len(names):
+            raise InvalidRequestError(
+                f"{len(staged)} staged partitions become {len(wanted)}, some of them perhaps twice"
+            )
+        found = [state.partition(name) for name in staged]
+        for partition, saved in zip(found, wanted, strict=True):
+            self._check(session, partition, saved)
+            there = state.partitions.get(saved.partition)
+            if there is not None and there not in found and not command.replace:
+                raise PartitionExistsError(partition=saved.partition)
+        for name in staged:
+            del state.partitions[name]
+        for partition, saved in zip(found, wanted, strict=True):
+            there = state.partitions.get(saved.partition)
+            if there is not None:
+                drop(state, there)
+            partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
+            state.partitions[saved.partition] = partition
+            self.partitions.register(session, number, _registration(saved))
+            partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
+            self._claim(partition, saved)
+            partition.outlook = None
+            for watch in partition.watches.values():
+                watch.reset()
+            state.touch(partition)
+        return c.Done()
+
+    def _check(self, session: Session, partition: Partition, saved: c.SavedPartition) -> None:
+        if partition.owner != session.number:
+            raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.number}")
+        self.partitions.check(_registration(saved))
+        live = partition.rows.live
+        if saved.live != live or saved.born < live:
+            raise InvalidRequestError(f"partition {saved.partition!r}: {live} samples were staged, not {saved.live}")
+        for task in saved.tasks:
+            if len(task.claimed) != -(-live // 8):
+                raise InvalidRequestError(f"task {task.name!r} has claimed {len(task.claimed)} bytes of {live} samples")
+        for declared in saved.fields:
+            field, spec = partition.fields.get(declared.name), declared.declared
+            if field is not None and field.live and spec is not None and not spec.accepts(field.spec):
+                raise SchemaError(
+                    partition=saved.partition,
+                    field=declared.name,
+                    got=f"a declaration of {spec}",
+                    expected=f"{field.spec}, as its staged rows are",
+                )
+
+    def _claim(self, partition: Partition, saved: c.SavedPartition) -> None:
+        rows = partition.rows.in_order()
+        for kept in saved.tasks:
+            task = partition.tasks[kept.name]
+            bits = np.unpackbits(np.frombuffer(kept.claimed, np.uint8), count=len(rows)).astype(np.bool_)
+            chosen = rows[bits & (task.claim_ids[rows] == 0)]
+            task.take(chosen, self.state.serial())
+            partition.reclaimed(task, chosen)
+
+
+def _registration(saved: c.SavedPartition) -> c.Register:
+    return c.Register(
+        partition=saved.partition,
+        fields={field.name: field.declared for field in saved.fields if field.declared is not None},
+        num_samples=saved.num_samples,
+        tasks=tuple(task.name for task in saved.tasks),
+        group_size=saved.group_size,
+        enums=saved.enums,
+        strict=saved.strict,
+        budget_bytes=saved.budget_bytes,
+        when_full=saved.when_full,
+    )

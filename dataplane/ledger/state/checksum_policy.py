@@ -1,0 +1,54 @@
+"""Which rows get checksums, and which of them a reader is to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from dataplane.core.types import Checksums
+from dataplane.ledger.commands import Int32s, Int64s, UInt32s
+from dataplane.ledger.state.arrays import every, some
+from dataplane.ledger.state.fields import Field
+from dataplane.ledger.state.sessions import Session
+from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
+
+
+def are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
+    """Whether what the session writes to these units is to have checksums."""
+    match state.checksums:
+        case Checksums.ALWAYS:
+            return True
+        case Checksums.NEVER:
+            return False
+    return state.spread() or any(not _near(session, unit) for unit in units)
+
+
+def _near(session: Session, unit: Unit) -> bool:
+    """Whether the session maps the unit's arena, or may: it says so before its first copy only."""
+    return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
+
+
+def to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
+    """Those of the checksums of rows on these units that their reader is to compare with: all, unless what it maps
+    needs none."""
+    if state.checksums is Checksums.NEVER:
+        return None
+    if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):
+        return None
+    return checksums
+
+
+def _all_in(units: Int32s, attached: Collection[int]) -> bool:
+    if len(units) and int(units[0]) in attached and every(units == units[0]):
+        return True
+    return all(unit in attached for unit in np.unique(units).tolist())
+
+
+def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
+    """The checksum of each row's cell (0: none); None if none of them has one. Row -1 has none."""
+    if field is None or field.checksums is None:
+        return None
+    found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
+    return found if some(found) else None

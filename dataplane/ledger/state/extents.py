@@ -1,0 +1,398 @@
+"""The table of extents: what is reserved, live, retired, and when its bytes are free again."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dataplane.core.types import GRANULE_BYTES
+from dataplane.ledger.commands import Int32s, Int64s
+from dataplane.ledger.state.arrays import Bools, grown, room_for, some, tally
+from dataplane.ledger.state.units import Unit
+
+FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
+
+Pieces = list[tuple[int, int]]
+"""(start, size) by address."""
+
+
+class CellColumns(Protocol):
+    """What trimming needs of a field."""
+
+    extents: Int32s
+    offsets: Int64s
+
+    def bytes_of(self, rows: Int64s) -> Int64s: ...
+
+
+class Account:
+    """Bytes of one partition's extents: `live_bytes` of those with live cells, `used_bytes` of all that are not free
+    (reserved for its puts, live, or cleared and still read), `peak_bytes` the most that ever were. A `closed` one goes
+    when its last extent does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.live_bytes = 0
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.pressed = False
+        self.closed = False
+
+    def charge(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+
+class Several:
+    """What is kept of an extent with several values, to give parts of it back.
+
+    `rows` are those it was committed for (shared by the columns of one put until trimmed). `live_bytes` sums the live
+    cells (a shared value counts once per cell), `whole_bytes` is that sum at the last trimming.
+    `pieces` is what it still holds after a trimming (None: all of it).
+    """
+
+    def __init__(self, cells: CellColumns, rows: Int64s, live_bytes: int, account: Account) -> None:
+        self.cells = cells
+        self.rows = rows
+        self.live_bytes = live_bytes
+        self.whole_bytes = live_bytes
+        self.account = account
+        self.pieces: Pieces | None = None
+
+    @property
+    def due(self) -> bool:
+        return 2 * self.live_bytes < self.whole_bytes
+
+
+class Extents:
+    """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
+    empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
+    `serials` tell extents of one number apart, one after another (`made` counts them).
+    `freed` says that bytes came back, or could, since it was last reset; `moved` are the accounts (0 too) of which any
+    were taken or came back since;
+    `loosened` are the accounts of which extents were taken, died, ended or are read no more since.
+    `hoped` has the number of the `Outlook` that counts an extent, for its account.
+    `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
+
+    made = 0
+    outlooks = 0
+    serials: Int64s | None = None
+    watched: frozenset[int] = frozenset()
+    stirred = False
+
+    def __init__(self, units: dict[int, Unit]) -> None:
+        self.all_units = units
+        self.high = 1
+        self.spare: list[int] = []
+        self.freed = False
+        self.loosened: set[int] = set()
+        self.several: dict[int, Several] = {}
+        self.accounts: dict[int, Account] = {}
+        self.moved: set[int] = set()
+        self.opened = 0
+        self.units: Int32s = np.zeros(64, np.int32)
+        self.starts: Int64s = np.zeros(64, np.int64)
+        self.sizes: Int64s = np.zeros(64, np.int64)
+        self.live: Int32s = np.zeros(64, np.int32)
+        self.pins: Int32s = np.zeros(64, np.int32)
+        self.owners: Int32s = np.zeros(64, np.int32)
+        self.states = np.zeros(64, np.int8)
+        self.is_several: Bools = np.zeros(64, np.bool_)
+        self.serials = np.zeros(64, np.int64)
+        self.hoped: Int64s = np.zeros(64, np.int64)
+
+    def open_account(self) -> Account:
+        self.opened += 1
+        account = self.accounts[self.opened] = Account(self.opened)
+        return account
+
+    def close_account(self, account: Account) -> None:
+        """Its partition is gone."""
+        account.closed = True
+        if not account.used_bytes:
+            del self.accounts[account.number]
+
+    def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
+        """A new extent over bytes that were taken from the unit's free space."""
+        if self.spare:
+            number = self.spare.pop()
+        else:
+            number = self.high
+            self.high += 1
+            if number == len(self.units):
+                self._grow()
+        self.made += 1
+        self._serials()[number] = self.made
+        self.units[number] = unit
+        self.starts[number] = start
+        self.sizes[number] = size
+        self.states[number] = RESERVED
+        self.hoped[number] = 0
+        self.owners[number] = 0 if account is None else account.number
+        if account is not None:
+            account.charge(size)
+            self.loosened.add(account.number)
+        self.moved.add(int(self.owners[number]))
+        return number
+
+    def cut(self, number: int, start: int, nbytes: int) -> list[int]:
+        """Take [start, start + nbytes), whole granules that lie within it, out of a reserved extent, for others to
+        hold. The extents that hold what is left of it, by address."""
+        first, stop = int(self.starts[number]), start + nbytes
+        rest = first + int(self.sizes[number]) - stop
+        self.sizes[number] = start - first
+        if start > first:
+            return [number] if not rest else [number, self.reserve(int(self.units[number]), stop, rest)]
+        if not rest:
+            self._forget(np.array([number], np.int32))
+            return []
+        self.starts[number], self.sizes[number] = stop, rest
+        return [number]
+
+    def enliven(self, number: int, cells: int, several: Several | None) -> None:
+        """A reserved extent now has `cells` (> 0) live cells."""
+        self.states[number] = LIVE
+        self.live[number] = cells
+        self._stir(self.units[number : number + 1])
+        if several is not None:
+            self.several[number] = several
+            self.is_several[number] = True
+
+    def kill(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
+        """One cell of each of these extents (with repeats; 0 is skipped) has died, `nbytes` of it. The field's arrays
+        already say so. What is idle is freed or trimmed."""
+        held = cells > 0
+        if not some(held):
+            return
+        self.loosened.add(account.number)
+        numbers, counts, lost = tally(cells[held], nbytes[held])
+        left = self.live[numbers] - counts.astype(np.int32)
+        self.live[numbers] = left
+        dead = numbers[left == 0]
+        self.states[dead] = RETIRED
+        account.live_bytes -= int(self.sizes[dead].sum())
+        idle = dead[self.pins[dead] == 0]
+        if len(idle):
+            self.free(idle)
+        partly = (left > 0) & self.is_several[numbers]
+        if some(partly):
+            for number, fewer in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
+                several = self.several[number]
+                several.live_bytes -= fewer
+                if several.due and not self.pins[number]:
+                    self._trim(number, several)
+
+    def adopt(self, number: int, account: Account) -> None:
+        """An extent that was nobody's is this account's."""
+        self.owners[number] = account.number
+        account.charge(int(self.sizes[number]))
+        self.loosened.add(account.number)
+        self.moved.add(account.number)
+
+    def trim(self, number: int) -> None:
+        """Give back what no live cell lies on, if that is most of it."""
+        several = self.several.get(number)
+        if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
+            self._trim(number, several)
+
+    def spans(self, unit: int) -> tuple[Int64s, Int64s, Int32s]:
+        """Start, bytes and extent of everything that holds bytes of the unit, by address; an extent that was trimmed
+        has several."""
+        numbers = self.of_unit(unit)
+        numbers = numbers[self.sizes[numbers] > 0]
+        trimmed = [n for n in numbers[self.is_several[numbers]].tolist() if self.several[n].pieces is not None]
+        parts = [(start, size, n) for n in trimmed for start, size in self.several[n].pieces or ()]
+        whole = numbers[~np.isin(numbers, trimmed)]
+        starts = np.concatenate((self.starts[whole], np.array([part[0] for part in parts], np.int64)))
+        sizes = np.concatenate((self.sizes[whole], np.array([part[1] for part in parts], np.int64)))
+        holders = np.concatenate((whole, np.array([part[2] for part in parts], np.int32)))
+        order = starts.argsort()
+        return starts[order], sizes[order], holders[order]
+
+    def tighten(self, numbers: Int32s) -> None:
+        """Trim these, however little of them has died, when their last pin is gone."""
+        for number in numbers[self.is_several[numbers]].tolist():
+            several = self.several[number]
+            several.whole_bytes = 2 * several.live_bytes + 1
+
+    def pin(self, numbers: Int32s) -> None:
+        """`numbers` has no repeats."""
+        self.pins[numbers] += 1
+
+    def unpin(self, numbers: Int32s) -> None:
+        """Undo one `pin`; what is idle now is freed or trimmed."""
+        left = self.pins[numbers] - 1
+        self.pins[numbers] = left
+        idle = numbers[left == 0]
+        if not len(idle):
+            return
+        self.loosened.update(self.owners[idle].tolist())
+        self._stir(self.units[idle])
+        retired = self.states[idle] == RETIRED
+        if some(retired):
+            self.free(idle[retired])
+        for number in idle[~retired & self.is_several[idle]].tolist():
+            several = self.several[number]
+            if several.due:
+                self._trim(number, several)
+
+    def free(self, numbers: Int32s) -> None:
+        """These extents (no repeats) end; their bytes are free."""
+        self._stir(self.units[numbers])
+        self._credit(numbers)
+        whole = self.is_several[numbers]
+        if some(whole):
+            for number in numbers[whole].tolist():
+                several = self.several.pop(number)
+                if several.pieces is not None:
+                    self._give(int(self.units[number]), several.pieces)
+                    self.sizes[number] = 0
+        held = numbers[self.sizes[numbers] > 0]
+        if len(held) == 1:
+            number = int(held[0])
+            self._give(int(self.units[number]), [(int(self.starts[number]), int(self.sizes[number]))])
+        elif len(held):
+            self._give_merged(held)
+        self._forget(numbers)
+
+    def of_unit(self, unit: int) -> Int32s:
+        """Numbers of everything the unit holds."""
+        mine = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
+        return np.flatnonzero(mine).astype(np.int32)
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(unit, offset, nbytes) of everything held, for tests; an extent that was trimmed gives several."""
+        found: list[tuple[int, int, int]] = []
+        for number in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
+            several = self.several.get(number)
+            pieces = several.pieces if several is not None and several.pieces is not None else None
+            whole = [(int(self.starts[number]), int(self.sizes[number]))]
+            found += [(int(self.units[number]), start, size) for start, size in (whole if pieces is None else pieces)]
+        return found
+
+    def drop_unit(self, unit: int) -> None:
+        """The unit is gone with all it held; nothing refers to its extents any more."""
+        numbers = self.of_unit(unit)
+        for number in numbers[self.is_several[numbers]].tolist():
+            del self.several[number]
+        self.stirred = True
+        self._credit(numbers)
+        self._forget(numbers)
+
+    def _stir(self, units: Int32s) -> None:
+        if self.watched and not self.stirred:
+            self.stirred = not self.watched.isdisjoint(units.tolist())
+
+    def serials_of(self, numbers: Int32s) -> Int64s:
+        """What no other extent ever has."""
+        serials: Int64s = self._serials()[numbers]
+        return serials
+
+    def _serials(self) -> Int64s:
+        """Those of a ledger that knew none are 0, which no later one has."""
+        if self.serials is None:
+            self.serials = np.zeros(len(self.units), np.int64)
+        return self.serials
+
+    def bytes_of(self, numbers: Int32s) -> int:
+        return int(self.sizes[numbers].sum())
+
+    def _credit(self, numbers: Int32s) -> None:
+        """The bytes of these extents are their partitions' no more."""
+        self.moved.update(self.owners[numbers].tolist())
+        owners, sizes = self.owners[numbers], self.sizes[numbers]
+        for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
+            account = self.accounts.get(owner)
+            if account is not None:
+                self._discharge(account, int(sizes[owners == owner].sum()))
+
+    def _discharge(self, account: Account, nbytes: int) -> None:
+        account.used_bytes -= nbytes
+        self.loosened.add(account.number)
+        self.moved.add(account.number)
+        if account.closed and not account.used_bytes:
+            self.accounts.pop(account.number, None)
+
+    def _forget(self, numbers: Int32s) -> None:
+        self.states[numbers] = FREE
+        self.sizes[numbers] = 0
+        self.live[numbers] = 0
+        self.pins[numbers] = 0
+        self.is_several[numbers] = False
+        self.spare.extend(numbers.tolist())
+        self.freed = True
+
+    def _give(self, unit: int, pieces: Pieces) -> None:
+        space = self.all_units[unit].space
+        for start, size in pieces:
+            space.give(start, size)
+
+    def _give_merged(self, numbers: Int32s) -> None:
+        """Give neighbours back together."""
+        order = np.lexsort((self.starts[numbers], self.units[numbers]))
+        units, starts = self.units[numbers][order], self.starts[numbers][order]
+        ends = starts + self.sizes[numbers][order]
+        breaks = np.flatnonzero((units[1:] != units[:-1]) | (starts[1:] != ends[:-1])) + 1
+        firsts = np.concatenate(([0], breaks))
+        lasts = np.concatenate((breaks, [len(starts)])) - 1
+        for unit, start, end in zip(units[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
+            self.all_units[unit].space.give(start, end - start)
+
+    def _trim(self, number: int, several: Several) -> None:
+        """Give back the granules on which no live cell lies."""
+        cells = several.cells
+        several.rows = several.rows[cells.extents[several.rows] == number]
+        several.whole_bytes = several.live_bytes
+        starts = cells.offsets[several.rows]
+        kept = _granules(starts, starts + cells.bytes_of(several.rows))
+        held = several.pieces
+        if held is None:
+            held = [(int(self.starts[number]), int(self.sizes[number]))]
+        given = _without(held, kept)
+        if not given:
+            return
+        self._give(int(self.units[number]), given)
+        several.pieces = kept
+        nbytes = sum(size for _, size in given)
+        self.sizes[number] -= nbytes
+        several.account.live_bytes -= nbytes
+        self._discharge(several.account, nbytes)
+        self.freed = True
+
+    def _grow(self) -> None:
+        self._serials()
+        size = room_for(len(self.units), len(self.units) + 1)
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials", "hoped"):
+            setattr(self, name, grown(getattr(self, name), size))
+
+
+def _granules(starts: Int64s, ends: Int64s) -> Pieces:
+    """The whole granules that [start, end) ranges touch, as disjoint pieces by address."""
+    some = ends > starts
+    starts = starts[some] // GRANULE_BYTES * GRANULE_BYTES
+    ends = -(-ends[some] // GRANULE_BYTES) * GRANULE_BYTES
+    if not len(starts):
+        return []
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks))
+    lasts = np.concatenate((breaks, [len(starts)])) - 1
+    return [(start, end - start) for start, end in zip(starts[firsts].tolist(), ends[lasts].tolist(), strict=True)]
+
+
+def _without(held: Pieces, kept: Pieces) -> Pieces:
+    """`held` less `kept`; every piece of `kept` lies within one of `held`."""
+    left: Pieces = []
+    at = 0
+    for start, size in held:
+        end = start + size
+        while at < len(kept) and kept[at][0] < end:
+            if kept[at][0] > start:
+                left.append((start, kept[at][0] - start))
+            start = kept[at][0] + kept[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end - start))
+    return left

@@ -1,0 +1,96 @@
+"""One field of a partition: where each row's cell is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.core.types import FieldSpec
+from dataplane.ledger.commands import Int32s, Int64s, UInt32s
+from dataplane.ledger.state.arrays import every, grown, top
+
+INT32_MAX = (1 << 31) - 1
+_NO_BYTES: Int64s = np.zeros(0, np.int64)
+
+
+class Field:
+    """Cells by row. `extents[row]` is 0 where the field has not been produced. `writer` is the session that wrote last:
+    number, name, time.
+
+    `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
+    holds now: settled by the first put, and open again as declared when the last live cell has gone. Lengths are kept
+    in 32 bits until one needs more. `checksums` is None until a cell is written with one; 0 is none.
+    """
+
+    checksums: UInt32s | None = None
+
+    def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
+        self.declared = declared
+        self.live = 0
+        self.writer: tuple[int, str, float] | None = None
+        self.settle(declared or FieldSpec())
+        self.extents: Int32s = np.zeros(capacity, np.int32)
+        self.offsets: Int64s = np.zeros(capacity, np.int64)
+        self.lengths: Int32s | Int64s = np.zeros(capacity, np.int32)
+        self.checksums = None
+
+    def settle(self, spec: FieldSpec) -> None:
+        """This is what the field holds now."""
+        self.spec = spec
+        self.unit_bytes = spec.unit_bytes if spec.settled else 0
+
+    def grow(self, capacity: int) -> None:
+        self.extents = grown(self.extents, capacity)
+        self.offsets = grown(self.offsets, capacity)
+        self.lengths = grown(self.lengths, capacity)
+        if self.checksums is not None:
+            self.checksums = grown(self.checksums, capacity)
+
+    def write(
+        self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s, checksums: UInt32s | None
+    ) -> tuple[Int32s, Int64s]:
+        """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none;
+        no bytes at all where none pointed anywhere)."""
+        if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
+            self.lengths = self.lengths.astype(np.int64)
+        old = self.extents[rows]
+        living = int(np.count_nonzero(old))
+        old_bytes = self.bytes_of(rows) if living else _NO_BYTES
+        self.live += len(rows) - living
+        self.extents[rows] = extents
+        self.offsets[rows] = offsets
+        self.lengths[rows] = lengths
+        if checksums is not None and self.checksums is None:
+            self.checksums = np.zeros(len(self.extents), np.uint32)
+        if self.checksums is not None:
+            self.checksums[rows] = 0 if checksums is None else checksums
+        return old, old_bytes
+
+    def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
+        """The cells of `rows` are gone; (extent, bytes) of what they pointed at (extent 0: none)."""
+        old, old_bytes = self.extents[rows], self.bytes_of(rows)
+        self.live -= int(np.count_nonzero(old))
+        self.extents[rows] = 0
+        self.lengths[rows] = 0
+        if not self.live:
+            self.checksums = None
+            self.settle(self.declared or FieldSpec())
+        return old, old_bytes
+
+    def lengths_of(self, rows: Int64s) -> Int64s:
+        return self.lengths[rows].astype(np.int64)
+
+    def bytes_of(self, rows: Int64s) -> Int64s:
+        """Bytes of the cells of `rows`, 0 where there is none."""
+        return self.lengths_of(rows) * self.unit_bytes
+
+
+def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
+    """Extent (0: none), offset and length (-1: none) of each row's cell; row -1 has none."""
+    if field is None or not len(field.extents):
+        return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
+    extents = field.extents[rows]
+    if every(extents) and every(rows >= 0):
+        return extents, field.offsets[rows], field.lengths_of(rows)
+    extents = np.where(rows >= 0, extents, 0).astype(np.int32)
+    there = extents > 0
+    return extents, np.where(there, field.offsets[rows], 0), np.where(there, field.lengths_of(rows), -1)

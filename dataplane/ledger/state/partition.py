@@ -1,0 +1,358 @@
+"""One partition: its samples, their fields and tags, its tasks and what is ready for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dataplane.core.schema import field_of, variants_of
+from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
+from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
+from dataplane.ledger.state.arrays import Bools, first_true, some
+from dataplane.ledger.state.evicted import Evicted
+from dataplane.ledger.state.extents import Extents
+from dataplane.ledger.state.fields import Field
+from dataplane.ledger.state.lost import Lost
+from dataplane.ledger.state.rows import Rows
+from dataplane.ledger.state.tags import Tags
+from dataplane.ledger.state.tasks import ReadyIndex, Task
+
+if TYPE_CHECKING:
+    from dataplane.ledger.state.eviction_outlook import Outlook
+    from dataplane.ledger.state.leases import Leases
+    from dataplane.ledger.state.sessions import ParkedClaim, Session
+    from dataplane.ledger.state.watches import Watch
+
+WRITERS = 16
+"""Sessions that are remembered as the last that wrote."""
+
+
+class Partition:
+    """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
+    (session, number), oldest first; `watches` has them by kind, and `dealt` says that a step was dealt since those were
+    judged that wait for their share. `outlook` is what eviction could bring, while puts wait for it.
+    `dropped` is set when it was cleared whole. `version` is the trainer's, None until it is set;
+    `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
+    again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
+    `targets` counts the puts under way that name a sample, by its id: those samples are not evicted.
+    `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
+
+    lost: Lost | None = None
+
+    def __init__(self, name: str, extents: Extents, leases: Leases) -> None:
+        self.name = name
+        self.extents = extents
+        self.leases = leases
+        self.account = extents.open_account()
+        self.rows = Rows()
+        self.fields: dict[str, Field] = {}
+        self.tags = Tags(0)
+        self.tasks: dict[str, Task] = {}
+        self.interests: dict[tuple[str, tuple[str, ...]], ReadyIndex] = {}
+        self.waiters: dict[tuple[int, int], ParkedClaim] = {}
+        self.watches: dict[str, Watch] = {}
+        self.dealt = False
+        self.outlook: Outlook | None = None
+        self.num_samples: int | None = None
+        self.group_size: int | None = None
+        self.enums: dict[str, tuple[str, ...]] = {}
+        self.strict = False
+        self.budget_bytes: int | None = None
+        self.when_full = WhenFull.WAIT
+        self.evicted = Evicted()
+        self.targets: dict[str, int] = {}
+        self.sealed = False
+        self.dropped = False
+        self.born = 0
+        self.version: int | None = None
+        self.dropped_partial = 0
+        self.writers: dict[int, tuple[str, float]] = {}
+        self.wakes_at = float("inf")
+        self.owner: int | None = None
+
+    # --- schema and tasks
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples that are expected have been born."""
+        return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether samples go where puts find no room."""
+        return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
+
+    def register(self, command: Register) -> None:
+        """Take over schema, size and tasks; live rows, their tags and the cursors of tasks that stay are kept."""
+        fields: dict[str, Field] = {}
+        for name, spec in command.fields.items():
+            field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
+            field.declared = spec
+            if not field.live:
+                field.settle(spec)
+        for name, field in self.fields.items():
+            if field.live and name not in fields:
+                field.declared = None
+                fields[name] = field
+        self.fields = fields
+        for name, task in self.tasks.items():
+            if name not in command.tasks:
+                task.end_all_leases()
+        self.tasks = {name: self.tasks.get(name) or self._new_task(name) for name in command.tasks}
+        self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
+        self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict
+        self.enums = dict(command.enums or {})
+        self.budget_bytes, self.when_full = command.budget_bytes, command.when_full
+        self.sealed = False
+        self.born = self.rows.live
+
+    def extend(self, command: Register) -> None:
+        """Take over the fields and tasks that are not there yet."""
+        for name, spec in command.fields.items():
+            if name not in self.fields:
+                field = self.fields[name] = Field(spec, self.rows.capacity)
+                field.declared = spec
+        for name in command.tasks:
+            if name not in self.tasks:
+                self.tasks[name] = self._new_task(name)
+
+    def _new_task(self, name: str) -> Task:
+        return Task(name, self.rows.capacity, self.leases)
+
+    def task(self, name: str) -> Task:
+        found = self.tasks.get(name)
+        if found is None:
+            raise TaskNotFoundError(partition=self.name, task=name, known=list(self.tasks))
+        return found
+
+    def field(self, name: str) -> Field:
+        found = self.fields.get(name)
+        if found is None:
+            raise FieldNotFoundError(partition=self.name, field=name, known=list(self.fields))
+        return found
+
+    def names_kind(self, name: str) -> bool:
+        """Whether the schema, or a live row, says the field's kind: what a writer took for it then is it, or it
+        differs."""
+        field = self.fields.get(name)
+        return field is not None and field.spec.kind is not None
+
+    # --- fields of two columns
+
+    def names(self) -> list[str]:
+        """The fields, each once."""
+        return list(dict.fromkeys(map(field_of, self.fields)))
+
+    def columns_of(self, name: str) -> list[Field]:
+        """The columns of the field that have cells."""
+        both = self.fields.get(name), self.fields.get(variants_of(name))
+        return [field for field in both if field is not None and field.live]
+
+    def has(self, name: str, rows: Int64s) -> Bools:
+        """Which of the rows have the field, in either column."""
+        there = np.zeros(len(rows), np.bool_)
+        for field in self.columns_of(name):
+            there |= field.extents[rows] > 0
+        return there
+
+    def supersede(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
+        """`column` was written for the rows: their cells in the field's other column are gone; (extent, bytes) of
+        those, None where there are none."""
+        name = field_of(column)
+        field = self.fields.get(variants_of(name) if name == column else name)
+        if field is None or not field.live:
+            return None
+        dead = field.erase(rows)
+        return dead if dead[0].any() else None
+
+    # --- names
+
+    def resolve(self, samples: Samples) -> Int64s:
+        """Rows of samples that must all live; SampleNotFoundError or StaleSampleError name those that do not."""
+        if samples.ids is not None:
+            rows = self.rows.find(samples.ids)
+            missing = rows < 0
+            if some(missing):
+                places = first_true(missing)
+                names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
+                lost, causes = self.lost.among_ids(names) if self.lost is not None else (0, ())
+                raise SampleNotFoundError(
+                    partition=self.name,
+                    samples=[samples.ids[i] for i in places],
+                    total=len(names),
+                    positions=places,
+                    evicted=self.evicted.among_ids(names),
+                    lost=lost,
+                    causes=causes,
+                )
+            return rows
+        assert samples.rows is not None
+        assert samples.generations is not None
+        stale = ~self.rows.holds(samples.rows, samples.generations)
+        if some(stale):
+            places, generations = first_true(stale), samples.generations[stale]
+            lost, causes = self.lost.among_generations(generations) if self.lost is not None else (0, ())
+            raise StaleSampleError(
+                partition=self.name,
+                samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in places],
+                total=int(stale.sum()),
+                positions=places,
+                evicted=self.evicted.among_generations(generations),
+                lost=lost,
+                causes=causes,
+            )
+        return samples.rows
+
+    def living(self, samples: Samples) -> tuple[Bools, Int64s]:
+        """Which of the samples live, and the rows of those."""
+        if samples.ids is not None:
+            rows = self.rows.find(samples.ids)
+            there = rows >= 0
+        else:
+            assert samples.rows is not None
+            assert samples.generations is not None
+            rows, there = samples.rows, self.rows.holds(samples.rows, samples.generations)
+        return there, rows[there]
+
+    def resolve_living(self, samples: Samples) -> Int64s:
+        """Rows of those of the samples that live, each once, in the command's order."""
+        return unrepeated(self.living(samples)[1])
+
+    def targeted(self, rows: Int64s) -> Bools:
+        """Which of these live rows puts under way name."""
+        targets = self.targets
+        if len(rows) < len(targets):
+            return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
+        return np.isin(rows, self.rows.find(list(targets)))
+
+    def generations_of(self, rows: Int64s) -> Int64s:
+        generations: Int64s = self.rows.generations[rows]
+        return generations
+
+    # --- life of samples
+
+    def bear(self, ids: list[str], first_generation: int, now: float) -> Int64s:
+        """New samples, unclaimed by every task."""
+        before = self.rows.capacity
+        kept = self.rows.compact()
+        if kept is not None:
+            for interest in self.interests.values():
+                interest.compact(kept)
+        rows = self.rows.bear(ids, first_generation, now)
+        if self.rows.capacity != before:
+            stores: list[Field | Tags | Task] = [*self.fields.values(), self.tags, *self.tasks.values()]
+            for store in stores:
+                store.grow(self.rows.capacity)
+        self.born += len(ids)
+        self.evicted.born_again(ids)
+        if self.lost is not None:
+            self.lost.born_again(ids)
+        return rows
+
+    def clear(self, rows: Int64s) -> None:
+        """These live samples (no repeats) end, with cells, tags and claims."""
+        if not len(rows):
+            return
+        positions = self.rows.positions[rows]
+        nothing = np.zeros(len(rows), np.bool_)
+        for interest in self.interests.values():
+            interest.set(positions[positions < interest.high], nothing[positions < interest.high])
+        for task in self.tasks.values():
+            task.give_back(rows)
+        self.tags.drop(rows)
+        self.changed(rows)
+        dead = [field.erase(rows) for field in self.fields.values() if field.live]
+        self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
+        self.rows.bury(rows)
+        self.kill(dead)
+
+    def lose(self, rows: Int64s, cause: str) -> None:
+        """These live samples (no repeats) end, and not because somebody wanted that; whoever asks for one is told."""
+        if len(rows):
+            self.lost = self.lost or Lost()
+            self.lost.note(self.rows.names_of(rows), self.generations_of(rows), cause)
+            self.clear(rows)
+
+    def drop(self) -> None:
+        """Everything ends."""
+        self.clear(self.rows.in_order())
+        self.dropped = True
+        self.extents.close_account(self.account)
+
+    def kill(self, dead: list[tuple[Int32s, Int64s]]) -> None:
+        """Account for cells that died: (extents, bytes) as `Field.write` and `Field.erase` give them."""
+        if len(dead) == 1:
+            self.extents.kill(*dead[0], self.account)
+        elif dead:
+            cells, nbytes = zip(*dead, strict=True)
+            self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
+
+    def wrote(self, session: Session, now: float, names: Iterable[str] = ()) -> None:
+        """A session wrote, to these fields."""
+        self.writers.pop(session.number, None)
+        self.writers[session.number] = (session.name, now)
+        if len(self.writers) > WRITERS:
+            del self.writers[next(iter(self.writers))]
+        for name in names:
+            self.fields[name].writer = (session.number, session.name, now)
+
+    # --- readiness
+
+    def interest(self, task: Task, fields: tuple[str, ...], limit: int) -> ReadyIndex:
+        """The (kept or newly counted) interest of `task` in `fields`; the least recently used without waiters goes."""
+        key = (task.name, tuple(sorted(set(fields))))
+        found = self.interests.pop(key, None)
+        if found is None:
+            idle = [other for other, kept in self.interests.items() if not kept.waiters]
+            for other in idle[: max(len(self.interests) + 1 - limit, 0)]:
+                del self.interests[other]
+            found = ReadyIndex(task, key[1], self.rows.end)
+            self.refresh(found, self.rows.in_order())
+        self.interests[key] = found
+        return found
+
+    def refresh(self, interest: ReadyIndex, rows: Int64s) -> None:
+        """Judge these live rows (no repeats) again."""
+        interest.set(self.rows.positions[rows], self.ready(interest.task, interest.fields, rows))
+
+    def ready(self, task: Task, fields: tuple[str, ...], rows: Int64s) -> Bools:
+        """Which of the rows the task may claim."""
+        ready: Bools = task.claim_ids[rows] == 0
+        for name in fields:
+            ready &= self.has(name, rows)
+        return ready
+
+    def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
+        """`names` were written for the rows for the first time: interests that wait for them look again."""
+        for interest in self.interests.values():
+            if newborn if not interest.fields else not names.isdisjoint(interest.fields):
+                self.refresh(interest, rows)
+
+    def reclaimed(self, task: Task, rows: Int64s) -> None:
+        """The rows' claims changed."""
+        for interest in self.interests.values():
+            if interest.task is task:
+                self.refresh(interest, rows)
+        self.changed(rows, task)
+
+    def changed(self, rows: Int64s, task: Task | None = None) -> None:
+        """Cells, tags or claims (of one task only, if named) of these rows are others: who waits is judged by them."""
+        for watch in self.watches.values():
+            if task is None or watch.interest.task is task:
+                watch.note(rows)
+
+    def common_fields(self, rows: Int64s) -> tuple[str, ...]:
+        """Fields produced for all of the rows (none for no rows)."""
+        if not len(rows):
+            return ()
+        return tuple(name for name in self.names() if self.has(name, rows).all())
+
+
+def unrepeated(rows: Int64s) -> Int64s:
+    """The rows in their order, each once."""
+    if len(rows) < 2:
+        return rows
+    firsts = np.unique(rows, return_index=True)[1]
+    return rows if len(firsts) == len(rows) else rows[np.sort(firsts)]

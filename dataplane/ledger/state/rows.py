@@ -1,0 +1,112 @@
+"""The samples of one partition: ids, row slots (used again), generation numbers (never used again), age order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.ledger.commands import Int64s
+from dataplane.ledger.state.arrays import Bools, grown, room_for
+
+SLACK = 1024
+"""Dead positions that are tolerated before the age order is compacted."""
+
+
+class Rows:
+    """`generations[row]` is 0 for a free slot, `since[row]` the ledger's time when it was made. `order[:end]` holds the
+    rows by age, -1 where one has died since, and `positions[row]` is where a live row stands in it."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+        self.names: list[str | None] = []
+        self.generations: Int64s = np.zeros(0, np.int64)
+        self.since: npt.NDArray[np.float64] = np.zeros(0, np.float64)
+        self.positions: Int64s = np.zeros(0, np.int64)
+        self.order: Int64s = np.zeros(0, np.int64)
+        self.end = 0
+        self.free: list[int] = []
+
+    @property
+    def live(self) -> int:
+        return len(self.ids)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.generations)
+
+    def find(self, ids: Sequence[str]) -> Int64s:
+        """Rows of `ids`, -1 for those that do not live."""
+        get = self.ids.get
+        return np.array([get(name, -1) for name in ids], np.int64)
+
+    def holds(self, rows: Int64s, generations: Int64s) -> Bools:
+        """Which of these handles still name live samples."""
+        inside = (rows >= 0) & (rows < len(self.names)) & (generations > 0)
+        if not len(self.generations):
+            return inside
+        found: Bools = inside & (self.generations[np.where(inside, rows, 0)] == generations)
+        return found
+
+    def names_of(self, rows: Int64s) -> tuple[str, ...]:
+        names = self.names
+        return tuple([names[row] or "" for row in rows.tolist()])
+
+    def in_order(self) -> Int64s:
+        """All live rows, oldest first."""
+        order = self.order[: self.end]
+        return order[order >= 0]
+
+    def bear(self, ids: Sequence[str], first_generation: int, now: float) -> Int64s:
+        """New rows for `ids` (none of which lives), born now, in this order."""
+        count = len(ids)
+        fresh = max(count - len(self.free), 0)
+        reused = self.free[len(self.free) - (count - fresh) :]
+        del self.free[len(self.free) - (count - fresh) :]
+        used = len(self.names)
+        self.names.extend([None] * fresh)
+        if used + fresh > self.capacity:
+            self._grow(used + fresh)
+        slots = [*reused[::-1], *range(used, used + fresh)]
+        rows = np.array(slots, np.int64)
+        self.ids.update(zip(ids, slots, strict=True))
+        for name, row in zip(ids, slots, strict=True):
+            self.names[row] = name
+        if self.end + count > len(self.order):
+            self.order = grown(self.order, room_for(len(self.order), self.end + count))
+        self.generations[rows] = np.arange(first_generation, first_generation + count)
+        self.since[rows] = now
+        self.positions[rows] = np.arange(self.end, self.end + count)
+        self.order[self.end : self.end + count] = rows
+        self.end += count
+        return rows
+
+    def bury(self, rows: Int64s) -> None:
+        """These live rows end; their slots may be used again."""
+        self.order[self.positions[rows]] = -1
+        self.generations[rows] = 0
+        dead = rows.tolist()
+        for row in dead:
+            name = self.names[row]
+            assert name is not None, row
+            del self.ids[name]
+            self.names[row] = None
+        self.free.extend(dead[::-1])
+
+    def compact(self) -> Int64s | None:
+        """If the age order is mostly dead, close its gaps; gives the old positions of what is left, else None."""
+        if self.end <= 2 * self.live + SLACK:
+            return None
+        kept = np.flatnonzero(self.order[: self.end] >= 0)
+        order = np.zeros(room_for(0, len(kept)), np.int64)
+        order[: len(kept)] = self.order[kept]
+        self.order, self.end = order, len(kept)
+        self.positions[order[: self.end]] = np.arange(self.end)
+        return kept
+
+    def _grow(self, wanted: int) -> None:
+        capacity = room_for(self.capacity, wanted)
+        self.generations = grown(self.generations, capacity)
+        self.since = grown(self.since, capacity)
+        self.positions = grown(self.positions, capacity)

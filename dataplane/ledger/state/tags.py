@@ -1,0 +1,210 @@
+"""Tags of one partition: small per-sample scalars, a column per name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.core.types import Scalar
+from dataplane.ledger.commands import Int64s, Predicate, TagColumn
+from dataplane.ledger.state.arrays import Bools, every, grown
+
+TYPED: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+OPERATORS = (*COMPARE, "in")
+EXACT = 1 << 53
+"""Up to here comparing an int with a float means the same to numpy as to Python."""
+
+
+class Tag:
+    """One tag by row; `count` rows have it. `values` is typed while all values are of one of bool, int (64 bits) and
+    float, else objects. What comes out is exactly what went in, types included."""
+
+    def __init__(self, dtype: npt.DTypeLike, capacity: int) -> None:
+        self.values: np.ndarray[Any, Any] = np.zeros(capacity, dtype)
+        self.present: Bools = np.zeros(capacity, np.bool_)
+        self.count = 0
+
+    def grow(self, capacity: int) -> None:
+        self.values = grown(self.values, capacity)
+        self.present = grown(self.present, capacity)
+
+    def set(self, rows: Int64s, values: np.ndarray[Any, Any], *, repeats: bool) -> None:
+        """These rows (with `repeats`, perhaps some of them twice) have these values now."""
+        if values.dtype != self.values.dtype and self.values.dtype != object:
+            self.values = self.values.astype(object)
+        if self.values.dtype == object:
+            values = values.astype(object)
+        self.values[rows] = values
+        fresh = rows[~self.present[rows]]
+        self.count += len(np.unique(fresh) if repeats else fresh)
+        self.present[rows] = True
+
+    def unset(self, rows: Int64s) -> None:
+        """These rows (no repeats) lack the tag now."""
+        self.count -= int(np.count_nonzero(self.present[rows]))
+        self.present[rows] = False
+        if self.values.dtype == object:
+            self.values[rows] = None
+
+
+def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
+    """The values as the narrowest array that gives each back as it is."""
+    kinds = set(map(type, values))
+    if len(kinds) == 1:
+        dtype = TYPED.get(kinds.pop())
+        if dtype is not None:
+            try:
+                return np.array(values, dtype)
+            except OverflowError:
+                pass
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects
+
+
+class Tags:
+    """Every tag column of a partition that some live sample has."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.columns: dict[str, Tag] = {}
+
+    def grow(self, capacity: int) -> None:
+        self.capacity = capacity
+        for tag in self.columns.values():
+            tag.grow(capacity)
+
+    def merge(self, rows: Int64s, columns: tuple[TagColumn, ...]) -> None:
+        for column in columns:
+            if not column.values:
+                continue
+            values = packed(column.values)
+            tag = self.columns.get(column.name)
+            if tag is None:
+                tag = self.columns[column.name] = Tag(values.dtype, self.capacity)
+            where = rows if column.positions is None else rows[column.positions]
+            tag.set(where, values, repeats=column.positions is not None)
+
+    def drop(self, rows: Int64s) -> None:
+        for tag in self.columns.values():
+            tag.unset(rows)
+        self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
+
+    def of(self, rows: Int64s) -> tuple[TagColumn, ...]:
+        """What these samples carry; a tag that none of them has is left out."""
+        found = []
+        for name, tag in self.columns.items():
+            present = tag.present[rows]
+            if present.all():
+                if len(rows):
+                    found.append(TagColumn(name=name, values=tuple(tag.values[rows].tolist())))
+            elif present.any():
+                positions = np.flatnonzero(present)
+                values = tuple(tag.values[rows[positions]].tolist())
+                found.append(TagColumn(name=name, values=values, positions=positions))
+        return tuple(found)
+
+    def present(self, name: str, rows: Int64s) -> Bools:
+        tag = self.columns.get(name)
+        return np.zeros(len(rows), np.bool_) if tag is None else tag.present[rows]
+
+    def values(self, name: str, rows: Int64s) -> list[Scalar]:
+        """Values of rows that all carry the tag."""
+        tag = self.columns.get(name)
+        return [] if tag is None else tag.values[rows].tolist()
+
+    def codes(self, name: str, rows: Int64s) -> Int64s:
+        """Rows with equal values (of equal types) have equal numbers, counted by first appearance; -1 without the
+        tag."""
+        result = np.full(len(rows), -1)
+        tag = self.columns.get(name)
+        if tag is None:
+            return result
+        with_tag = np.flatnonzero(tag.present[rows])
+        values = tag.values[rows[with_tag]]
+        if values.dtype == object:
+            numbers: dict[tuple[type, Scalar], int] = {}
+            found = [numbers.setdefault((type(value), value), len(numbers)) for value in values.tolist()]
+            result[with_tag] = found
+        elif len(values):
+            _, firsts, inverse = np.unique(values, return_index=True, return_inverse=True)
+            rank = np.empty(len(firsts), np.int64)
+            rank[np.argsort(firsts)] = np.arange(len(firsts))
+            result[with_tag] = rank[inverse]
+        return result
+
+    def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
+        """Values of a tag that all of the rows carry as numbers that a float can hold, else None."""
+        tag = self.columns.get(name)
+        if tag is None or not every(tag.present[rows]):
+            return None
+        values = tag.values[rows]
+        if values.dtype == object and not all(type(value) in (int, float) for value in values.tolist()):
+            return None
+        try:
+            return None if values.dtype == np.bool_ else values.astype(np.float64)
+        except OverflowError:
+            return None
+
+    def matches(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
+        """Which rows fulfil every predicate."""
+        result = np.ones(len(rows), np.bool_)
+        for predicate in where:
+            result &= self._match(predicate, rows)
+        return result
+
+    def undecided(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
+        """Which rows fail no predicate whose tag they carry, but lack the tag of another: a later tag may decide."""
+        lacking = np.zeros(len(rows), np.bool_)
+        failing = np.zeros(len(rows), np.bool_)
+        for predicate in where:
+            present = self.present(predicate.tag, rows)
+            lacking |= ~present
+            failing |= present & ~self._match(predicate, rows)
+        return lacking & ~failing
+
+    def _match(self, predicate: Predicate, rows: Int64s) -> Bools:
+        tag = self.columns.get(predicate.tag)
+        if tag is None:
+            return np.zeros(len(rows), np.bool_)
+        result = np.zeros(len(rows), np.bool_)
+        with_tag = np.flatnonzero(tag.present[rows])
+        result[with_tag] = _compare(predicate, tag.values[rows[with_tag]])
+        return result
+
+
+def _compare(predicate: Predicate, values: np.ndarray[Any, Any]) -> Bools:
+    if predicate.op == "in":
+        options = predicate.value if isinstance(predicate.value, tuple) else (predicate.value,)
+        hits = np.zeros(len(values), np.bool_)
+        for option in options:
+            hits |= _compare_one(operator.eq, values, option)
+        return hits
+    assert not isinstance(predicate.value, tuple), predicate
+    return _compare_one(COMPARE[predicate.op], values, predicate.value)
+
+
+def _compare_one(compare: Callable[[Any, Any], Any], values: np.ndarray[Any, Any], value: Scalar) -> Bools:
+    if values.dtype != object and isinstance(value, bool | int | float) and abs(value) <= EXACT:
+        return np.asarray(compare(values, value), np.bool_)
+    return np.array([_holds(compare, item, value) for item in values.tolist()], np.bool_)
+
+
+def _holds(compare: Callable[[Any, Any], Any], item: Scalar, value: Scalar) -> bool:
+    """Values of kinds that have no order fulfil no ordering."""
+    try:
+        return bool(compare(item, value))
+    except TypeError:
+        return False

@@ -1,0 +1,230 @@
+"""Consumer tasks: which samples each has claimed, and which are ready for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.ledger.commands import Int64s, Order
+from dataplane.ledger.state.arrays import Bools, grown, room_for
+
+if TYPE_CHECKING:
+    from dataplane.ledger.state.leases import Leases
+
+Float64s = npt.NDArray[np.float64]
+HELD = -1
+"""Owner of the shares that wait for their ranks."""
+HELD_ON_LEASE = -2
+"""Owner of those whose ranks are to acknowledge them."""
+REPORTED = 1 << 16
+"""A claim's answer names so many dropped samples at most."""
+CHUNK = 8192
+Terms = dict[str, str]
+"""What the claims of all ranks of a step have in common."""
+
+
+class Selection:
+    """`rows` and `generations` name its samples, in its order, and `ranks` says whose each is. Held rows carry
+    `claim_id`; `given` has, by rank, the claim_ids of the claims that got its share or what came back of it."""
+
+    def __init__(self, terms: Terms, rows: Int64s, generations: Int64s, ranks: Int64s, claim_id: int) -> None:
+        self.terms = terms
+        self.rows = rows
+        self.generations = generations
+        self.ranks = ranks
+        self.claim_id = claim_id
+        self.given: dict[int, list[int]] = {}
+
+
+class Task:
+    """`claim_ids[row]` is the id of the claim that holds the row, negative once it was acknowledged, 0 where it is
+    unclaimed; `claimed` counts the live rows claimed. A row on lease has an end, any other 0; that array exists once a
+    lease was given. `leased` counts the rows on lease to a session, `held` those held for a rank, `unsettled` those of
+    both that count as consumed only when they are acknowledged; `leases` has the claims they are of. `unconfirmed` are
+    the ids of the claims whose sessions may never have had the answer.
+    `selections` are by step; those up to `forgotten` that are not there were forgotten.
+    `dropped` are ids of samples cleared since the last answer."""
+
+    def __init__(self, name: str, capacity: int, leases: Leases) -> None:
+        self.name = name
+        self.leases = leases
+        self.claimed = 0
+        self.leased = 0
+        self.held = 0
+        self.unsettled = 0
+        self.claim_ids: Int64s = np.zeros(capacity, np.int64)
+        self.ends: Float64s | None = None
+        self.selections: dict[int, Selection] = {}
+        self.forgotten = -1
+        self.dropped: list[str] = []
+        self.unconfirmed: set[int] = set()
+
+    def grow(self, capacity: int) -> None:
+        self.claim_ids = grown(self.claim_ids, capacity)
+        if self.ends is not None:
+            self.ends = grown(self.ends, capacity)
+
+    def take(self, rows: Int64s, claim_id: int) -> None:
+        """These unclaimed rows are claimed now."""
+        self.claim_ids[rows] = claim_id
+        self.claimed += len(rows)
+
+    def lease(self, rows: Int64s, end: float) -> None:
+        """The leases of these rows end then."""
+        if self.ends is None:
+            self.ends = np.zeros(len(self.claim_ids), np.float64)
+        self.ends[rows] = end
+
+    def give_back(self, rows: Int64s) -> Int64s:
+        """These rows (no repeats) are unclaimed now; gives those of them that were claimed."""
+        held: Int64s = rows[self.claim_ids[rows] != 0]
+        self.end_leases(held)
+        self.claim_ids[held] = 0
+        self.claimed -= len(held)
+        return held
+
+    def acknowledge(self, rows: Int64s) -> None:
+        """These leased rows stay claimed: whose they were stays known, but that claim takes them back no more."""
+        self.end_leases(rows)
+        self.claim_ids[rows] = -self.claim_ids[rows]
+
+    def end_leases(self, rows: Int64s) -> None:
+        """The rows stay claimed."""
+        if self.ends is not None:
+            rows = rows[self.ends[rows] > 0]
+            self.leases.close(self.claim_ids[rows])
+            self.ends[rows] = 0.0
+
+    def end_all_leases(self) -> None:
+        """The task is gone."""
+        if self.ends is not None:
+            self.end_leases(np.flatnonzero(self.ends))
+
+    def count_leased(self, owner: int, change: int) -> None:
+        """So many rows more are on lease to this owner."""
+        if owner < 0:
+            self.held += change
+        else:
+            self.leased += change
+        if owner != HELD:
+            self.unsettled += change
+
+    def on_lease(self, rows: Int64s) -> Bools:
+        """Which of the rows are on lease, or held for a rank."""
+        if self.ends is None:
+            return np.zeros(len(rows), np.bool_)
+        found: Bools = self.ends[rows] > 0
+        return found
+
+    def not_settled(self, rows: Int64s) -> Bools:
+        """Which of the rows are `unsettled`."""
+        found = self.on_lease(rows)
+        if self.unsettled < self.leased + self.held:
+            found &= self.owners_of(rows) != HELD
+        return found
+
+    def ends_of(self, rows: Int64s) -> Float64s:
+        """When the leases of these leased rows end."""
+        assert self.ends is not None
+        found: Float64s = self.ends[rows]
+        return found
+
+    def owners_of(self, rows: Int64s) -> Int64s:
+        """Sessions that lease these rows (below 0: their rank is awaited), 0 where none does."""
+        owners = np.zeros(len(rows), np.int64)
+        places = np.flatnonzero(self.on_lease(rows))
+        claims, which = np.unique(self.claim_ids[rows[places]], return_inverse=True)
+        owners[places] = np.array([self.leases.open[claim].owner for claim in claims.tolist()], np.int64)[which]
+        return owners
+
+    def for_good(self, rows: Int64s) -> Bools:
+        """Which of the rows the task has claimed and cannot get back by itself: not leased, not held for a rank, and in
+        no claim that is unconfirmed."""
+        claim_ids = self.claim_ids[rows]
+        claimed: Bools = (claim_ids != 0) & ~self.on_lease(rows)
+        if len(rows) < len(self.unconfirmed):
+            claimed &= np.array([claim_id not in self.unconfirmed for claim_id in claim_ids.tolist()], np.bool_)
+        elif self.unconfirmed:
+            claimed &= ~np.isin(claim_ids, np.fromiter(self.unconfirmed, np.int64))
+        return claimed
+
+
+class ReadyIndex:
+    """Which unclaimed samples have all of `fields`, for one task: flags by age position.
+
+    No flag is set below `low` or from `high` on. `waiters` counts the parked claims that look here.
+    """
+
+    def __init__(self, task: Task, fields: tuple[str, ...], positions: int) -> None:
+        self.task = task
+        self.fields = fields
+        self.flags: Bools = np.zeros(room_for(0, positions), np.bool_)
+        self.count = 0
+        self.low = 0
+        self.high = 0
+        self.waiters = 0
+
+    def set(self, positions: Int64s, ready: Bools) -> None:
+        """Set the flags of these positions (no repeats)."""
+        if not len(positions):
+            return
+        top = int(positions.max()) + 1
+        if top > len(self.flags):
+            self.flags = grown(self.flags, room_for(len(self.flags), top))
+        self.count -= int(np.count_nonzero(self.flags[positions]))
+        self.flags[positions] = ready
+        now = positions[ready]
+        if not len(now):
+            return
+        bottom = int(now.min())
+        self.low = bottom if not self.count else min(self.low, bottom)
+        self.high = int(now.max()) + 1 if not self.count else max(self.high, int(now.max()) + 1)
+        self.count += len(now)
+
+    def compact(self, kept: Int64s) -> None:
+        """Positions are renumbered: `kept[i]` becomes i."""
+        flags = np.zeros(room_for(0, len(kept)), np.bool_)
+        inside = kept[kept < len(self.flags)]
+        flags[: len(inside)] = self.flags[inside]
+        self.flags, self.low, self.high = flags, 0, len(inside)
+
+    def ready(self) -> Int64s:
+        """All set positions, oldest first."""
+        if not self.count:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.flags[self.low : self.high]) + self.low
+
+    def first(self, wanted: int, order: Order) -> Int64s:
+        """The `wanted` (or fewer) positions that `order` puts first, in that order."""
+        if wanted >= self.count:
+            found = self.ready()
+            return found if order is Order.OLDEST else found[::-1]
+        return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
+
+    def _oldest(self, wanted: int) -> Int64s:
+        parts: list[Int64s] = []
+        at, left = self.low, wanted
+        while left > 0 and at < self.high:
+            stop = min(at + max(CHUNK, 2 * left), self.high)
+            found = np.flatnonzero(self.flags[at:stop])[:left] + at
+            if len(found) and left == wanted:
+                self.low = int(found[0])
+            parts.append(found)
+            left -= len(found)
+            at = stop
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _freshest(self, wanted: int) -> Int64s:
+        parts: list[Int64s] = []
+        at, left = self.high, wanted
+        while left > 0 and at > self.low:
+            start = max(at - max(CHUNK, 2 * left), self.low)
+            found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:left]
+            if len(found) and left == wanted:
+                self.high = int(found[0]) + 1
+            parts.append(found)
+            left -= len(found)
+            at = start
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)

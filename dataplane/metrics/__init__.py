@@ -1,1 +1,0 @@
-"""What the service counts while it works, and how Prometheus reads it."""

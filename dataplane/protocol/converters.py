@@ -1,0 +1,167 @@
+"""How one type of ledger value becomes a protocol message and comes back: worked out once per type, from the value's
+annotations and the message's descriptor.
+
+Values and messages have the same fields under the same names; `parts` has the few kinds that look different on the
+wire. A field that the two do not share is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from google.protobuf.message import Message
+
+from dataplane.core.types import FieldSpec, Scalar
+from dataplane.errors import DataPlaneError, InvalidRequestError
+from dataplane.ledger import commands as c
+from dataplane.protocol import field_types
+from dataplane.protocol.field_types import Keywords
+from dataplane.protocol.pb import control_pb2 as pb
+
+Convert = Callable[[Any], Any]
+
+_BY_HAND: dict[Any, tuple[Convert, Convert]] = {
+    c.Int64s: (field_types.int64s_to_pb, field_types.int64s_from_pb),
+    c.Int32s: (field_types.int32s_to_pb, field_types.int32s_from_pb),
+    c.UInt32s: (field_types.uint32s_to_pb, field_types.uint32s_from_pb),
+    FieldSpec: (field_types.spec_to_pb, field_types.spec_from_pb),
+    c.Samples: (field_types.samples_to_pb, field_types.samples_from_pb),
+    c.TagColumn: (field_types.tag_to_pb, field_types.tag_from_pb),
+    c.Predicate: (field_types.predicate_to_pb, field_types.predicate_from_pb),
+    Scalar: (field_types.scalar_to_pb, field_types.scalar_from_pb),
+}
+_VALUE_OF_ENTRY: dict[Any, str] = {FieldSpec: "spec", int: "count", c.Int64s: "values", Scalar: "value"}
+"""How the entries of a dict call their value (`NamedSpec`, `NamedCount`, `NamedIntegers`, `NamedScalar`)."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Field:
+    """How one field converts. `default` stands for an absent optional field (NODEFAULT: it must be there)."""
+
+    def __init__(self, field: msgspec.structs.FieldInfo, hint: Any, message: type[Message]) -> None:
+        self.name = field.name
+        on_wire = message.DESCRIPTOR.fields_by_name.get(field.name)
+        assert on_wire is not None, f"{message.DESCRIPTOR.full_name} has no field {field.name}"
+        optional = type(None) in typing.get_args(hint)
+        if optional:
+            (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        self.to_pb, self.from_pb = _converters(hint, on_wire.enum_type is not None)
+        self.presence = bool(on_wire.has_presence)
+        assert self.presence or not optional, f"{message.DESCRIPTOR.full_name}.{field.name} must be optional"
+        self.default = None if optional and field.default is msgspec.NODEFAULT else field.default
+
+
+def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
+    if hint in _BY_HAND:
+        return _BY_HAND[hint]
+    if is_enum:
+        return _enum_converters(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        to_pb, from_pb = _converters(args[0], False)
+        if to_pb is _same:
+            return list, tuple
+        return (lambda values: [to_pb(v) for v in values]), (lambda wire: tuple([from_pb(w) for w in wire]))
+    if origin is dict and typing.get_origin(args[1]) is tuple:
+        return _enums_to_pb, _enums_from_pb
+    if origin is dict:
+        return _dict_converters(args[1])
+    if isinstance(hint, type) and issubclass(hint, c.Value):
+        plan = plan_of(hint)
+        return plan.keywords, plan.from_pb
+    assert hint in (str, int, float, bool, bytes), hint
+    return _same, _same
+
+
+def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
+    """Numbers on the wire count from 1 in order of definition; 0 (unspecified) is the first member."""
+    by_number = [next(iter(members)), *members]
+    numbers = {member: number for number, member in enumerate(members, 1)}
+
+    def from_pb(number: int) -> Any:
+        if not 0 <= number < len(by_number):
+            raise InvalidRequestError(f"unknown {members.__name__} {number}; is the client newer than the service?")
+        return by_number[number]
+
+    return (lambda member: numbers[members(member)]), from_pb
+
+
+def _dict_converters(value_type: Any) -> tuple[Convert, Convert]:
+    key = _VALUE_OF_ENTRY[value_type]
+    to_pb, from_pb = _converters(value_type, False)
+    return (
+        lambda values: [{"name": name, key: to_pb(value)} for name, value in values.items()],
+        lambda wire: {item.name: from_pb(getattr(item, key)) for item in wire},
+    )
+
+
+def _enums_to_pb(enums: dict[str, tuple[str, ...]]) -> Keywords:
+    return {"entries": [{"name": name, "values": values} for name, values in enums.items()]}
+
+
+def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
+    return {entry.name: tuple(entry.values) for entry in wire.entries}
+
+
+class ConversionPlan:
+    """How one type of value converts. The fields that are always there are told apart from those that may be absent."""
+
+    def __init__(self, value_type: type[c.Value]) -> None:
+        self.value_type = value_type
+        self.message = message_type(value_type)
+        hints = typing.get_type_hints(value_type)
+        infos = [info for info in msgspec.structs.fields(value_type) if info.name != "error" or _carries_error(info)]
+        fields = [_Field(info, hints[info.name], self.message) for info in infos]
+        self._to = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
+        self._always = [(f.name, None if f.from_pb is _same else f.from_pb) for f in fields if not f.presence]
+        self._maybe = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
+
+    def keywords(self, value: Any) -> Keywords:
+        """What the message of `value` is made from; None is left out."""
+        found = {}
+        for name, convert in self._to:
+            part = getattr(value, name)
+            if part is not None:
+                found[name] = part if convert is None else convert(part)
+        return found
+
+    def from_pb(self, wire: Any) -> Any:
+        """The value of a message. Raises `InvalidRequestError` for what is malformed."""
+        found = {}
+        for name, convert in self._always:
+            part = getattr(wire, name)
+            found[name] = part if convert is None else convert(part)
+        for name, convert, default in self._maybe:
+            if wire.HasField(name):
+                found[name] = convert(getattr(wire, name))
+            elif default is msgspec.NODEFAULT:
+                raise InvalidRequestError(f"{self.value_type.__name__} without {name}")
+            else:
+                found[name] = default
+        return self.value_type(**found)
+
+
+def _carries_error(info: msgspec.structs.FieldInfo) -> bool:
+    """`Grown.error` is text and part of the message; the outputs' `error` travels as an error."""
+    return DataPlaneError.__name__ not in str(info.type)
+
+
+@functools.cache
+def plan_of(value_type: type[c.Value]) -> ConversionPlan:
+    """The one plan of a type."""
+    return ConversionPlan(value_type)
+
+
+def message_type(value_type: type[c.Value]) -> type[Message]:
+    """The protocol's message for a type of value: its name, with `Request` added for what is called by name."""
+    name = value_type.__name__
+    found: type[Message] = getattr(pb, f"{name}Request", None) or getattr(pb, name)
+    return found

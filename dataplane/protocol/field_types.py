@@ -1,0 +1,231 @@
+"""The parts of messages whose shape on the wire differs from the ledger's value: arrays, specs, samples, tags.
+
+Each kind of part has a pair of functions: `..._to_pb` gives what the message's field is set from, `..._from_pb` takes
+the field. What comes from the wire is checked for form only (`InvalidRequestError`); whether it makes sense is the
+ledger's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.core.types import FieldKind, FieldSpec, Scalar
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagColumn, UInt32s
+from dataplane.protocol.pb import control_pb2 as pb
+
+Keywords = dict[str, Any]
+"""The fields that a message is made from, by name. Parts are given as these and not as messages: to copy a message in
+is to write it out and read it again."""
+
+_WIRE64 = np.dtype("<i8")
+_WIRE32 = np.dtype("<i4")
+_WIRE_UNSIGNED = np.dtype("<u4")
+_WIRE_REAL = np.dtype("<f8")
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+_KINDS: tuple[FieldKind | None, ...] = (
+    None,
+    FieldKind.DENSE,
+    FieldKind.JAGGED,
+    FieldKind.RAGGED,
+    FieldKind.OBJECT,
+)
+"""By their number in the enum `FieldKind` of the protocol."""
+_KIND_NUMBERS: dict[FieldKind | None, Any] = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------
+
+
+def int64s_to_pb(values: Int64s) -> bytes:
+    return values.astype(_WIRE64, copy=False).tobytes()
+
+
+def int64s_from_pb(wire: bytes) -> Int64s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE64)
+
+
+def int32s_to_pb(values: Int32s) -> bytes:
+    return values.astype(_WIRE32, copy=False).tobytes()
+
+
+def int32s_from_pb(wire: bytes) -> Int32s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE32)
+
+
+def uint32s_to_pb(values: UInt32s) -> bytes:
+    return values.astype(_WIRE_UNSIGNED, copy=False).tobytes()
+
+
+def uint32s_from_pb(wire: bytes) -> UInt32s:
+    """Read-only: it lies over the message's own bytes."""
+    return _array(wire, _WIRE_UNSIGNED)
+
+
+def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
+    if len(wire) % dtype.itemsize:
+        raise InvalidRequestError(f"a column of {dtype.itemsize}-byte integers has {len(wire)} bytes")
+    array = np.frombuffer(wire, dtype)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+# --- scalars ----------------------------------------------------------------------------------------------------
+
+
+def scalar_to_pb(value: Scalar) -> Keywords:
+    match value:
+        case None:
+            return {}
+        case bool():
+            return {"boolean": value}
+        case str():
+            return {"text": value}
+        case int():
+            if _INT64_MIN <= value <= _INT64_MAX:
+                return {"integer": value}
+            return {"big_integer": str(value)}
+        case float():
+            return {"real": value}
+    raise InvalidRequestError(f"a tag is a str, bool, int, float or None, got {value!r} ({type(value).__name__})")
+
+
+def scalar_from_pb(wire: pb.Scalar) -> Scalar:
+    kind = wire.WhichOneof("kind")
+    if kind is None:
+        return None
+    if kind == "big_integer":
+        return _big_integer(wire.big_integer)
+    value: Scalar = getattr(wire, kind)
+    return value
+
+
+def _big_integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        raise InvalidRequestError(f"a big integer is written as {digits[:40]!r}") from error
+
+
+# --- specs ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
+    """Kept, and shared between calls: not to be changed."""
+    inner = None if spec.inner is None else pb.Shape(sizes=spec.inner)
+    return pb.FieldSpec(kind=_KIND_NUMBERS[spec.kind], dtype=spec.dtype, inner=inner)
+
+
+def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
+    """The same object for the same spec, as long as it is in use."""
+    return _spec(wire.SerializeToString())
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(written: bytes) -> FieldSpec:
+    wire = pb.FieldSpec.FromString(written)
+    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
+    if not 0 <= wire.kind < len(_KINDS):
+        raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
+    if inner is not None and min(inner, default=0) < 0:
+        raise InvalidRequestError(f"a field's inner shape {list(inner)} has a negative size")
+    try:
+        return FieldSpec(_KINDS[wire.kind], wire.dtype if wire.HasField("dtype") else None, inner)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+# --- samples ----------------------------------------------------------------------------------------------------
+
+
+def samples_to_pb(samples: Samples) -> Keywords:
+    if samples.ids is not None:
+        return {"ids": {"values": samples.ids}}
+    assert samples.rows is not None
+    assert samples.generations is not None
+    return {"handles": {"rows": int64s_to_pb(samples.rows), "generations": int64s_to_pb(samples.generations)}}
+
+
+def samples_from_pb(wire: pb.Samples) -> Samples:
+    match wire.WhichOneof("naming"):
+        case "ids":
+            return Samples(ids=tuple(wire.ids.values))
+        case "handles":
+            rows, generations = int64s_from_pb(wire.handles.rows), int64s_from_pb(wire.handles.generations)
+            if len(rows) != len(generations):
+                raise InvalidRequestError(f"row handles with {len(rows)} rows and {len(generations)} generations")
+            return Samples(rows=rows, generations=generations)
+    raise InvalidRequestError("samples named neither by ids nor by handles")
+
+
+# --- tags -------------------------------------------------------------------------------------------------------
+
+
+def tag_to_pb(tag: TagColumn) -> Keywords:
+    """Values of one type travel as one column; subclasses of the scalar types and mixtures one by one."""
+    positions = None if tag.positions is None else int64s_to_pb(tag.positions)
+    return {"name": tag.name, "positions": positions, **_tag_values(tag.values)}
+
+
+def _tag_values(values: Sequence[Scalar]) -> Keywords:
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        return {"texts": {"values": values}}
+    if kinds == {float}:
+        return {"reals": np.array(values, _WIRE_REAL).tobytes()}
+    if kinds == {bool}:
+        return {"booleans": bytes(values)}  # type: ignore[arg-type]
+    if kinds == {int} and (integers := _integers(values)) is not None:
+        return {"integers": integers}
+    return {"mixed": {"values": [scalar_to_pb(value) for value in values]}}
+
+
+def _integers(values: Sequence[Any]) -> bytes | None:
+    try:
+        return np.array(values, _WIRE64).tobytes()
+    except OverflowError:
+        return None
+
+
+def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
+    values: Sequence[Scalar]
+    match wire.WhichOneof("values"):
+        case "texts":
+            values = tuple(wire.texts.values)
+        case "reals":
+            values = tuple(_array(wire.reals, _WIRE_REAL).tolist())
+        case "booleans":
+            values = tuple(map(bool, wire.booleans))
+        case "integers":
+            values = tuple(_array(wire.integers, _WIRE64).tolist())
+        case "mixed":
+            values = tuple(map(scalar_from_pb, wire.mixed.values))
+        case _:
+            raise InvalidRequestError(f"tag {wire.name!r} without values")
+    positions = int64s_from_pb(wire.positions) if wire.HasField("positions") else None
+    if positions is not None and len(positions) != len(values):
+        raise InvalidRequestError(f"tag {wire.name!r} with {len(values)} values at {len(positions)} positions")
+    return TagColumn(name=wire.name, values=values, positions=positions)
+
+
+def predicate_to_pb(predicate: Predicate) -> Keywords:
+    if isinstance(predicate.value, tuple):
+        several = {"values": [scalar_to_pb(value) for value in predicate.value]}
+        return {"tag": predicate.tag, "op": predicate.op, "several": several}
+    return {"tag": predicate.tag, "op": predicate.op, "one": scalar_to_pb(predicate.value)}
+
+
+def predicate_from_pb(wire: pb.Predicate) -> Predicate:
+    match wire.WhichOneof("operand"):
+        case "one":
+            return Predicate(tag=wire.tag, op=wire.op, value=scalar_from_pb(wire.one))
+        case "several":
+            return Predicate(tag=wire.tag, op=wire.op, value=tuple(map(scalar_from_pb, wire.several.values)))
+    raise InvalidRequestError(f"predicate on tag {wire.tag!r} without a value to compare with")

@@ -1,0 +1,1 @@
+"""A bounded HTTP server, and what authenticates its requests."""

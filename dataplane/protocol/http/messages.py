@@ -1,0 +1,125 @@
+"""Requests and responses of the HTTP server, and what an error becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import (
+    AuthenticationError,
+    BadRequestError,
+    DataPlaneError,
+    InvalidRequestError,
+    NotFoundError,
+    ServiceError,
+    WaitTimeoutError,
+)
+
+JSON = "application/json"
+HTML = "text/html; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpRequest:
+    """`path` without its query, whose parameters are in `query`: each named once. `headers` by lower-case name."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    body: bytes
+    content_type: str = JSON
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HttpError(Exception):
+    """A request that is refused with `status`."""
+
+    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def response(self) -> Response:
+        name = self.status.phrase.replace(" ", "")
+        return Response(body=_error(name, str(self)), status=self.status, headers=self.headers)
+
+
+def as_json(value: Any) -> Response:
+    """Values of the ledger: arrays are lists, numbers that JSON does not have null."""
+    return Response(body=msgspec.json.encode(value, enc_hook=_plain))
+
+
+def plain(text: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """A few words."""
+    return Response(body=text.encode(), content_type=TEXT, status=status)
+
+
+def refusal(error: DataPlaneError) -> Response:
+    """What a caller is told of `error`: its name and its words."""
+    return Response(body=_error(type(error).__name__, str(error)), status=_status(error))
+
+
+def _status(error: DataPlaneError) -> HTTPStatus:
+    match error:
+        case NotFoundError():
+            return HTTPStatus.NOT_FOUND
+        case AuthenticationError():
+            return HTTPStatus.UNAUTHORIZED
+        case BadRequestError():
+            return HTTPStatus.BAD_REQUEST
+        case ServiceError() | WaitTimeoutError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _error(name: str, message: str) -> bytes:
+    return msgspec.json.encode({"error": name, "message": message})
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case np.ndarray():
+            return value.tolist()
+        case np.generic():
+            return value.item()
+    raise NotImplementedError(f"{type(value).__name__} has no JSON")
+
+
+class Parameters:
+    """The parameters of one request. `InvalidRequestError` for those that are missing, malformed or unknown."""
+
+    def __init__(self, request: HttpRequest, *known: str) -> None:
+        unknown = sorted(set(request.query) - set(known))
+        if unknown:
+            raise InvalidRequestError(
+                f"{request.path} has no parameter {unknown[0][:80]!r}; it takes {', '.join(known) or 'none'}"
+            )
+        self._path = request.path
+        self._query = request.query
+
+    def text(self, name: str) -> str:
+        if name not in self._query:
+            raise InvalidRequestError(f"{self._path} wants the parameter {name!r}")
+        return self._query[name]
+
+    def number(self, name: str, default: int | None = None, *, most: float = math.inf) -> int:
+        if default is not None and name not in self._query:
+            return default
+        text = self.text(name)
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) <= most):
+            raise InvalidRequestError(f"{name}={text[:80]!r}: expected a whole number, at most {most:,}")
+        return int(text)

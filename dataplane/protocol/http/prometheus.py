@@ -1,0 +1,23 @@
+"""The metrics of a service or a storage unit, as Prometheus reads them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from dataplane.protocol.http.messages import HttpRequest, Response
+from dataplane.protocol.http.routes import Handler
+
+
+def metrics(collector: Collector) -> Handler:
+    """A handler with a registry of its own: what `collector` finds when it is asked, and this process's own figures."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+
+    def serve(request: HttpRequest) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(body=encode(registry), content_type=content_type)
+
+    return serve

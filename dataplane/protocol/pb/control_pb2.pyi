@@ -1,0 +1,1773 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FieldKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FIELD_KIND_UNSPECIFIED: _ClassVar[FieldKind]
+    FIELD_KIND_DENSE: _ClassVar[FieldKind]
+    FIELD_KIND_JAGGED: _ClassVar[FieldKind]
+    FIELD_KIND_RAGGED: _ClassVar[FieldKind]
+    FIELD_KIND_OBJECT: _ClassVar[FieldKind]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    MODE_UPSERT: _ClassVar[Mode]
+    MODE_CREATE: _ClassVar[Mode]
+    MODE_UPDATE: _ClassVar[Mode]
+
+class OnFull(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ON_FULL_UNSPECIFIED: _ClassVar[OnFull]
+    ON_FULL_WAIT: _ClassVar[OnFull]
+    ON_FULL_REJECT: _ClassVar[OnFull]
+
+class WhenFull(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WHEN_FULL_UNSPECIFIED: _ClassVar[WhenFull]
+    WHEN_FULL_WAIT: _ClassVar[WhenFull]
+    WHEN_FULL_REJECT: _ClassVar[WhenFull]
+    WHEN_FULL_EVICT: _ClassVar[WhenFull]
+    WHEN_FULL_EVICT_OLDEST: _ClassVar[WhenFull]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ORDER_UNSPECIFIED: _ClassVar[Order]
+    ORDER_OLDEST: _ClassVar[Order]
+    ORDER_FRESHEST: _ClassVar[Order]
+
+class Partial(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PARTIAL_UNSPECIFIED: _ClassVar[Partial]
+    PARTIAL_RELEASE: _ClassVar[Partial]
+    PARTIAL_DROP: _ClassVar[Partial]
+
+class TaskState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_STATE_UNSPECIFIED: _ClassVar[TaskState]
+    TASK_STATE_UNCLAIMED: _ClassVar[TaskState]
+    TASK_STATE_HELD: _ClassVar[TaskState]
+    TASK_STATE_LEASED: _ClassVar[TaskState]
+    TASK_STATE_CLAIMED: _ClassVar[TaskState]
+
+class WaitKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_KIND_UNSPECIFIED: _ClassVar[WaitKind]
+    WAIT_KIND_CLAIM: _ClassVar[WaitKind]
+    WAIT_KIND_PUT: _ClassVar[WaitKind]
+FIELD_KIND_UNSPECIFIED: FieldKind
+FIELD_KIND_DENSE: FieldKind
+FIELD_KIND_JAGGED: FieldKind
+FIELD_KIND_RAGGED: FieldKind
+FIELD_KIND_OBJECT: FieldKind
+MODE_UNSPECIFIED: Mode
+MODE_UPSERT: Mode
+MODE_CREATE: Mode
+MODE_UPDATE: Mode
+ON_FULL_UNSPECIFIED: OnFull
+ON_FULL_WAIT: OnFull
+ON_FULL_REJECT: OnFull
+WHEN_FULL_UNSPECIFIED: WhenFull
+WHEN_FULL_WAIT: WhenFull
+WHEN_FULL_REJECT: WhenFull
+WHEN_FULL_EVICT: WhenFull
+WHEN_FULL_EVICT_OLDEST: WhenFull
+ORDER_UNSPECIFIED: Order
+ORDER_OLDEST: Order
+ORDER_FRESHEST: Order
+PARTIAL_UNSPECIFIED: Partial
+PARTIAL_RELEASE: Partial
+PARTIAL_DROP: Partial
+TASK_STATE_UNSPECIFIED: TaskState
+TASK_STATE_UNCLAIMED: TaskState
+TASK_STATE_HELD: TaskState
+TASK_STATE_LEASED: TaskState
+TASK_STATE_CLAIMED: TaskState
+WAIT_KIND_UNSPECIFIED: WaitKind
+WAIT_KIND_CLAIM: WaitKind
+WAIT_KIND_PUT: WaitKind
+
+class Header(_message.Message):
+    __slots__ = ("session", "number", "watermark", "confirmed")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    number: int
+    watermark: int
+    confirmed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ..., confirmed: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("name", "facts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    facts: bytes
+    def __init__(self, name: _Optional[str] = ..., facts: _Optional[bytes] = ...) -> None: ...
+
+class Shape(_message.Message):
+    __slots__ = ("sizes",)
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FieldSpec(_message.Message):
+    __slots__ = ("kind", "dtype", "inner")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    INNER_FIELD_NUMBER: _ClassVar[int]
+    kind: FieldKind
+    dtype: str
+    inner: Shape
+    def __init__(self, kind: _Optional[_Union[FieldKind, str]] = ..., dtype: _Optional[str] = ..., inner: _Optional[_Union[Shape, _Mapping]] = ...) -> None: ...
+
+class NamedSpec(_message.Message):
+    __slots__ = ("name", "spec")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ...) -> None: ...
+
+class Scalar(_message.Message):
+    __slots__ = ("text", "boolean", "integer", "real", "big_integer")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    BOOLEAN_FIELD_NUMBER: _ClassVar[int]
+    INTEGER_FIELD_NUMBER: _ClassVar[int]
+    REAL_FIELD_NUMBER: _ClassVar[int]
+    BIG_INTEGER_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    boolean: bool
+    integer: int
+    real: float
+    big_integer: str
+    def __init__(self, text: _Optional[str] = ..., boolean: bool = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., big_integer: _Optional[str] = ...) -> None: ...
+
+class ScalarList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedCompositeFieldContainer[Scalar]
+    def __init__(self, values: _Optional[_Iterable[_Union[Scalar, _Mapping]]] = ...) -> None: ...
+
+class TextList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TagColumn(_message.Message):
+    __slots__ = ("name", "positions", "mixed", "integers", "reals", "booleans", "texts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FIELD_NUMBER: _ClassVar[int]
+    INTEGERS_FIELD_NUMBER: _ClassVar[int]
+    REALS_FIELD_NUMBER: _ClassVar[int]
+    BOOLEANS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    positions: bytes
+    mixed: ScalarList
+    integers: bytes
+    reals: bytes
+    booleans: bytes
+    texts: TextList
+    def __init__(self, name: _Optional[str] = ..., positions: _Optional[bytes] = ..., mixed: _Optional[_Union[ScalarList, _Mapping]] = ..., integers: _Optional[bytes] = ..., reals: _Optional[bytes] = ..., booleans: _Optional[bytes] = ..., texts: _Optional[_Union[TextList, _Mapping]] = ...) -> None: ...
+
+class Predicate(_message.Message):
+    __slots__ = ("tag", "op", "one", "several")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ONE_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    tag: str
+    op: str
+    one: Scalar
+    several: ScalarList
+    def __init__(self, tag: _Optional[str] = ..., op: _Optional[str] = ..., one: _Optional[_Union[Scalar, _Mapping]] = ..., several: _Optional[_Union[ScalarList, _Mapping]] = ...) -> None: ...
+
+class Samples(_message.Message):
+    __slots__ = ("ids", "handles")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    ids: TextList
+    handles: Handles
+    def __init__(self, ids: _Optional[_Union[TextList, _Mapping]] = ..., handles: _Optional[_Union[Handles, _Mapping]] = ...) -> None: ...
+
+class Handles(_message.Message):
+    __slots__ = ("rows", "generations")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    generations: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+
+class ColumnSizes(_message.Message):
+    __slots__ = ("name", "sizes", "by_schema")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sizes: bytes
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., sizes: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("column", "first", "last", "unit", "offset")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    column: int
+    first: int
+    last: int
+    unit: int
+    offset: int
+    def __init__(self, column: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class CommitColumn(_message.Message):
+    __slots__ = ("name", "spec", "lengths", "index", "checksums", "by_schema")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    lengths: bytes
+    index: bytes
+    checksums: bytes
+    by_schema: bool
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
+
+class FieldLocations(_message.Message):
+    __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums", "serials")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: FieldSpec
+    units: bytes
+    offsets: bytes
+    lengths: bytes
+    checksums: bytes
+    serials: bytes
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., serials: _Optional[bytes] = ...) -> None: ...
+
+class UnitInfo(_message.Message):
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced", "curve_key")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    host: str
+    epoch: int
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    arena_path: str
+    capacity_bytes: int
+    forced: bool
+    curve_key: str
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., forced: bool = ..., curve_key: _Optional[str] = ...) -> None: ...
+
+class NamedTexts(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class NamedIntegers(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: bytes
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class NamedScalar(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: Scalar
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[_Union[Scalar, _Mapping]] = ...) -> None: ...
+
+class Enums(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[NamedTexts]
+    def __init__(self, entries: _Optional[_Iterable[_Union[NamedTexts, _Mapping]]] = ...) -> None: ...
+
+class NamedCount(_message.Message):
+    __slots__ = ("name", "count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    count: int
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch", "lock_path")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    host: str
+    name: str
+    protocol_version: int
+    session: int
+    epoch: int
+    lock_path: str
+    def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable", "put_timeout_s")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    DOORS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    PUT_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    session: int
+    epoch: int
+    units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
+    doors: _containers.RepeatedScalarFieldContainer[str]
+    host: str
+    heartbeat_s: float
+    durable: bool
+    put_timeout_s: float
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ..., put_timeout_s: _Optional[float] = ...) -> None: ...
+
+class GetKeysRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Keys(_message.Message):
+    __slots__ = ("curve_key", "secret", "error", "instance", "proof", "service")
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    curve_key: str
+    secret: str
+    error: Error
+    instance: str
+    proof: bytes
+    service: str
+    def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ..., service: _Optional[str] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class ByeRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class UnitReport(_message.Message):
+    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk", "checked", "compacted")
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    GROWN_FIELD_NUMBER: _ClassVar[int]
+    SHRUNK_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    COMPACTED_FIELD_NUMBER: _ClassVar[int]
+    add: AddUnit
+    attached: SessionAttached
+    gone: SessionGone
+    alive: SessionAlive
+    grown: Grown
+    shrunk: Shrunk
+    checked: RowsChecked
+    compacted: Compacted
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ..., checked: _Optional[_Union[RowsChecked, _Mapping]] = ..., compacted: _Optional[_Union[Compacted, _Mapping]] = ...) -> None: ...
+
+class UnitOrder(_message.Message):
+    __slots__ = ("added", "fence", "grow", "shrink", "check", "compact")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    COMPACT_FIELD_NUMBER: _ClassVar[int]
+    added: UnitAdded
+    fence: FenceSession
+    grow: GrowArena
+    shrink: ShrinkArena
+    check: CheckRows
+    compact: CompactArena
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ..., compact: _Optional[_Union[CompactArena, _Mapping]] = ...) -> None: ...
+
+class AddUnit(_message.Message):
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew", "compactions")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COOKIE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    RECHECK_FIELD_NUMBER: _ClassVar[int]
+    INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    COMPACTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    host: str
+    epoch: int
+    cookie: str
+    capacity_bytes: int
+    backed_bytes: int
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    arena_path: str
+    unit: int
+    forced: bool
+    recheck: bool
+    instead_of: str
+    curve_key: str
+    protocol_version: int
+    shrinks: int
+    anew: bool
+    compactions: int
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ..., compactions: _Optional[int] = ...) -> None: ...
+
+class UnitAdded(_message.Message):
+    __slots__ = ("cookie", "unit")
+    COOKIE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    cookie: str
+    unit: int
+    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
+
+class UnitLost(_message.Message):
+    __slots__ = ("unit",)
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    def __init__(self, unit: _Optional[int] = ...) -> None: ...
+
+class DropUnitRequest(_message.Message):
+    __slots__ = ("unit", "force")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    force: bool
+    def __init__(self, unit: _Optional[int] = ..., force: bool = ...) -> None: ...
+
+class UnitDropped(_message.Message):
+    __slots__ = ("unit",)
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    def __init__(self, unit: _Optional[int] = ...) -> None: ...
+
+class SessionAttached(_message.Message):
+    __slots__ = ("unit", "session", "lock_path")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    lock_path: str
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
+
+class SessionGone(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class SessionAlive(_message.Message):
+    __slots__ = ("unit", "session")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class SessionSilent(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class Grown(_message.Message):
+    __slots__ = ("unit", "backed_bytes", "error", "shrinks")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    backed_bytes: int
+    error: str
+    shrinks: int
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ..., shrinks: _Optional[int] = ...) -> None: ...
+
+class FenceSession(_message.Message):
+    __slots__ = ("unit", "session", "lock_path", "first", "last")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    session: int
+    lock_path: str
+    first: int
+    last: int
+    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class GrowArena(_message.Message):
+    __slots__ = ("unit", "backed_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    backed_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
+
+class ShrinkArena(_message.Message):
+    __slots__ = ("unit", "number", "backed_bytes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    backed_bytes: int
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
+
+class Shrunk(_message.Message):
+    __slots__ = ("unit", "number", "backed_bytes", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    backed_bytes: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CompactArena(_message.Message):
+    __slots__ = ("unit", "number", "sources", "targets", "sizes")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    sources: bytes
+    targets: bytes
+    sizes: bytes
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., sources: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+
+class Compacted(_message.Message):
+    __slots__ = ("unit", "number", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    number: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CheckRows(_message.Message):
+    __slots__ = ("unit", "partition", "field", "rows", "generations", "offsets", "sizes", "checksums")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    partition: str
+    field: str
+    rows: bytes
+    generations: bytes
+    offsets: bytes
+    sizes: bytes
+    checksums: bytes
+    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class RowsChecked(_message.Message):
+    __slots__ = ("unit", "partition", "field", "last", "rows", "generations", "offsets")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    partition: str
+    field: str
+    last: int
+    rows: bytes
+    generations: bytes
+    offsets: bytes
+    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., last: _Optional[int] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+
+class Tick(_message.Message):
+    __slots__ = ("now",)
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    def __init__(self, now: _Optional[float] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnitsRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class UnitList(_message.Message):
+    __slots__ = ("units",)
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
+    def __init__(self, units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("header", "partition", "fields", "num_samples", "tasks", "group_size", "enums", "strict", "budget_bytes", "when_full", "extend")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENUMS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
+    num_samples: int
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    group_size: int
+    enums: Enums
+    strict: bool
+    budget_bytes: int
+    when_full: WhenFull
+    extend: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., num_samples: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., extend: bool = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class Described(_message.Message):
+    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live", "undeclared")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    UNDECLARED_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
+    strict: bool
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    num_samples: int
+    group_size: int
+    sealed: bool
+    live: int
+    undeclared: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_WISH_FIELD_NUMBER: _ClassVar[int]
+    ON_FULL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    columns: _containers.RepeatedCompositeFieldContainer[ColumnSizes]
+    update: bool
+    unit_wish: int
+    on_full: OnFull
+    timeout_s: float
+    moving: bool
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[ColumnSizes, _Mapping]]] = ..., update: bool = ..., unit_wish: _Optional[int] = ..., on_full: _Optional[_Union[OnFull, str]] = ..., timeout_s: _Optional[float] = ..., moving: bool = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class Allocated(_message.Message):
+    __slots__ = ("placements", "checksums", "evicted")
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    placements: _containers.RepeatedCompositeFieldContainer[Placement]
+    checksums: bool
+    evicted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., checksums: bool = ..., evicted: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AllocateAheadRequest(_message.Message):
+    __slots__ = ("header", "unit", "nbytes")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    nbytes: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class AllocatedAhead(_message.Message):
+    __slots__ = ("offset", "checksums")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    checksums: bool
+    def __init__(self, offset: _Optional[int] = ..., checksums: bool = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("header", "reservation")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    reservation: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    mode: Mode
+    reservation: int
+    columns: _containers.RepeatedCompositeFieldContainer[CommitColumn]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    offset: int
+    located: int
+    expected: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    listed: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("rows", "generations", "evicted", "born", "overwritten_bytes", "fields", "tags")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    generations: bytes
+    evicted: _containers.RepeatedScalarFieldContainer[str]
+    born: int
+    overwritten_bytes: int
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "fields", "missing_ok", "serials", "unpinned")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_OK_FIELD_NUMBER: _ClassVar[int]
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    missing_ok: bool
+    serials: bool
+    unpinned: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ..., missing_ok: bool = ..., serials: bool = ..., unpinned: bool = ...) -> None: ...
+
+class Located(_message.Message):
+    __slots__ = ("fields", "rows", "generations")
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    fields: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    rows: bytes
+    generations: bytes
+    def __init__(self, fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("header", "located")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    located: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., located: _Optional[int] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "fields", "batch_size", "min_batch_size", "blocking", "timeout_s", "where", "group_by", "group_size", "order", "lease_s", "dp_rank", "dp_world", "step", "sampler", "max_lag", "version_tag", "partial_after_s", "partial", "samples", "peek")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_WORLD_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAG_FIELD_NUMBER: _ClassVar[int]
+    VERSION_TAG_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    batch_size: int
+    min_batch_size: int
+    blocking: bool
+    timeout_s: float
+    where: _containers.RepeatedCompositeFieldContainer[Predicate]
+    group_by: str
+    group_size: int
+    order: Order
+    lease_s: float
+    dp_rank: int
+    dp_world: int
+    step: int
+    sampler: str
+    max_lag: int
+    version_tag: str
+    partial_after_s: float
+    partial: Partial
+    samples: Samples
+    peek: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., min_batch_size: _Optional[int] = ..., blocking: bool = ..., timeout_s: _Optional[float] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., lease_s: _Optional[float] = ..., dp_rank: _Optional[int] = ..., dp_world: _Optional[int] = ..., step: _Optional[int] = ..., sampler: _Optional[str] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ..., partial_after_s: _Optional[float] = ..., partial: _Optional[_Union[Partial, str]] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., peek: bool = ...) -> None: ...
+
+class Claimed(_message.Message):
+    __slots__ = ("ids", "rows", "generations", "fields", "tags", "dropped", "claim")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    rows: bytes
+    generations: bytes
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    dropped: _containers.RepeatedScalarFieldContainer[str]
+    claim: int
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., dropped: _Optional[_Iterable[str]] = ..., claim: _Optional[int] = ...) -> None: ...
+
+class ClaimsSettled(_message.Message):
+    __slots__ = ("cleared",)
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    cleared: bytes
+    def __init__(self, cleared: _Optional[bytes] = ...) -> None: ...
+
+class UnclaimRequest(_message.Message):
+    __slots__ = ("header", "claimed")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    claimed: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., claimed: _Optional[int] = ...) -> None: ...
+
+class AckRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples", "claims")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., claims: _Optional[bytes] = ...) -> None: ...
+
+class NackRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples", "claims")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., claims: _Optional[bytes] = ...) -> None: ...
+
+class ExtendRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "samples", "lease_s", "claims")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    samples: Samples
+    lease_s: float
+    claims: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., lease_s: _Optional[float] = ..., claims: _Optional[bytes] = ...) -> None: ...
+
+class CheckConsumptionRequest(_message.Message):
+    __slots__ = ("header", "partition", "tasks")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Consumption(_message.Message):
+    __slots__ = ("consumed",)
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    consumed: bool
+    def __init__(self, consumed: bool = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class Cleared(_message.Message):
+    __slots__ = ("count",)
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    def __init__(self, count: _Optional[int] = ...) -> None: ...
+
+class SetTagsRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "tags")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class SetVersionRequest(_message.Message):
+    __slots__ = ("header", "partition", "version")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    version: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples", "limit")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Listed(_message.Message):
+    __slots__ = ("ids", "rows", "generations", "fields", "tags")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    rows: bytes
+    generations: bytes
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ("header", "partitions", "limit")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partitions: _Optional[_Iterable[str]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class UnitStats(_message.Message):
+    __slots__ = ("unit", "name", "host", "connected", "capacity_bytes", "unbacked_bytes", "free_bytes", "reserved_bytes", "live_bytes", "retired_bytes", "pinned_bytes", "used_bytes", "peak_used_bytes", "limit_bytes", "pressed", "problem", "extents", "fragments", "largest_free_bytes", "draining")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNBACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRESSED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    host: str
+    connected: bool
+    capacity_bytes: int
+    unbacked_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    live_bytes: int
+    retired_bytes: int
+    pinned_bytes: int
+    used_bytes: int
+    peak_used_bytes: int
+    limit_bytes: int
+    pressed: bool
+    problem: str
+    extents: int
+    fragments: int
+    largest_free_bytes: int
+    draining: bool
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., connected: bool = ..., capacity_bytes: _Optional[int] = ..., unbacked_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., pressed: bool = ..., problem: _Optional[str] = ..., extents: _Optional[int] = ..., fragments: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., draining: bool = ...) -> None: ...
+
+class TaskStats(_message.Message):
+    __slots__ = ("task", "fields", "ready", "leased", "held", "claimed", "waiting", "lag", "stalest_version")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    STALEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    ready: int
+    leased: int
+    held: int
+    claimed: int
+    waiting: int
+    lag: int
+    stalest_version: int
+    def __init__(self, task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., held: _Optional[int] = ..., claimed: _Optional[int] = ..., waiting: _Optional[int] = ..., lag: _Optional[int] = ..., stalest_version: _Optional[int] = ...) -> None: ...
+
+class PartitionStats(_message.Message):
+    __slots__ = ("partition", "live", "born", "num_samples", "sealed", "live_bytes", "produced", "claimed", "waiting_claims", "version", "dropped", "used_bytes", "peak_used_bytes", "budget_bytes", "limit_bytes", "when_full", "evicted", "evicted_unconsumed", "waiting_puts", "pressed", "tasks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCED_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_UNCONSUMED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
+    PRESSED_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    born: int
+    num_samples: int
+    sealed: bool
+    live_bytes: int
+    produced: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    claimed: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    waiting_claims: int
+    version: int
+    dropped: int
+    used_bytes: int
+    peak_used_bytes: int
+    budget_bytes: int
+    limit_bytes: int
+    when_full: WhenFull
+    evicted: int
+    evicted_unconsumed: int
+    waiting_puts: int
+    pressed: bool
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskStats]
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., num_samples: _Optional[int] = ..., sealed: bool = ..., live_bytes: _Optional[int] = ..., produced: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., waiting_claims: _Optional[int] = ..., version: _Optional[int] = ..., dropped: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., evicted: _Optional[int] = ..., evicted_unconsumed: _Optional[int] = ..., waiting_puts: _Optional[int] = ..., pressed: bool = ..., tasks: _Optional[_Iterable[_Union[TaskStats, _Mapping]]] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("session", "name", "host", "state", "silent_s", "parked", "reservations", "pins")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    name: str
+    host: str
+    state: str
+    silent_s: float
+    parked: int
+    reservations: int
+    pins: int
+    def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., silent_s: _Optional[float] = ..., parked: _Optional[int] = ..., reservations: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
+
+class StatsReport(_message.Message):
+    __slots__ = ("epoch", "now", "units", "partitions", "sessions", "waiting_allocations", "low_watermark", "high_watermark", "partition_count")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    LOW_WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    HIGH_WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    now: float
+    units: _containers.RepeatedCompositeFieldContainer[UnitStats]
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionStats]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    waiting_allocations: int
+    low_watermark: float
+    high_watermark: float
+    partition_count: int
+    def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ..., partition_count: _Optional[int] = ...) -> None: ...
+
+class ShrinkRequest(_message.Message):
+    __slots__ = ("header", "timeout_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    timeout_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class UnitShrunk(_message.Message):
+    __slots__ = ("unit", "name", "given_bytes", "backed_bytes", "error")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    name: str
+    given_bytes: int
+    backed_bytes: int
+    error: str
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., given_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Shrunken(_message.Message):
+    __slots__ = ("units",)
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[UnitShrunk]
+    def __init__(self, units: _Optional[_Iterable[_Union[UnitShrunk, _Mapping]]] = ...) -> None: ...
+
+class WhyBlockedRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "fields", "where", "group_by", "group_size", "max_lag", "version_tag")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAG_FIELD_NUMBER: _ClassVar[int]
+    VERSION_TAG_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    where: _containers.RepeatedCompositeFieldContainer[Predicate]
+    group_by: str
+    group_size: int
+    max_lag: int
+    version_tag: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., where: _Optional[_Iterable[_Union[Predicate, _Mapping]]] = ..., group_by: _Optional[str] = ..., group_size: _Optional[int] = ..., max_lag: _Optional[int] = ..., version_tag: _Optional[str] = ...) -> None: ...
+
+class Writer(_message.Message):
+    __slots__ = ("session", "name", "ago_s", "live", "fields")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    name: str
+    ago_s: float
+    live: bool
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[int] = ..., name: _Optional[str] = ..., ago_s: _Optional[float] = ..., live: bool = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Blocked(_message.Message):
+    __slots__ = ("unclaimed", "ready", "leased", "lacking", "why", "matching", "claimed", "held", "undeclared", "unproduced", "filtered", "groups", "partial_groups", "partial", "dropped", "born", "expected", "complete", "version", "writers", "waiting_puts", "waiting_puts_s", "waiting_writers")
+    UNCLAIMED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    MATCHING_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    UNDECLARED_FIELD_NUMBER: _ClassVar[int]
+    UNPRODUCED_FIELD_NUMBER: _ClassVar[int]
+    FILTERED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PUTS_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_WRITERS_FIELD_NUMBER: _ClassVar[int]
+    unclaimed: int
+    ready: int
+    leased: int
+    lacking: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    why: str
+    matching: int
+    claimed: int
+    held: int
+    undeclared: _containers.RepeatedScalarFieldContainer[str]
+    unproduced: _containers.RepeatedScalarFieldContainer[str]
+    filtered: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    groups: int
+    partial_groups: int
+    partial: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    dropped: int
+    born: int
+    expected: int
+    complete: bool
+    version: int
+    writers: _containers.RepeatedCompositeFieldContainer[Writer]
+    waiting_puts: int
+    waiting_puts_s: float
+    waiting_writers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unclaimed: _Optional[int] = ..., ready: _Optional[int] = ..., leased: _Optional[int] = ..., lacking: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., why: _Optional[str] = ..., matching: _Optional[int] = ..., claimed: _Optional[int] = ..., held: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., unproduced: _Optional[_Iterable[str]] = ..., filtered: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., groups: _Optional[int] = ..., partial_groups: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., dropped: _Optional[int] = ..., born: _Optional[int] = ..., expected: _Optional[int] = ..., complete: bool = ..., version: _Optional[int] = ..., writers: _Optional[_Iterable[_Union[Writer, _Mapping]]] = ..., waiting_puts: _Optional[int] = ..., waiting_puts_s: _Optional[float] = ..., waiting_writers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("header", "partition", "columns")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    columns: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class TaskMatrix(_message.Message):
+    __slots__ = ("task", "claimed", "leased")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    claimed: bytes
+    leased: bytes
+    def __init__(self, task: _Optional[str] = ..., claimed: _Optional[bytes] = ..., leased: _Optional[bytes] = ...) -> None: ...
+
+class Matrix(_message.Message):
+    __slots__ = ("partition", "live", "first_generation", "last_generation", "samples", "examined", "produced", "tasks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
+    PRODUCED_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    first_generation: int
+    last_generation: int
+    samples: bytes
+    examined: bytes
+    produced: _containers.RepeatedCompositeFieldContainer[NamedIntegers]
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskMatrix]
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., first_generation: _Optional[int] = ..., last_generation: _Optional[int] = ..., samples: _Optional[bytes] = ..., examined: _Optional[bytes] = ..., produced: _Optional[_Iterable[_Union[NamedIntegers, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[TaskMatrix, _Mapping]]] = ...) -> None: ...
+
+class ShowRequest(_message.Message):
+    __slots__ = ("header", "partition", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    samples: Samples
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class ShownTask(_message.Message):
+    __slots__ = ("task", "state", "lacking", "client", "until")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    state: TaskState
+    lacking: _containers.RepeatedScalarFieldContainer[str]
+    client: str
+    until: float
+    def __init__(self, task: _Optional[str] = ..., state: _Optional[_Union[TaskState, str]] = ..., lacking: _Optional[_Iterable[str]] = ..., client: _Optional[str] = ..., until: _Optional[float] = ...) -> None: ...
+
+class ShownCell(_message.Message):
+    __slots__ = ("field", "spec", "unit", "offset", "length", "size_bytes", "pinned", "shared")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    spec: FieldSpec
+    unit: int
+    offset: int
+    length: int
+    size_bytes: int
+    pinned: bool
+    shared: bool
+    def __init__(self, field: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: bool = ..., shared: bool = ...) -> None: ...
+
+class Shown(_message.Message):
+    __slots__ = ("partition", "sample", "row", "generation", "since", "now", "cells", "missing", "tags", "tasks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    sample: str
+    row: int
+    generation: int
+    since: float
+    now: float
+    cells: _containers.RepeatedCompositeFieldContainer[ShownCell]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[NamedScalar]
+    tasks: _containers.RepeatedCompositeFieldContainer[ShownTask]
+    def __init__(self, partition: _Optional[str] = ..., sample: _Optional[str] = ..., row: _Optional[int] = ..., generation: _Optional[int] = ..., since: _Optional[float] = ..., now: _Optional[float] = ..., cells: _Optional[_Iterable[_Union[ShownCell, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[NamedScalar, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[ShownTask, _Mapping]]] = ...) -> None: ...
+
+class MapMemoryRequest(_message.Message):
+    __slots__ = ("header", "unit", "cells")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    cells: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., cells: _Optional[int] = ...) -> None: ...
+
+class MemoryMap(_message.Message):
+    __slots__ = ("unit", "capacity_bytes", "backed_bytes", "cell_bytes", "live", "reserved", "retired", "pinned", "free_bytes", "largest_free_bytes", "fragments", "extents")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    capacity_bytes: int
+    backed_bytes: int
+    cell_bytes: int
+    live: bytes
+    reserved: bytes
+    retired: bytes
+    pinned: bytes
+    free_bytes: int
+    largest_free_bytes: int
+    fragments: int
+    extents: int
+    def __init__(self, unit: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., live: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., retired: _Optional[bytes] = ..., pinned: _Optional[bytes] = ..., free_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., fragments: _Optional[int] = ..., extents: _Optional[int] = ...) -> None: ...
+
+class WaitsRequest(_message.Message):
+    __slots__ = ("header", "partition", "task", "limit")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    task: str
+    limit: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Wait(_message.Message):
+    __slots__ = ("session", "client", "what", "partition", "task", "fields", "wanted", "ready", "since", "until")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    client: str
+    what: WaitKind
+    partition: str
+    task: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    wanted: int
+    ready: int
+    since: float
+    until: float
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., what: _Optional[_Union[WaitKind, str]] = ..., partition: _Optional[str] = ..., task: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., wanted: _Optional[int] = ..., ready: _Optional[int] = ..., since: _Optional[float] = ..., until: _Optional[float] = ...) -> None: ...
+
+class WaitList(_message.Message):
+    __slots__ = ("now", "waits", "total")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    waits: _containers.RepeatedCompositeFieldContainer[Wait]
+    total: int
+    def __init__(self, now: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class SavedField(_message.Message):
+    __slots__ = ("name", "declared")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    declared: FieldSpec
+    def __init__(self, name: _Optional[str] = ..., declared: _Optional[_Union[FieldSpec, _Mapping]] = ...) -> None: ...
+
+class SavedTask(_message.Message):
+    __slots__ = ("name", "claimed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    claimed: bytes
+    def __init__(self, name: _Optional[str] = ..., claimed: _Optional[bytes] = ...) -> None: ...
+
+class SavedPartition(_message.Message):
+    __slots__ = ("partition", "live", "born", "fields", "tasks", "num_samples", "group_size", "enums", "strict", "sealed", "version", "budget_bytes", "when_full")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENUMS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    live: int
+    born: int
+    fields: _containers.RepeatedCompositeFieldContainer[SavedField]
+    tasks: _containers.RepeatedCompositeFieldContainer[SavedTask]
+    num_samples: int
+    group_size: int
+    enums: Enums
+    strict: bool
+    sealed: bool
+    version: int
+    budget_bytes: int
+    when_full: WhenFull
+    def __init__(self, partition: _Optional[str] = ..., live: _Optional[int] = ..., born: _Optional[int] = ..., fields: _Optional[_Iterable[_Union[SavedField, _Mapping]]] = ..., tasks: _Optional[_Iterable[_Union[SavedTask, _Mapping]]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., enums: _Optional[_Union[Enums, _Mapping]] = ..., strict: bool = ..., sealed: bool = ..., version: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., when_full: _Optional[_Union[WhenFull, str]] = ...) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("header", "partitions")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partitions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Saved(_message.Message):
+    __slots__ = ("partitions",)
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
+    def __init__(self, partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ...) -> None: ...
+
+class ReadSavedRequest(_message.Message):
+    __slots__ = ("header", "saved", "partition", "first", "last", "fields", "names")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    saved: int
+    partition: str
+    first: int
+    last: int
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    names: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., saved: _Optional[int] = ..., partition: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., names: bool = ...) -> None: ...
+
+class SavedRows(_message.Message):
+    __slots__ = ("ids", "tags", "fields")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
+    fields: _containers.RepeatedCompositeFieldContainer[FieldLocations]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ...) -> None: ...
+
+class StageRequest(_message.Message):
+    __slots__ = ("header", "partition")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
+
+class PublishRequest(_message.Message):
+    __slots__ = ("header", "staged", "partitions", "replace")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    staged: _containers.RepeatedScalarFieldContainer[str]
+    partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
+    replace: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., staged: _Optional[_Iterable[str]] = ..., partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ..., replace: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("header", "unit", "undo", "force")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    undo: bool
+    force: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., undo: bool = ..., force: bool = ...) -> None: ...
+
+class FindCellsRequest(_message.Message):
+    __slots__ = ("header", "unit", "max_cells", "max_bytes", "partition", "field", "timeout_s")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CELLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    max_cells: int
+    max_bytes: int
+    partition: str
+    field: str
+    timeout_s: float
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., max_cells: _Optional[int] = ..., max_bytes: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class FoundCells(_message.Message):
+    __slots__ = ("partition", "field", "spec", "rows", "generations", "index", "offsets", "lengths", "checksums", "cells", "live", "reserved", "reserved_bytes", "pinned_bytes", "holders")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    partition: str
+    field: str
+    spec: FieldSpec
+    rows: bytes
+    generations: bytes
+    index: bytes
+    offsets: bytes
+    lengths: bytes
+    checksums: bytes
+    cells: int
+    live: _containers.RepeatedCompositeFieldContainer[NamedCount]
+    reserved: int
+    reserved_bytes: int
+    pinned_bytes: int
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, partition: _Optional[str] = ..., field: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., index: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., cells: _Optional[int] = ..., live: _Optional[_Iterable[_Union[NamedCount, _Mapping]]] = ..., reserved: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("header", "partition", "field", "unit", "rows", "generations", "index", "offsets", "lengths", "located", "reservation")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    LOCATED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    partition: str
+    field: str
+    unit: int
+    rows: bytes
+    generations: bytes
+    index: bytes
+    offsets: bytes
+    lengths: bytes
+    located: int
+    reservation: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., unit: _Optional[int] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., index: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., located: _Optional[int] = ..., reservation: _Optional[int] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("cells", "skipped")
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    cells: int
+    skipped: int
+    def __init__(self, cells: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("header", "unit", "force")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    unit: int
+    force: bool
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., force: bool = ...) -> None: ...

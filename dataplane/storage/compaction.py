@@ -1,0 +1,90 @@
+"""Copies within a unit's arena, as ordered, a step at a time. No sockets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from dataplane.core.failpoints import hit
+from dataplane.ledger.commands import CompactArena, Compacted, Input
+from dataplane.storage.arena import Arena
+
+log = logging.getLogger(__name__)
+
+STEP_BYTES = 8 << 20
+STEP_RANGES = 1024
+"""A step copies no more, and forces it to the disk where rows are to outlive the machine; then the server looks at what
+else there is to do."""
+
+
+class Copies:
+    """One thread only: the unit's. `report` gets the outcomes. An order may come again, but is carried out once: where
+    it copied to may be another's by then."""
+
+    def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
+        self._arena = arena
+        self._report = report
+        self._order: CompactArena | None = None
+        self._steps: Iterator[bool] = iter(())
+        self._last: Compacted | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a step to make."""
+        return self._order is not None
+
+    def begin(self, order: CompactArena) -> None:
+        """Copy, unless that was or is being done."""
+        if self._last is not None and order.number == self._last.number:
+            self._report(self._last)
+        elif self._last is not None and order.number < self._last.number:
+            error = f"order {self._last.number} was carried out already"
+            self._report(Compacted(unit=order.unit, number=order.number, error=error))
+        elif self._order is None or order.number != self._order.number:
+            self._order, self._steps = order, self._copy(order)
+
+    def step(self) -> None:
+        """Some more of it."""
+        order, error = self._order, None
+        assert order is not None
+        try:
+            if next(self._steps, False):
+                return
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            log.exception("unit %d cannot copy within its arena", order.unit)
+        self._order, self._last = None, Compacted(unit=order.unit, number=order.number, error=error)
+        hit("unit.before_compacted")
+        self._report(self._last)
+
+    def _copy(self, order: CompactArena) -> Iterator[bool]:
+        sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
+        for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
+            if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
+                raise ValueError(f"bytes {first} to {first + size} are outside the {self._arena.backed_bytes} backed")
+        for step in _steps(sources, targets, sizes):
+            for source, target, size in step:
+                self._arena.data[target : target + size] = self._arena.data[source : source + size]
+            if self._arena.forced:
+                self._arena.force([target for _, target, _ in step], [size for _, _, size in step])
+            hit("unit.mid_compaction")
+            yield True
+
+
+def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """The ranges (source, target, bytes) in order, those that are too long for a step in parts. Sources are live and
+    targets were free, so no two overlap."""
+    step: list[tuple[int, int, int]] = []
+    left = STEP_BYTES
+    for source, target, size in zip(sources, targets, sizes, strict=True):
+        done = 0
+        while done < size:
+            part = min(size - done, left)
+            step.append((source + done, target + done, part))
+            done += part
+            left -= part
+            if not left or len(step) == STEP_RANGES:
+                yield step
+                step, left = [], STEP_BYTES
+    if step:
+        yield step

@@ -1,0 +1,90 @@
+"""Where bulk servers listen, and which of their endpoints a client should try."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+
+import zmq
+
+from dataplane.core.addresses import bracketed, require_guard_beyond_loopback, resolve_host
+from dataplane.core.ports import cannot_listen
+from dataplane.errors import ServiceUnavailableError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+KEEPALIVE_IDLE_S = 60
+"""A tcp peer whose host vanished is noticed, and its queue freed, some minutes after this silence."""
+
+
+def bind(
+    router: zmq.Socket[bytes],
+    tcp_host: str | None,
+    *,
+    tcp_port: int = 0,
+    advertise_host: str | None = None,
+    guarded: bool,
+) -> tuple[str, ...]:
+    """Bind to ipc, for this user only, and to `tcp_port` (0: any free one) of `tcp_host` if one is given; the endpoints
+    to tell clients, ipc first. What is not `guarded` listens on loopback only (ValueError).
+    `PortTakenError` where the port is in use."""
+    router.set(zmq.BACKLOG, BACKLOG)
+    endpoints = _bind_ipc(router)
+    if tcp_host is not None:
+        endpoints += _bind_tcp(router, tcp_host, tcp_port, advertise_host, guarded)
+    if not endpoints:
+        raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
+    return endpoints
+
+
+def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
+    """In the abstract namespace, which leaves no file behind whatever happens; the kernel tells ZMQ the peer's user."""
+    try:
+        router.set(zmq.IPC_FILTER_UID, os.geteuid())
+    except zmq.ZMQError:
+        log.warning("this ZMQ cannot check the user of an ipc peer: the unit listens on tcp only")
+        return ()
+    endpoint = f"ipc://@tq-bulk-{secrets.token_hex(16)}"
+    router.bind(endpoint)
+    return (endpoint,)
+
+
+def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | None, guarded: bool) -> tuple[str, ...]:
+    require_guard_beyond_loopback(host, guarded=guarded)
+    ip = resolve_host(host)
+    if ":" in ip:
+        router.set(zmq.IPV6, 1)
+    router.set(zmq.TCP_KEEPALIVE, 1)
+    router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    try:
+        router.bind(f"tcp://{bracketed(ip)}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if port:
+            raise cannot_listen(host, port, error.errno) from error
+        raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
+    bound = router.last_endpoint
+    assert isinstance(bound, bytes)
+    return (f"tcp://{bracketed(advertise or ip)}:{bound.decode().rpartition(':')[2]}",)
+
+
+def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:
+    """The endpoints worth a try from here, best first. An ipc name that nobody in this network namespace listens on (a
+    container of its own) is left out."""
+    return [each for each in endpoints if not each.startswith("ipc://") or (same_host and _listens(each))]
+
+
+def _listens(endpoint: str) -> bool:
+    path = endpoint.removeprefix("ipc://")
+    name = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(name)
+        except BlockingIOError:
+            return True  # a full backlog: somebody listens
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,85 @@
+"""The gRPC stream under a storage unit's link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from dataplane.config import TlsFiles
+from dataplane.core.addresses import split_address
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import ServiceUnavailableError
+from dataplane.ledger import commands as c
+from dataplane.protocol import unit_stream
+from dataplane.protocol.grpc_status import from_status
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.pb import control_pb2_grpc
+from dataplane.protocol.server_keys import ConnectionKeys
+from dataplane.protocol.tls import channel_credentials, diagnose
+from dataplane.protocol.zmq_frames import MAX_MESSAGE_BYTES
+
+OPTIONS = (
+    # The way to a controller in the same cluster never leads through the proxy that downloads use.
+    ("grpc.enable_http_proxy", 0),
+    # A link that is made again does not wait until an earlier one's connection may be tried again.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+class GrpcLink:
+    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. keys: of the service at
+    `address`, which has proved that it is that.
+
+    ValueError for files of `tls` that cannot be used.
+    """
+
+    def __init__(self, address: str, keys: ConnectionKeys, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
+        self._address = address
+        self._tls = tls
+        self._channel = _channel(address, keys.address, tls)
+        metadata = (("authorization", f"Bearer {keys.ticket.code}"),) if keys.ticket else ()
+        stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._since = time.monotonic()
+        self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
+
+    def orders(self) -> Iterator[c.Output]:
+        """Until the stream ends. Raises the error it ended with."""
+        try:
+            for wire in self._call:
+                yield unit_stream.order_from_pb(wire)
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - self._since
+            found = from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s)
+            if isinstance(found, ServiceUnavailableError):
+                raise diagnose(self._address, self._tls) or found from error
+            raise found from error
+
+    def close(self) -> None:
+        """End the stream, if it has not ended."""
+        self._call.cancel()
+        self._channel.close()
+
+
+def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
+    """To where the service was reached; its certificate is for the host in `address`, or for the name in `tls`."""
+    if tls is None:
+        return grpc.insecure_channel(reached, options=OPTIONS)
+    host = split_address(address)[0]
+    wanted = tls.server_name or (host if host != split_address(reached)[0] else "")
+    name = (("grpc.ssl_target_name_override", wanted),) if wanted else ()
+    return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *name))
+
+
+def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:
+    for item in reports:
+        report = unit_stream.report_to_pb(item)
+        if isinstance(item, c.AddUnit):
+            report.add.protocol_version = PROTOCOL_VERSION
+        yield report

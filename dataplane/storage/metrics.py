@@ -1,0 +1,68 @@
+"""What a storage unit counts, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from dataplane.core.metrics.catalog import BULK, Sheet
+from dataplane.core.metrics.histograms import Op
+
+
+class BulkCounts:
+    """One thread adds, and another what is refused in handshakes; others read. It outlives a bulk server that is
+    started over."""
+
+    def __init__(self) -> None:
+        self.verbs: dict[str, Op] = {}
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.fences = 0
+
+    def note(self, verb: str | None, error: Exception | None, took_s: float) -> None:
+        """A request was answered, with an error or not."""
+        op = self.verbs.setdefault(verb or "unknown", Op())
+        op.took.add(took_s)
+        if error is None:
+            op.ok += 1
+        else:
+            op.failed(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitFacts:
+    """A storage unit at one moment. `unit` is 0 until the controller has taken it."""
+
+    unit: int
+    name: str
+    attached: int
+    capacity_bytes: int
+    backed_bytes: int
+
+
+class BulkMetrics(Collector):
+    """facts: None while there is nothing to tell of."""
+
+    def __init__(self, counts: BulkCounts, facts: Callable[[], UnitFacts | None]) -> None:
+        self._counts = counts
+        self._facts = facts
+
+    def collect(self) -> Iterable[Metric]:
+        sheet, counts = Sheet(BULK), self._counts
+        for verb, op in list(counts.verbs.items()):
+            for outcome, count in op.outcomes().items():
+                sheet.set("bulk_requests_total", count, verb, outcome)
+            sheet.histogram("bulk_request_seconds", op.took, verb)
+        sheet.set("bulk_read_bytes_total", counts.read_bytes)
+        sheet.set("bulk_written_bytes_total", counts.written_bytes)
+        sheet.set("bulk_fences_total", counts.fences)
+        facts = self._facts()
+        if facts is not None:
+            sheet.set("bulk_info", 1, str(facts.unit), facts.name)
+            sheet.set("bulk_attached_sessions", facts.attached)
+            sheet.set("bulk_arena_capacity_bytes", facts.capacity_bytes)
+            sheet.set("bulk_arena_backed_bytes", facts.backed_bytes)
+        return sheet.families()

@@ -1,0 +1,194 @@
+"""One socket from a client to a storage unit, for one call at a time. ZMQ's monitor tells of a lost peer at once."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+from google.protobuf.message import DecodeError
+from zmq.utils.monitor import recv_monitor_message
+
+from dataplane.core import failpoints
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import AuthenticationError, ClientClosedError, from_wire
+from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.zap import REFUSED, present
+from dataplane.storage.transport.request_chunks import Bytes
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+_OVERTAKING = ("written", "not_fetched", "error")
+"""Outcomes of writes: a payload that came in frames is stored at once, while an earlier one is still fetched."""
+
+SEND_MS = 10_000
+"""Requests in flight are few and find room in the socket's queue at once, unless there is no connection to be had."""
+
+
+class WireLostError(Exception):
+    """The peer cannot be reached, or hung up. Never leaves this package."""
+
+
+class WireSilentError(Exception):
+    """The peer did not answer in time. Never leaves this package."""
+
+
+class Wire:
+    """After any exception out of its methods it is good for `close` only."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        wake: int,
+        ticket: Ticket | None = None,
+        curve_key: str = "",
+    ) -> None:
+        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `ticket`: for
+        this epoch of the unit. `curve_key`: its public key; "": it does not encrypt."""
+        self._endpoint = endpoint
+        self._called = 0
+        self._early: dict[int, pb.BulkReply] = {}
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.sndtimeo = SEND_MS
+        present(self._socket, ticket, curve_key)
+        if endpoint.startswith("tcp://["):
+            self._socket.set(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(_LOST, f"inproc://tq-lost-{secrets.token_hex(8)}")
+        self._monitor.linger = 0
+        self._wake = wake
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._monitor, wake):
+            self._poller.register(each, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def request(self, *, session: int, epoch: int) -> pb.BulkRequest:
+        """A header for the next call, without its verb."""
+        self._called += 1
+        return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called)
+
+    def send(
+        self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
+    ) -> None:
+        """Queue a request. Frames are not copied: `held` gets, before ZMQ gets the frame, what tells when it let go."""
+        parts = deque(
+            zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames
+        )
+        held.extend(part.tracker for part in parts if part.tracker is not None)
+        try:
+            self._send_head(header.SerializeToString(), zmq.SNDMORE if parts else 0)
+            while parts:
+                failpoints.hit("bulk.write.between_frames")
+                self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
+        except BaseException as error:
+            if isinstance(error, zmq.Again):
+                error = WireLostError("it takes no requests")
+            # A frame that was never sent is let go of when nothing refers to it, the traceback's own frames included.
+            parts.clear()
+            traceback.clear_frames(error.__traceback__)
+            raise error
+
+    def _send_head(self, head: bytes, flags: int) -> None:
+        try:
+            self._socket.send(head, flags | zmq.NOBLOCK)
+        except zmq.Again:
+            # The unit has refused this connection, so there is none to send on.
+            if self._monitor.poll(0):
+                self._refuse_or_lose()
+            self._socket.send(head, flags)
+
+    def receive(self, call: int, deadline: float) -> pb.BulkReply:
+        """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.
+        Replies to later writes, which may overtake it, are kept for when they are asked for.
+
+        Raises the error that the unit answered, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
+        ClientClosedError when woken.
+        """
+        while call not in self._early:
+            try:
+                reply = pb.BulkReply.FromString(self._next_frame(deadline))
+            except DecodeError as error:
+                raise WireLostError(f"its answer makes no sense ({error})") from error
+            if not self._may_answer(reply, call):
+                raise WireLostError(f"it answered call {reply.call} where call {call} was due")
+            self._early[reply.call] = reply
+        reply = self._early.pop(call)
+        if reply.WhichOneof("outcome") == "error":
+            raise from_wire(reply.error.name, reply.error.facts)
+        return reply
+
+    def _may_answer(self, reply: pb.BulkReply, call: int) -> bool:
+        overtakes = call < reply.call <= self._called and reply.call not in self._early
+        return reply.call == call or (overtakes and reply.WhichOneof("outcome") in _OVERTAKING)
+
+    def _next_frame(self, deadline: float) -> bytes:
+        while True:
+            try:
+                return self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        ready = dict(self._poller.poll(max(0, int(left_s * 1000) + 1))) if left_s > 0 else {}
+        if self._socket in ready:
+            return
+        if self._wake in ready:
+            raise ClientClosedError
+        if self._monitor in ready:
+            self._refuse_or_lose()
+        if left_s <= 0:
+            raise WireSilentError
+
+    def _refuse_or_lose(self) -> None:
+        """Raises what the monitor tells. A unit of another epoch is lost to who knows it no better."""
+        event = recv_monitor_message(self._monitor)
+        if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise WireLostError("it cannot be reached")
+        if event["value"] == int(REFUSED):
+            raise AuthenticationError(peer=f"the storage unit at {self._endpoint}", why="the token is wrong")
+        raise WireLostError("it has been started anew")
+
+    def payload(self, nbytes: int) -> Bytes:
+        """The payload frame of the reply just received, not copied; it must have `nbytes`."""
+        failpoints.hit("bulk.read.between_frames")
+        if not self._more():
+            raise WireLostError("its reply lacks the payload frame")
+        frame = np.frombuffer(self._socket.recv(copy=False).buffer, np.uint8)
+        if len(frame) != nbytes or self._more():
+            raise WireLostError(f"its payload has {len(frame)} bytes where {nbytes} were asked for")
+        return frame
+
+    def _more(self) -> bool:
+        """Whether the reply has further frames. (The attribute `rcvmore` costs three times as much.)"""
+        return bool(self._socket.getsockopt(zmq.RCVMORE))
+
+    @property
+    def idle_and_sound(self) -> bool:
+        """Between calls: whether the peer has been there all the time and owes nothing. Not after `close`."""
+        return (
+            not self._socket.closed
+            and not self._early
+            and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+        )
+
+    def close(self) -> None:
+        """Drop what is queued and hang up. Idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=0)

@@ -1,0 +1,350 @@
+"""A storage unit: an arena, the server of its bulk door, and the link to the controller that registers it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.config import MIB, DataPlaneConfig
+from dataplane.core.addresses import boot_id, is_loopback, reachable_host
+from dataplane.core.checksums import damaged
+from dataplane.core.failpoints import hit
+from dataplane.core.file_locks import file_system, sweep
+from dataplane.core.fsync import is_on_disk
+from dataplane.core.private_dir import in_own_directory, leave, own_directory, own_path
+from dataplane.errors import ClientClosedError
+from dataplane.ledger import commands as c
+from dataplane.protocol.curve import ServerKeys
+from dataplane.protocol.fd_limits import require_enough
+from dataplane.protocol.http.auth import Guard
+from dataplane.protocol.http.messages import HttpRequest, Response, plain
+from dataplane.protocol.http.prometheus import metrics
+from dataplane.protocol.http.routes import Guarded
+from dataplane.protocol.http.server import HttpServer
+from dataplane.protocol.server_keys import ConnectionKeys
+from dataplane.protocol.tls import server_context
+from dataplane.storage.arena import PAGE_BYTES, Arena, default_capacity, sweep_kept
+from dataplane.storage.arena_record import Adopted, UnitRecord
+from dataplane.storage.controller_link import UnitLink
+from dataplane.storage.metrics import BulkCounts, BulkMetrics, UnitFacts
+from dataplane.storage.server import BulkServer
+from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY, lock_directories
+from dataplane.storage.transport.mooncake.engine_transport import UnitEngine
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKING_BYTES = 64 * MIB
+
+
+class StorageUnit:
+    """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
+
+    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. name: a random
+    one by default; with `state_dir`, ValueError without one: the next start finds the arena by it. Raises
+    `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
+    controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
+    files. With `http_port` it answers Prometheus there.
+
+    When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
+    more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
+    """
+
+    def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
+        if config.state_dir is not None and not name:
+            raise ValueError(
+                f"a storage unit with a state directory ({config.state_dir}) needs a name, by which its next start "
+                "finds its rows (name=, tq unit --name)"
+            )
+        self._config = config
+        self._controller = controller_address
+        self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self._folder = own_path(config.arena_dir)
+        self._arena: Arena | None = None
+        self._bulk: BulkServer | None = None
+        self._link: UnitLink | None = None
+        self._record: UnitRecord | None = None
+        self._counts = BulkCounts()
+        self._http: HttpServer | None = None
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._stopped = self._given_up = self._started = False
+
+    def start(self) -> Self:
+        """Returns when the controller has taken it; at once where that has been before."""
+        if self._link is not None:
+            return self
+        _require_disk(self._config)
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
+        self._stopped = False
+        require_enough()
+        config = self._config
+        self._folder = _sweep(config)
+        self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
+        if self._given_up:
+            raise ClientClosedError(why="the storage unit is to end")
+        self._link.open(
+            self._begin(self._link),
+            on_order=self._order,
+            on_proven=self._proven,
+            on_added=self._added,
+            start_over=self._start_over,
+        )
+        if config.http_port is not None:
+            self._http = self._http_server(config, config.http_port).start()
+        self._started = True
+
+    def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
+        """Arena and bulk door, and how the unit presents itself with them."""
+        config = self._config
+        keys = ServerKeys() if config.tls else None
+        opened = self._open_arena(time.time_ns(), anew=anew)
+        self._arena = opened.arena
+        backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
+        self._bulk = BulkServer(
+            self._arena,
+            epoch=self._arena.epoch,
+            token=config.secret(),
+            insecure=config.insecure,
+            keys=keys,
+            engine=UnitEngine.open(config),
+            tcp_host=config.host,
+            tcp_port=config.port,
+            advertise_host=reachable_host(config.host),
+            counts=self._counts,
+            report=link.report,
+        )
+        self._bulk.start()
+        hit("unit.before_add")
+        return c.AddUnit(
+            name=self.name,
+            host=boot_id(),
+            epoch=self._arena.epoch,
+            cookie=self._arena.cookie.hex(),
+            capacity_bytes=self._arena.capacity_bytes,
+            backed_bytes=backed,
+            endpoints=tuple(self._bulk.endpoints),
+            arena_path=str(self._arena.path),
+            unit=opened.unit,
+            forced=self._arena.forced,
+            recheck=opened.recheck,
+            instead_of=opened.lost,
+            anew=opened.anew,
+            curve_key="" if keys is None else keys.public,
+        )
+
+    def _order(self, order: c.UnitOrder) -> None:
+        with self._guard:
+            if self._bulk is None or self._link is None or self._arena is None:
+                return
+            if not isinstance(order, c.CheckRows):
+                self._bulk.order(order)
+                return
+            link, data = self._link, self._arena.data
+        link.report(_checked(order, data))
+
+    def _proven(self, keys: ConnectionKeys) -> None:
+        with self._guard:
+            if self._record is not None:
+                self._record.found(keys.service)
+            if self._bulk is not None:
+                self._bulk.admit(keys.secret)
+
+    def _added(self, number: int) -> None:
+        with self._guard:
+            if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
+                self._bulk.unit = number
+                if self._record is not None:
+                    self._record.write(self._arena, number)
+
+    def _start_over(self) -> c.AddUnit:
+        with self._guard:
+            if self._stopped or self._link is None or self._bulk is None or self._arena is None:
+                raise ClientClosedError(why="the storage unit is stopped")
+            self._bulk.stop()
+            self._arena.close()
+            hit("unit.start_over")
+            return self._begin(self._link, anew=True)
+
+    def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
+        """The arena of the life before, or a new one."""
+        config, forced = self._config, self._config.durability == "machine"
+
+        def create(keeper: Path | None) -> Arena:
+            capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+            return in_own_directory(
+                config.arena_dir,
+                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, forced=forced),
+            )
+
+        if config.state_dir is None:
+            return Adopted(arena=create(None))
+        if anew and self._record is not None:
+            return Adopted(arena=self._record.begin(create))
+        self._record = UnitRecord(
+            config.state_dir,
+            self.name,
+            config.arena_dir,
+            DEFAULT_LOCK_DIRECTORY,
+            controller=self._controller,
+            forced=forced,
+        )
+        opened = self._record.open(create, epoch=epoch)
+        wanted = config.capacity_bytes
+        if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
+            log.warning(
+                "storage unit %s goes on with its arena of %s bytes; the capacity of %s asked for is for a new one: "
+                "`tq drain %s` empties and ends the unit, which then begins anew",
+                self.name,
+                f"{opened.arena.capacity_bytes:,}",
+                f"{wanted:,}",
+                self.name,
+            )
+        return opened
+
+    def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
+        """Metrics, for whoever may use the service, and health."""
+        guard = Guard(config.secret(), secure=config.tls is not None, local=is_loopback(config.host))
+        site = Guarded(guard, {"/metrics": metrics(BulkMetrics(self._counts, self._facts))}, {"/healthz": self._health})
+        context = None if config.tls is None else server_context(config.tls)
+        return HttpServer(site, config.host, port, context=context)
+
+    def _facts(self) -> UnitFacts | None:
+        bulk, arena = self._bulk, self._arena
+        if bulk is None or arena is None:
+            return None
+        return UnitFacts(
+            unit=bulk.unit,
+            name=self.name,
+            attached=bulk.attached,
+            capacity_bytes=arena.capacity_bytes,
+            backed_bytes=arena.backed_bytes,
+        )
+
+    def _health(self, request: HttpRequest) -> Response:
+        bulk = self._bulk
+        if bulk is None or not bulk.alive:
+            return plain("the unit serves nobody\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return plain("ok\n")
+
+    @property
+    def http_url(self) -> str:
+        """Where it answers Prometheus; "" without `http_port`."""
+        return "" if self._http is None else self._http.url
+
+    @property
+    def number(self) -> int:
+        """What the controller calls it. It has another one if it had to begin anew."""
+        with self._guard:
+            assert self._bulk is not None, "not started"
+            return self._bulk.unit
+
+    @property
+    def lost(self) -> threading.Event:
+        """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
+        assert self._link is not None, "not started"
+        return self._link.lost
+
+    def give_up(self) -> None:
+        """A `start` that waits for the controller, or is yet to begin, raises a `DataPlaneError`. Does nothing once the
+        unit was started. Any thread."""
+        self._given_up, link = True, self._link
+        if link is not None and not self._started:
+            link.close()
+
+    def stop(self, *, for_good: bool = False) -> None:
+        """Leave the controller, end the door, unlink the arena unless a state directory keeps it for the unit's next
+        life; there is none after one that ends `for_good`. Idempotent; in a forked child it does nothing."""
+        if self._pid != os.getpid():
+            return
+        with self._guard:
+            self._stopped = True
+        if self._http is not None:
+            self._http.stop()
+            self._http = None
+        if self._link is not None:
+            self._link.close()
+        with self._guard:
+            if self._bulk is not None:
+                self._bulk.stop()
+            if self._arena is not None:
+                self._arena.close(unlink=self._record is None or for_good)
+            if self._record is not None and for_good:
+                self._record.remove()
+            self._link = self._bulk = self._arena = None
+        for shared in (self._config.arena_dir, DEFAULT_LOCK_DIRECTORY):
+            leave(shared)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def sweep_leftovers(config: DataPlaneConfig) -> None:
+    """Remove what units that were killed have left. OSError where the directories cannot be had."""
+    _sweep(config)
+    for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
+        leave(shared)
+
+
+def _sweep(config: DataPlaneConfig) -> Path:
+    """This user's directory for arenas, without those that nobody will ask for."""
+    folder = own_directory(config.arena_dir)
+    for directory in lock_directories(folder):
+        with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+            sweep(directory)
+            sweep_kept(directory)
+    return folder
+
+
+def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
+    """Compare rows of the arena's `data` with their checksums."""
+    wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)
+    if len(wrong):
+        log.error(
+            "storage unit %d: %d rows of field %r in partition %r are damaged",
+            order.unit,
+            len(wrong),
+            order.field,
+            order.partition,
+        )
+    return c.RowsChecked(
+        unit=order.unit,
+        partition=order.partition,
+        field=order.field,
+        last=int(order.rows[-1]),
+        rows=order.rows[wrong],
+        generations=order.generations[wrong],
+        offsets=order.offsets[wrong],
+    )
+
+
+def _require_disk(config: DataPlaneConfig) -> None:
+    """ValueError for rows that are to outlive the machine in a directory that does not."""
+    found = file_system(config.arena_dir)
+    if config.durability == "machine" and not is_on_disk(found):
+        raise ValueError(
+            f'durability="machine", but arena_dir {config.arena_dir!r} is memory ({found}): name a directory on a disk'
+        )

@@ -1,0 +1,176 @@
+"""Dynamic sampling (DAPO): only groups whose rewards differ teach anything. From metas and tags alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from dataplane.client.client import DataPlaneClient
+from dataplane.core.types import Scalar
+from dataplane.data.meta import KVBatchMeta
+from dataplane.errors import InvalidRequestError, first_few
+from dataplane.training.replay_buffer import GROUP
+
+log = logging.getLogger(__name__)
+
+REWARD = "reward"
+"""Tag: a sample's reward."""
+
+
+def split_by_spread(
+    meta: KVBatchMeta, *, reward_tag: str = REWARD, group_tag: str = GROUP, least: float = 0.0
+) -> tuple[KVBatchMeta, KVBatchMeta]:
+    """(kept, dropped): samples of groups whose rewards' standard deviation is more than `least`, and the others, each
+    in the meta's order. ValueError naming a sample without one of the tags, or with a reward that is no finite
+    number."""
+    members: dict[Scalar, list[int]] = {}
+    rewards: list[float] = []
+    for row, (name, tags) in enumerate(zip(meta.sample_ids, _tags(meta), strict=True)):
+        reward = tags.get(reward_tag)
+        if group_tag not in tags or isinstance(reward, str) or reward is None or not math.isfinite(reward):
+            raise InvalidRequestError(
+                f"sample {name!r} has {group_tag}={tags.get(group_tag)!r} and {reward_tag}={reward!r}: "
+                "dynamic sampling needs a group and a finite number"
+            )
+        rewards.append(float(reward))
+        members.setdefault(tags[group_tag], []).append(row)
+    spread = [row for rows in members.values() if _deviation([rewards[r] for r in rows]) > least for row in rows]
+    kept = sorted(spread)
+    chosen = set(kept)
+    return meta.subset(kept), meta.subset([row for row in range(meta.size) if row not in chosen])
+
+
+class DynamicSampler:
+    """Gathers groups with a spread of rewards until some whole ones make a batch of exactly `batch_size` samples; of
+    several sets that do, the one with the oldest groups.
+
+    Each round's samples, tagged with rewards and groups, go to `add`; what it drops is cleared from the service at
+    once, and so is what is left when a batch is made. The samples kept stay where they are. Of groups of one size, no
+    more are kept than fit a batch: others of that size are never needed. `rounds` and `dropped` (samples) count up for
+    ever.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        batch_size: int,
+        *,
+        reward_tag: str = REWARD,
+        group_tag: str = GROUP,
+        least: float = 0.0,
+    ) -> None:
+        if batch_size < 1:
+            raise InvalidRequestError(f"batch_size={batch_size}: must be at least 1")
+        self._client = client
+        self._batch_size = batch_size
+        self._reward_tag, self._group_tag, self._least = reward_tag, group_tag, least
+        self._kept: list[KVBatchMeta] = []
+        self.rounds = 0
+        self.dropped = 0
+
+    @property
+    def missing(self) -> int:
+        """Samples still wanted, in whole groups, beside those kept groups that come nearest to a batch."""
+        return self._batch_size - sum(self._fitting(self._sizes()).values())
+
+    def add(self, meta: KVBatchMeta) -> KVBatchMeta | None:
+        """One round's samples, whole groups of them. The batch of exactly `batch_size` once it is full; else None, and
+        another round is wanted. After a batch the next `add` begins a new one. ValueError, and nothing is taken
+        or cleared, for a group that is larger than a batch, and for a sample that is kept already."""
+        self._refuse_again(meta)
+        kept, dropped = split_by_spread(meta, reward_tag=self._reward_tag, group_tag=self._group_tag, least=self._least)
+        self._refuse_too_large(kept)
+        self._clear(dropped)
+        self.rounds += 1
+        if kept.size:
+            self._kept.append(kept)
+        sizes = self._sizes()
+        taken = self._fitting(sizes)
+        if sum(taken.values()) == self._batch_size:
+            batch = self._keep(taken)
+            self._kept = []
+            return batch
+        useful = self._useful(sizes)
+        if len(useful) < len(sizes):
+            self._kept = [self._keep(useful)]
+            log.warning(
+                "groups of %s samples make no batch of exactly %d so far; more of the same sizes are dropped",
+                first_few(sorted(set(sizes.values()))),
+                self._batch_size,
+            )
+        return None
+
+    def _refuse_again(self, meta: KVBatchMeta) -> None:
+        names = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
+        twice = [name for name, times in names.items() if times > 1]
+        if twice:
+            raise InvalidRequestError(f"sample {first_few(twice)} was added before: add each sample once")
+
+    def _refuse_too_large(self, meta: KVBatchMeta) -> None:
+        sizes = self._sizes([*self._kept, meta] if meta.size else [])
+        for group, size in sizes.items():
+            if size > self._batch_size:
+                raise InvalidRequestError(
+                    f"group {group!r} has {size} samples and fits no batch of {self._batch_size}; make batches larger"
+                )
+
+    def _sizes(self, metas: Sequence[KVBatchMeta] | None = None) -> dict[Scalar, int]:
+        """Of the kept groups, oldest first."""
+        found = self._kept if metas is None else metas
+        return dict(Counter(tags[self._group_tag] for meta in found for tags in _tags(meta)))
+
+    def _fitting(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
+        """Groups whose sizes add up to a batch, or as near to it as any do; the oldest that do. `sums[i]` has a bit for
+        each sum that some groups from the i-th on make."""
+        groups, most = list(sizes.items()), (1 << self._batch_size + 1) - 1
+        sums = [1]
+        for _, size in reversed(groups):
+            sums.append((sums[-1] | sums[-1] << size) & most)
+        sums.reverse()
+        left = sums[0].bit_length() - 1
+        taken = {}
+        for place, (group, size) in enumerate(groups, 1):
+            if size <= left and sums[place] >> left - size & 1:
+                taken[group] = size
+                left -= size
+        return taken
+
+    def _useful(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
+        """The oldest groups, as many of each size as fit a batch."""
+        seen: Counter[int] = Counter()
+        kept = {}
+        for group, size in sizes.items():
+            seen[size] += 1
+            if seen[size] * size <= self._batch_size:
+                kept[group] = size
+        return kept
+
+    def _keep(self, groups: dict[Scalar, int]) -> KVBatchMeta:
+        """The kept samples of these groups; the others are dropped."""
+        gathered = KVBatchMeta.concat(self._kept)
+        chosen: list[int] = []
+        others: list[int] = []
+        for row, tags in enumerate(_tags(gathered)):
+            (chosen if tags[self._group_tag] in groups else others).append(row)
+        self._clear(gathered.subset(others))
+        return gathered.subset(chosen)
+
+    def _clear(self, meta: KVBatchMeta) -> None:
+        if meta.size:
+            self._client.clear_samples(meta, meta.partition_id)
+            self.dropped += meta.size
+
+
+def _tags(meta: KVBatchMeta) -> Sequence[dict[str, Scalar]]:
+    return [{} for _ in meta.sample_ids] if meta.tags is None else meta.tags
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Exactly 0 for equal values, whose mean may be rounded."""
+    if min(values) == max(values):
+        return 0.0
+    count = len(values)
+    mean = sum(value / count for value in values)
+    return math.hypot(*(value / 2 - mean / 2 for value in values)) * (2 / math.sqrt(count))

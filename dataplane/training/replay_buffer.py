@@ -1,0 +1,334 @@
+"""A replay buffer between producers and a trainer: who may begin, what is stored, what a step takes."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from dataplane.client.client import DataPlaneClient
+from dataplane.core.durations import seconds
+from dataplane.core.schema import WEIGHT_VERSION
+from dataplane.data.conditions import Where, conditions_of
+from dataplane.data.meta import KVBatchMeta
+from dataplane.errors import CallTimeoutError, RolloutAbortedError
+from dataplane.training.staleness import TARGET_STEP, Flow, StalenessPolicy
+
+FINISHED_AT = "finished_at"
+"""Tag: when the sample was stored, in seconds since the epoch."""
+GROUP = "group"
+"""Tag that the samples of one reservation's group share."""
+EVICTED_AT_ONCE = 1 << 16
+COMMITTED = (WEIGHT_VERSION, ">=", 0)
+"""What samples that a producer has put, but that are not tagged yet, do not meet."""
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Leave to produce `sample_ids`, begun with weights of `version`. As a context manager rolls itself back unless it
+    was committed. `aborted`: what it produces will not be taken; stop as soon as it suits."""
+
+    number: int
+    sample_ids: list[str]
+    version: int
+    places: list[int]
+    buffer: ReplayBuffer = field(repr=False)
+    aborted: bool = False
+    storing: bool = False
+    committed: bool = False
+    watchers: list[Callable[[], object]] = field(default_factory=list, repr=False)
+
+    def when_aborted(self, stop: Callable[[], object]) -> None:
+        """Have `stop()` called, once, when the policy gives this work up, to end a generation under way: in the thread
+        that calls `ReplayBuffer.advance`, which raises what it raises; at once where the work was given up before."""
+        self.buffer.watch(self, stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.buffer.rollback(self)
+
+
+class ReplayBuffer:
+    """Samples of one partition on their way from producers to the trainer, at the pace that `policy` sets.
+
+    Producers `reserve` before they begin and `commit` what they made; the trainer `take`s batches and tells of new
+    weights with `advance`. One per job, shared by threads: in the driver, or in an actor. The samples themselves are in
+    the service, written once by `commit`, or by a producer in another process; here are only counts and names.
+
+    partition_id: registered, with `task_name` among its tasks. group_size: reservations and batches are whole groups,
+    whose samples share the tag `group`.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        partition_id: str,
+        policy: StalenessPolicy,
+        *,
+        task_name: str = "train",
+        required_fields: Sequence[str] = (),
+        group_size: int | None = None,
+    ) -> None:
+        if group_size is not None and policy.batch_size % group_size:
+            raise ValueError(f"a batch of {policy.batch_size} is not made of whole groups of {group_size}")
+        self.policy = policy
+        self._client = client
+        self._partition = partition_id
+        self._task = task_name
+        self._fields = list(required_fields)
+        self._group_size = group_size
+        self._changed = threading.Condition()
+        self._version = self._consumed = self._stored = 0
+        self._next = self._next_place = 0
+        self._free_places: list[int] = []
+        self._running: dict[int, Reservation] = {}
+
+    @property
+    def flow(self) -> Flow:
+        """Where the run stands."""
+        with self._changed:
+            return self._flow()
+
+    def _flow(self) -> Flow:
+        running = sum(len(reservation.sample_ids) for reservation in self._running.values())
+        return Flow(version=self._version, consumed=self._consumed, stored=self._stored, running=running)
+
+    # --- producers
+
+    def reserve(self, count: int, timeout_s: float = 60.0) -> Reservation:
+        """Leave to produce `count` samples. Waits until the policy has room for them; `CallTimeoutError` (a
+        TimeoutError), which says what holds it up, after `timeout_s`. ValueError for what it can never have room for.
+        """
+        timeout_s = seconds("timeout_s", timeout_s)
+        most = (self.policy.window + 1) * self.policy.batch_size
+        if not 1 <= count <= most or count % (self._group_size or 1):
+            groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
+            raise ValueError(f"reserve({count}): between 1 and {most} samples{groups}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.policy.room(self._flow()) >= count, timeout_s):
+                flow = self._flow()
+                what = f"leave to begin {count} samples ({flow.stored} stored, {flow.running} running)"
+                raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer, at version {flow.version}")
+            return self._begin(count)
+
+    def reserve_nowait(self, count: int) -> Reservation | None:
+        """The same if there is room now, else None."""
+        try:
+            return self.reserve(count, 0.0)
+        except CallTimeoutError:
+            return None
+
+    def _begin(self, count: int) -> Reservation:
+        names = [f"{self._partition}-{number}" for number in range(self._next, self._next + count)]
+        self._next += count
+        places = [heapq.heappop(self._free_places) for _ in range(min(count, len(self._free_places)))]
+        fresh = count - len(places)
+        places += range(self._next_place, self._next_place + fresh)
+        self._next_place += fresh
+        reservation = Reservation(self._next, names, self._version, places, self)
+        self._running[reservation.number] = reservation
+        return reservation
+
+    def commit(
+        self,
+        reservation: Reservation,
+        fields: Mapping[str, Any] | KVBatchMeta,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Store what was produced: `fields` as `put_samples` takes them, `tags` one mapping per sample. All of it is
+        visible at once, or nothing; after an error the reservation stands, to be committed again or rolled back.
+
+        A producer in another process puts the samples itself, under the reservation's ids, and `fields` is the meta
+        that it got: no step takes them before this has tagged them.
+
+        Raises `RolloutAbortedError` where the policy gave the work up (what was put already is cleared), and whatever
+        the service raises.
+        """
+        put = fields if isinstance(fields, KVBatchMeta) else None
+        if put is not None and put.sample_ids != reservation.sample_ids:
+            raise ValueError(f"the meta of {put.size} samples does not name those of the reservation, in their order")
+        try:
+            self._begin_to_store(reservation)
+        except RolloutAbortedError:
+            if put is not None and not reservation.committed:
+                self._client.clear_samples(put, self._partition)
+            raise
+        try:
+            stamped = self._tags(reservation, tags)
+            if put is not None:
+                self._client.set_tags(put, self._partition, stamped)
+                meta = put.stamp_tags(stamped)
+            else:
+                assert not isinstance(fields, KVBatchMeta)
+                names = reservation.sample_ids
+                meta = self._client.put_samples(names, self._partition, fields, tags=stamped, mode="create")
+        except BaseException:
+            reservation.storing = False
+            raise
+        with self._changed:
+            del self._running[reservation.number]
+            reservation.committed, reservation.storing = True, False
+            self._stored += len(reservation.sample_ids)
+            self._changed.notify_all()
+        return meta
+
+    def _begin_to_store(self, reservation: Reservation) -> None:
+        """From here on the policy cannot give it up."""
+        with self._changed:
+            if reservation.aborted:
+                why = f"begun with weights of version {reservation.version}, and the trainer is at {self._version}"
+                raise RolloutAbortedError(samples=reservation.sample_ids, why=why)
+            if self._running.get(reservation.number) is not reservation or reservation.storing:
+                raise RolloutAbortedError(samples=reservation.sample_ids, why="rolled back, or committed before")
+            reservation.storing = True
+
+    def _tags(self, reservation: Reservation, tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+        now = time.time()
+        given = [{} for _ in reservation.sample_ids] if tags is None else tags
+        if len(given) != len(reservation.sample_ids):
+            raise ValueError(f"{len(given)} tag mappings for {len(reservation.sample_ids)} samples")
+        stamped = []
+        for row, (mine, place) in enumerate(zip(given, reservation.places, strict=True)):
+            tag = {**mine, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
+            target = self.policy.target(place)
+            if target is not None:
+                tag[TARGET_STEP] = target
+            if self._group_size is not None:
+                tag[GROUP] = f"{reservation.number}-{row // self._group_size}"
+            stamped.append(tag)
+        return stamped
+
+    def rollback(self, reservation: Reservation) -> None:
+        """What was reserved will not be produced: others may begin instead, and what was put of it already is cleared.
+        Does nothing after a commit, nor while one is under way. Idempotent."""
+        with self._changed:
+            if reservation.committed or reservation.storing:
+                return
+            if self._running.pop(reservation.number, None) is not None:
+                for place in reservation.places:
+                    heapq.heappush(self._free_places, place)
+                self._changed.notify_all()
+        self._client.clear_samples(reservation.sample_ids, self._partition)
+
+    def watch(self, reservation: Reservation, stop: Callable[[], object]) -> None:
+        """See `Reservation.when_aborted`."""
+        with self._changed:
+            if not reservation.aborted:
+                reservation.watchers.append(stop)
+                return
+        stop()
+
+    # --- the trainer
+
+    def take(self, timeout_s: float = 60.0) -> KVBatchMeta:
+        """The batch of the next step, by the policy. Waits on the service; TimeoutError says what is missing, with
+        nothing taken."""
+        deadline = time.monotonic() + seconds("timeout_s", timeout_s)
+        wheres = self.policy.claims(self._version)
+        parts: list[KVBatchMeta] = []
+        left = self.policy.batch_size
+        try:
+            for number, where in enumerate(wheres, 1):
+                waits = number == len(wheres)
+                patience_s = max(deadline - time.monotonic(), 0.0) if waits else 0.0
+                if left:
+                    parts.append(self._claim(where, left, blocking=waits, timeout_s=patience_s))
+                    left -= parts[-1].size
+        except BaseException:
+            for part in parts:
+                if part.size:
+                    self._client.nack(part)
+            raise
+        taken = KVBatchMeta.concat(parts)
+        with self._changed:
+            self._stored -= taken.size
+            self._consumed += taken.size
+            self._changed.notify_all()
+        return taken
+
+    def _claim(self, where: Where, count: int, *, blocking: bool, timeout_s: float) -> KVBatchMeta:
+        return self._client.claim_meta(
+            self._partition,
+            self._task,
+            self._fields,
+            count,
+            blocking=blocking,
+            timeout_s=timeout_s,
+            where=(*conditions_of(where), COMMITTED),
+            group_by=GROUP,
+            group_size=self._group_size,
+        )
+
+    def advance(self, version: int) -> tuple[int, list[Reservation]]:
+        """The trainer's weights are `version` now: claims with `max_lag` count from it. What the policy evicts is
+        cleared, work it gives up is aborted and its producers are told (`Reservation.when_aborted`); others may begin.
+        How many samples were evicted, and the reservations aborted. ValueError if it goes back."""
+        with self._changed:
+            if version < self._version:
+                raise ValueError(f"advance({version}): the weights are at version {self._version} already")
+            self._version = version
+            running = [r for r in self._running.values() if not (r.aborted or r.storing)]
+            aborted = [r for r in running if self.policy.aborts(r.version, version)]
+            for reservation in aborted:
+                reservation.aborted = True
+        with ExitStack() as telling:
+            for reservation in aborted:
+                for stop in reservation.watchers:
+                    telling.callback(stop)
+            for reservation in aborted:
+                self.rollback(reservation)
+            self._client.set_version(self._partition, version)
+            evicted = self._evict(version)
+            with self._changed:
+                self._stored -= evicted
+                self._changed.notify_all()
+        return evicted, aborted
+
+    def _evict(self, version: int) -> int:
+        """Claimed first, so that what a step has taken is never cleared."""
+        where = self.policy.evicts(version)
+        evicted = 0
+        while where is not None:
+            old = self._client.claim_meta(
+                self._partition, self._task, [], EVICTED_AT_ONCE, blocking=False, timeout_s=0.0, where=where
+            )
+            if not old.size:
+                break
+            self._client.clear_samples(old, self._partition)
+            evicted += old.size
+        return evicted
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside a checkpoint of the service: plain values. Work that is running is not in it: whoever
+        loads this begins it again."""
+        with self._changed:
+            running = [place for reservation in self._running.values() for place in reservation.places]
+            return {
+                "version": self._version,
+                "consumed": self._consumed,
+                "stored": self._stored,
+                "next": self._next,
+                "next_place": self._next_place,
+                "free_places": sorted([*self._free_places, *running]),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of which the service is told the version. RuntimeError while work is running
+        here."""
+        with self._changed:
+            if self._running:
+                raise RuntimeError(f"{len(self._running)} reservations are running; roll them back before loading")
+            self._version, self._consumed, self._stored = state["version"], state["consumed"], state["stored"]
+            self._next, self._next_place = state["next"], state["next_place"]
+            self._free_places = list(state["free_places"])
+            heapq.heapify(self._free_places)
+            self._changed.notify_all()
+        self._client.set_version(self._partition, state["version"])

@@ -1,1 +1,0 @@
-"""What a service shows over HTTP: its page, its state as JSON, its metrics."""

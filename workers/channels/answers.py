@@ -1,0 +1,25 @@
+"""What a broker's answers are to callers, where they are not what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from workers.channels import wire
+from workers.channels.errors import ChannelClosedError, EndOfChannelError, ItemTooLargeError
+
+
+def error_of(answer: Any, channel: str, key: Any) -> Exception:
+    """Of a put or get under `key`."""
+    match answer:
+        case wire.Full():
+            return asyncio.QueueFull(f"channel {channel!r} has no place under key {key!r}")
+        case wire.Empty():
+            return asyncio.QueueEmpty(f"channel {channel!r} has no item under key {key!r}")
+        case wire.Ended():
+            return EndOfChannelError(channel=channel, key=repr(key))
+        case wire.Closed():
+            return ChannelClosedError(channel=channel)
+        case wire.TooLarge(limit_bytes=limit):
+            return ItemTooLargeError(channel=channel, limit_bytes=limit)
+    return RuntimeError(f"channel {channel!r}: its broker said {answer!r}")

@@ -1,0 +1,75 @@
+"""Brokers as Ray actors: one on each node, for all channels there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from workers.channels.hosted import HostedBroker
+
+START_S = 120.0
+
+
+class BrokerActor:
+    """A node's broker, in a process that ends with it, so that Ray starts another."""
+
+    def __init__(self, directory_address: str, node_rank: int, capacity_bytes: int | None = None) -> None:
+        host = ray.util.get_node_ip_address()
+        self._broker = HostedBroker(directory_address, node_rank, host=host, capacity_bytes=capacity_bytes)
+        threading.Thread(target=self._end_with_broker, name="tq-broker-end", daemon=True).start()
+
+    def endpoint(self) -> str:
+        """Where it is."""
+        return self._broker.endpoint
+
+    def close(self) -> None:
+        """End the broker; what its channels hold is lost."""
+        self._broker.close()
+
+    def _end_with_broker(self) -> None:
+        if not self._broker.wait():
+            os._exit(1)
+
+
+def start_brokers(
+    nodes: Mapping[int, str], directory_address: str, *, capacity_bytes: int | None = None
+) -> dict[int, ActorHandle]:
+    """A broker on each node: `nodes` are Ray's node ids by rank. Blocks until all of them are registered with the
+    directory, for `START_S` at most: then `ray.exceptions.GetTimeoutError`; an actor's exception if it cannot start.
+    Either has a note of the node, and those that were started have ended then.
+
+    They live as long as the calling process and the handles that come back: the one that owns the cluster is to call.
+    One whose process dies is started again by Ray, without what it held, and registers again. They take no CPU of
+    Ray's, import no torch, and end with `ray.kill`.
+    """
+    actor = ray.remote(num_cpus=0, max_concurrency=2)(BrokerActor)
+    started: dict[int, ActorHandle] = {}
+    try:
+        for rank, node in nodes.items():
+            where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            broker = actor.options(max_restarts=-1, scheduling_strategy=where)
+            started[rank] = broker.remote(directory_address, rank, capacity_bytes)
+        until = time.monotonic() + START_S
+        for rank, each in started.items():
+            _await(each, f"the broker of channels on node {rank} ({nodes[rank]})", until)
+    except BaseException:
+        for each in started.values():
+            with contextlib.suppress(Exception):
+                ray.kill(each, no_restart=True)
+        raise
+    return started
+
+
+def _await(broker: ActorHandle, name: str, until: float) -> None:
+    try:
+        ray.get(broker.__ray_ready__.remote(), timeout=max(0.0, until - time.monotonic()))
+    except Exception as error:
+        error.add_note(f"{name} did not start")
+        raise

@@ -1,0 +1,312 @@
+"""A client's connection to a broker, and how items get from and to it. One thread at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from dataplane.core.addresses import boot_id, split_address
+from dataplane.core.buffer_pool import BufferPool
+from workers.channels import items, wire
+from workers.channels.endpoint import Endpoint
+from workers.channels.errors import ChannelLostError, ChannelTimeoutError
+from workers.channels.items import Parcel
+from workers.channels.stream import Stream, StreamLostError, StreamSilentError
+from workers.channels.wire import NOWHERE, Message
+from workers.errors import NotSerializableError
+from workers.messages import pickling
+from workers.messages.pickling import Bytes, Unpacked
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+GRACE_S = 10.0
+"""How long a broker may take to confirm what was given up."""
+CONFIRM_S = 30.0
+"""The same for items that arrived from another host. A lost network is noticed sooner, by the kernel."""
+UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
+LOG_EVERY_S = 30.0
+
+Settle = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
+"""Says so to the broker; what comes back is done once it has confirmed what it is to confirm, None for at once."""
+
+
+class ArrivedItems:
+    """Items that a get brought, still in the broker's name until they are taken, once. missing: there was no memory for
+    their bytes, which were dropped."""
+
+    def __init__(
+        self,
+        answer: wire.Items,
+        line: Line,
+        payload: Bytes | None,
+        send: Settle,
+        missing: MemoryError | None = None,
+    ) -> None:
+        self._answer = answer
+        self._line = line
+        self._payload = payload
+        self._send = send
+        self._missing = missing
+        self._build: Callable[[], list[Any]] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the get that brought them."""
+        return self._answer.number
+
+    @property
+    def remote(self) -> bool:
+        """Whether the broker has to confirm that they were taken."""
+        return self._line.remote
+
+    def take(self) -> list[Any]:
+        """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be
+        built: it is gone; what came with it went back to where it was. MemoryError where there is none for them: all
+        went back."""
+        if self._build is None:
+            confirmed = self.acknowledge()
+            if confirmed is not None:
+                confirmed.result()
+        assert self._build is not None
+        return self._build()
+
+    def acknowledge(self) -> Future[None] | None:
+        """Copy the items into this process's memory and say so, once. Where the broker is on another host, they are
+        this process's when what comes back is done, within `CONFIRM_S`, or they might be another's too; None: they are
+        now. Raises as `take` does."""
+        try:
+            held = self._values()
+            if len(held) > 1:
+                self._line.stream.check()
+        except StreamLostError:
+            # What sends knows why, and says so.
+            self._send(wire.AckItems(self.number))
+            raise
+        except MemoryError:
+            self._send(wire.NackItems(self.number))
+            raise
+        if len(held) > 1:
+            built = self._build_batch(held)
+            self._build = lambda: built
+        else:
+            self._build = lambda: [each.load() for each in held]
+        return self._send(wire.AckItems(self.number, confirm=self.remote))
+
+    def _build_batch(self, held: list[Unpacked]) -> list[Any]:
+        """Build before it is said that they have arrived; where one cannot be built, say which have."""
+        built, errors = [], {}
+        for place, each in enumerate(held):
+            try:
+                built.append(each.load())
+            except NotSerializableError as error:
+                errors[place] = error
+        if not errors:
+            return built
+        self._send(wire.NackItems(self.number, tuple(errors)))
+        first = next(iter(errors.values()))
+        first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
+        raise first
+
+    def _values(self) -> list[Unpacked]:
+        """Each item's, in this process's memory."""
+        if self._missing is not None:
+            raise self._missing
+        found, at, warm = [], 0, self._line.memory
+        for item in self._answer.items:
+            if item.room == NOWHERE:
+                found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), warm, own=True))
+            elif self._payload is not None:
+                found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], warm, own=True))
+                at += item.nbytes
+            else:
+                found.append(items.unpack(item.head, self._line.mapped(item.room, item.nbytes), warm, own=False))
+        return found
+
+
+def to_settle(answer: object) -> Callable[[], Future[None] | None] | None:
+    """What has to be called before items that were answered are taken, as they are another host's."""
+    return answer.acknowledge if isinstance(answer, ArrivedItems) and answer.remote else None
+
+
+class Line:
+    """Connects at once: blocks for `CONNECT_S` at most. `StreamLostError`, or another OSError, where nothing answers.
+
+    local: the broker's memory is mapped; remote: it never was.
+    """
+
+    def __init__(self, endpoint: Endpoint, memory: BufferPool) -> None:
+        self.memory = memory
+        self.ahead = (NOWHERE, 0)
+        self._number = 0
+        self._arena: Bytes | None = None
+        self._writing = threading.Lock()
+        self._shut = False
+        self.local = False
+        self.remote = True
+        until = time.monotonic() + CONNECT_S
+        self.stream = _connect(endpoint)
+        try:
+            self._shake_hands(endpoint, until)
+        except BaseException:
+            self.stream.close()
+            raise
+
+    def _shake_hands(self, endpoint: Endpoint, until: float) -> None:
+        sock = self.stream.sock
+        local = sock.family == socket.AF_UNIX
+        hello = wire.OpenBroker(self.number(), wire.VERSION, endpoint.token, local)
+        self.stream.send([wire.encode(hello)], until)
+        self.stream.wait(until)
+        data, fds, _, _ = socket.recv_fds(sock, 4096, 1)
+        try:
+            message = self.stream.first(data, until)
+            answer = wire.decode_answer(message.body)
+            if not isinstance(answer, wire.Welcome):
+                raise StreamLostError(f"it refused this client: {answer}")
+            self.capacity_bytes = answer.capacity_bytes
+            if fds and answer.arena_bytes:
+                mapping = mmap.mmap(fds[0], answer.arena_bytes)
+                mapping.madvise(mmap.MADV_DONTDUMP)
+                self._arena = np.frombuffer(mapping, np.uint8)[answer.data_from :]
+                self.local, self.remote = True, False
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def number(self) -> int:
+        """A new request's."""
+        self._number += 1
+        return self._number
+
+    def mapped(self, room: int, nbytes: int) -> Bytes:
+        """Bytes of the broker's memory. `StreamLostError` once this is closed."""
+        arena = self._arena
+        if arena is None:
+            raise StreamLostError("the connection was closed")
+        return arena[room : room + nbytes]
+
+    def put(self, request: wire.Put, parcel: Parcel, until: float) -> None:
+        """Send `parcel`'s item, which has its room."""
+        if parcel.carried:
+            self.stream.send([wire.encode(request)], until)
+        elif self.local:
+            with self._writing:
+                if self._shut:
+                    raise StreamLostError("the connection was closed")
+                parcel.write(self.mapped(request.item.room, parcel.nbytes))
+            self.stream.send([wire.encode(request)], until)
+        else:
+            self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
+
+    def answer(self, message: Message, until: float, send: Settle) -> wire.AnyAnswer | ArrivedItems:
+        """What a message says, its payload taken."""
+        answer = wire.decode_answer(message.body)
+        if not isinstance(answer, wire.Items):
+            return answer
+        payload = None
+        if message.payload_bytes:
+            try:
+                payload = pickling.fresh(message.payload_bytes, self.memory)
+            except MemoryError as error:
+                self.stream.skip(message.payload_bytes, until)
+                return ArrivedItems(answer, self, None, send, error)
+            self.stream.receive_into(payload.data, until)
+        return ArrivedItems(answer, self, payload, send)
+
+    def take_ahead(self, nbytes: int) -> int:
+        """The room that came with an answer, if it is as large as that; one that is not is given back."""
+        room, have = self.ahead
+        if room == NOWHERE:
+            return NOWHERE
+        self.ahead = (NOWHERE, 0)
+        if have >= nbytes:
+            return room
+        self.stream.send([wire.encode(wire.ReleaseSpace(self.number(), room))], time.monotonic() + GRACE_S)
+        return NOWHERE
+
+    # --- one request at a time
+
+    def ask(self, request: wire.AnyRequest, what: str, until: float) -> wire.AnyAnswer | ArrivedItems:
+        """The answer to a request, waited for until then: after that `ChannelTimeoutError`, and nothing happened."""
+        begun = time.monotonic()
+        self.stream.send([wire.encode(request)], max(until, begun + GRACE_S))
+        return self.await_answer(request.number, what, begun, until)
+
+    def await_answer(self, number: int, what: str, begun: float, until: float) -> wire.AnyAnswer | ArrivedItems:
+        """The answer to `number`, which was sent."""
+        while True:
+            now = time.monotonic()
+            try:
+                message = self.stream.receive(min(until, now + LOG_EVERY_S))
+                break
+            except StreamSilentError:
+                now = time.monotonic()
+                if now >= until:
+                    message = self._give_up(number)
+                    break
+                log.warning("%s: waiting since %.0f s, another %.0f s at most", what, now - begun, until - now)
+        answer = self.answer(message, time.monotonic() + GRACE_S, self._send)
+        if isinstance(answer, wire.Cancelled):
+            raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
+        return answer
+
+    def _give_up(self, number: int) -> Message:
+        """The last word on a request that takes too long: that it was cancelled, or its answer after all."""
+        grace = time.monotonic() + GRACE_S
+        self.stream.send([wire.encode(wire.Cancel(number))], grace)
+        return self.stream.receive(grace)
+
+    def _send(self, request: wire.AckItems | wire.NackItems) -> None:
+        self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
+        if isinstance(request, wire.AckItems) and request.confirm:
+            try:
+                self.stream.receive(time.monotonic() + CONFIRM_S)
+            except (StreamLostError, StreamSilentError) as error:
+                raise StreamLostError(UNCONFIRMED) from error
+
+    def shut(self) -> None:
+        """From another thread: whoever uses this gets `StreamLostError`. Waits for a copy into the broker's memory to
+        end, because the room is another's once the connection has ended."""
+        with self._writing, contextlib.suppress(OSError):
+            self._shut = True
+            self.stream.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection; whoever copies from its memory still may, but cannot acknowledge it any more."""
+        self.local = False
+        self._arena = None
+        self.stream.close()
+
+
+def _connect(endpoint: Endpoint) -> Stream:
+    if endpoint.host == boot_id():
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(CONNECT_S)
+            sock.connect("\0" + endpoint.name)
+            return Stream(sock)
+        except ConnectionRefusedError:
+            # Also where the broker is in another network namespace of this machine.
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    return Stream(socket.create_connection(split_address(endpoint.address), CONNECT_S))
+
+
+def lost(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:
+    why = "it does not answer" if isinstance(error, StreamSilentError) else str(error) or type(error).__name__
+    gone = ChannelLostError(what=what, broker=endpoint.address, why=why)
+    gone.__cause__ = error
+    return gone

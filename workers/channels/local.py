@@ -1,0 +1,177 @@
+"""A channel within a process: the same state as a broker's, without one. Items are handed over as they are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from workers.channels import wire
+from workers.channels.connection import LOG_EVERY_S
+from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
+from workers.channels.queues import Broker, Effects
+
+log = logging.getLogger(__name__)
+
+_US = 0
+
+
+class NoMemory:
+    """Items within a process need none of a broker's."""
+
+    capacity_bytes = 0
+    used_bytes = 0
+
+    def take(self, nbytes: int) -> int | None:
+        """There is no room."""
+        return None
+
+    def give(self, room: int, nbytes: int) -> None:
+        raise AssertionError("room was given back that was never taken")
+
+
+class LocalItems:
+    """Items that a get brought, to be taken once."""
+
+    def __init__(self, answer: wire.Items, send: Callable[[wire.AnyRequest], None]) -> None:
+        self._answer = answer
+        self._send = send
+
+    def take(self) -> list[Any]:
+        self._send(wire.AckItems(self._answer.number))
+        return [item.head for item in self._answer.items]
+
+
+Reply = wire.AnyAnswer | LocalItems
+
+
+class LocalLink:
+    """What `Link` is to a broker, to a channel of this process. Thread-safe."""
+
+    def __init__(self, channel: str) -> None:
+        self._channel = channel
+        self._state = Broker(NoMemory())
+        self._state.join(_US)
+        self._guard = threading.Lock()
+        self._number = 0
+        self._open: dict[int, Future[Any]] = {}
+        self._arrived: set[int] = set()
+        self._closed = False
+
+    def ask(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> Reply:
+        """The answer to one request, waited for until then: after that `ChannelTimeoutError`, and nothing happened."""
+        begun = time.monotonic()
+        number, future = self._enter(make)
+        while True:
+            now = time.monotonic()
+            try:
+                reply: Reply = future.result(max(0.0, min(until - now, LOG_EVERY_S)))
+                return reply
+            except FutureTimeout:
+                now = time.monotonic()
+            except BaseException:
+                self._drop(number)
+                raise
+            if now >= until:
+                self._tell(wire.Cancel(number))
+                reply = future.result()
+                if isinstance(reply, wire.Cancelled):
+                    raise ChannelTimeoutError(what=what, waited_s=now - begun)
+                return reply
+            log.warning("%s: waiting since %.0f s, another %.0f s at most", what, now - begun, until - now)
+
+    ask_after_puts = ask
+
+    def put(self, request: wire.Put, value: object, what: str, until: float) -> Reply:
+        """Put `value` itself."""
+        return self.ask(lambda number: _numbered(request, number, value), what, until)
+
+    def begin(
+        self, make: Callable[[int], wire.AnyRequest], what: str, until: float
+    ) -> tuple[Future[Any], Callable[[], None]]:
+        """The future of an answer, and what to call when nobody wants it any more."""
+        number, inner = self._enter(make)
+        outer: Future[Any] = Future()
+        wait_s = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+        timer = threading.Timer(wait_s, self._tell, (wire.Cancel(number),))
+        timer.daemon = True
+        begun = time.monotonic()
+
+        def pass_on(done: Future[Any]) -> None:
+            timer.cancel()
+            error = done.exception()
+            if error is not None:
+                outer.set_exception(error)
+            elif isinstance(done.result(), wire.Cancelled):
+                outer.set_exception(ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun))
+            else:
+                outer.set_result(done.result())
+
+        if not inner.done():
+            timer.start()
+        inner.add_done_callback(pass_on)
+        return outer, lambda: self._drop(number)
+
+    def begin_put(self, request: wire.Put, value: object, what: str, until: float) -> tuple[int, Future[Any]]:
+        """Put `value` itself: its number, and the future of what is answered."""
+        future, _ = self.begin(lambda number: _numbered(request, number, value), what, until)
+        return request.number, future
+
+    def retire(self) -> None:
+        """There is nothing to let go of."""
+
+    def close(self) -> None:
+        """Calls under way raise `ChannelClosedError`; items are dropped. Idempotent."""
+        with self._guard:
+            self._closed = True
+            left, self._open = list(self._open.values()), {}
+        for future in left:
+            future.set_exception(ChannelClosedError(channel=self._channel, why="this handle let it go"))
+
+    def _enter(self, make: Callable[[int], wire.AnyRequest]) -> tuple[int, Future[Any]]:
+        future: Future[Any] = Future()
+        with self._guard:
+            if self._closed:
+                raise ChannelClosedError(channel=self._channel, why="this handle let it go")
+            self._number += 1
+            number = self._number
+            self._open[number] = future
+            done = self._effects(self._state.apply(_US, make(number)))
+        _complete(done)
+        return number, future
+
+    def _tell(self, request: wire.AnyRequest) -> None:
+        with self._guard:
+            self._arrived.discard(request.number)
+            done = [] if self._closed else self._effects(self._state.apply(_US, request))
+        _complete(done)
+
+    def _drop(self, number: int) -> None:
+        """Nobody wants the answer any more: what waits is cancelled, what came goes back."""
+        with self._guard:
+            came = number in self._arrived
+        self._tell(wire.NackItems(number) if came else wire.Cancel(number))
+
+    def _effects(self, effects: Effects) -> list[tuple[Future[Any], Reply]]:
+        done: list[tuple[Future[Any], Reply]] = []
+        for _, answer in effects:
+            future = self._open.pop(answer.number, None)
+            if isinstance(answer, wire.Items):
+                self._arrived.add(answer.number)
+            if future is not None:
+                done.append((future, LocalItems(answer, self._tell) if isinstance(answer, wire.Items) else answer))
+        return done
+
+
+def _complete(done: list[tuple[Future[Any], Reply]]) -> None:
+    for future, reply in done:
+        future.set_result(reply)
+
+
+def _numbered(request: wire.Put, number: int, value: object) -> wire.Put:
+    request.number, request.item = number, wire.Item(value)
+    return request

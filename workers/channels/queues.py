@@ -1,0 +1,469 @@
+"""The state of a broker: queues, who waits for what, what was handed out. No sockets, threads or clock.
+
+Of each key there is a queue, first in first out. Puts that find it full and gets that find it empty wait in two lines.
+What a get took is leased: acknowledged, it is forgotten; given back, or its client gone, it returns to its place at
+the front. The first batch in line collects items as they come, so that a batch may be heavier than the queue is long;
+nobody behind it gets one before it is whole. Memory is waited for in a third line of each queue: what needs more than
+there is holds up nobody in another queue, and may be passed from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from workers.channels import wire
+from workers.channels.records import (
+    ChannelQueues,
+    Client,
+    HeldItems,
+    ItemLease,
+    OpenGet,
+    OpenPut,
+    Queue,
+    RoomWait,
+    Stored,
+)
+from workers.channels.wire import NOWHERE
+
+Effects = list[tuple[Client, wire.AnyAnswer]]
+"""What to answer to whom, in this order."""
+
+AHEAD_BYTES = 16 << 20
+"""Larger rooms are not given ahead."""
+AHEAD_SHARE = 0.25
+"""Nothing is given ahead when more than this share of the memory is in use."""
+
+
+class ItemMemory(Protocol):
+    """Room for the bytes of items."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def take(self, nbytes: int) -> int | None: ...
+
+    def give(self, room: int, nbytes: int) -> None: ...
+
+
+class Broker:
+    """Every method returns what is to be answered; a request may be answered by a later one.
+
+    memory: where items' bytes are. As many bytes again may be in items that carry their own; beyond that, puts wait.
+    """
+
+    def __init__(self, memory: ItemMemory) -> None:
+        self._memory = memory
+        self._carried_bytes = 0
+        self._puts = 0
+        self._channels: dict[str, ChannelQueues] = {}
+        self._clients: dict[Client, HeldItems] = {}
+        self._waiting: dict[Queue, None] = {}
+        self._starved: dict[Queue, None] = {}
+        self._out: Effects = []
+
+    @property
+    def channels(self) -> int:
+        """How many channels are not over."""
+        return len(self._channels)
+
+    # --- what comes in
+
+    def join(self, client: Client) -> None:
+        """A client has come."""
+        self._clients[client] = HeldItems()
+
+    def leave(self, client: Client) -> Effects:
+        """A client has gone: what it waited for is dropped, what it had not acknowledged returns."""
+        gone = self._clients.pop(client)
+        touched: dict[Queue, None] = {}
+        for each in gone.open.values():
+            touched[each.queue] = None
+            self._withdraw(each)
+        for room, nbytes in gone.rooms.items():
+            self._memory.give(room, nbytes)
+        self._settle(touched)
+        return self._answers()
+
+    def apply(self, client: Client, request: wire.AnyRequest) -> Effects:
+        """ValueError for a request that no honest client makes."""
+        match request:
+            case wire.Put():
+                self._put(client, request)
+            case wire.Get():
+                self._get(client, request)
+            case wire.AckItems():
+                self._ack(client, request)
+            case wire.NackItems():
+                self._nack(client, request)
+            case wire.Reserve():
+                self._reserve(client, request)
+            case wire.ReleaseSpace():
+                self._release(client, request.room)
+            case wire.Cancel():
+                self._cancel(client, request.number)
+            case wire.Count():
+                self._count(client, request)
+            case wire.Peek():
+                self._peek(client, request)
+            case wire.Create():
+                if request.channel not in self._channels:
+                    self._channels[request.channel] = ChannelQueues(request.channel, request.maxsize)
+                self._answer(client, wire.BrokerDone(request.number))
+            case wire.RouteKey():
+                self._route(client, request)
+            case wire.Close():
+                self._close(request.channel)
+                self._answer(client, wire.BrokerDone(request.number))
+            case _:
+                raise ValueError(f"{type(request).__name__} is not for the state of a broker")
+        return self._answers()
+
+    def room_of(self, client: Client, item: wire.Item) -> int:
+        """Bytes that `client` may write for an item it is about to put. ValueError where that room is not its own."""
+        nbytes = self._clients[client].rooms.get(item.room)
+        if nbytes is None or not 0 < item.nbytes <= nbytes:
+            raise ValueError(f"{item.nbytes} bytes at {item.room} are not reserved for this client")
+        return nbytes
+
+    def _answers(self) -> Effects:
+        out, self._out = self._out, []
+        return out
+
+    def _answer(self, client: Client, answer: wire.AnyAnswer) -> None:
+        self._out.append((client, answer))
+
+    # --- puts
+
+    def _put(self, client: Client, request: wire.Put) -> None:
+        item, room_bytes = request.item, 0
+        if item.room != NOWHERE:
+            room_bytes = self.room_of(client, item)
+            del self._clients[client].rooms[item.room]
+        self._puts += 1
+        stored = Stored(item, request.weight, self._puts, room_bytes)
+        channel = self._channels.get(request.channel)
+        if channel is None or channel.closed:
+            self._drop(stored)
+            self._answer(client, wire.Closed(request.number))
+            self._settle(())
+            return
+        queue = channel.queue(request.key)
+        put = OpenPut(client, request.number, queue, stored, request.want)
+        if not queue.puts and self._fits(queue, item):
+            self._take_in(put)
+            self._serve(queue)
+        elif request.nowait:
+            self._drop(stored)
+            self._answer(client, wire.Full(request.number))
+            self._settle((queue,))
+        else:
+            queue.puts.append(put)
+            self._clients[client].open[request.number] = put
+            self._serve(queue)
+
+    def _fits(self, queue: Queue, item: wire.Item) -> bool:
+        if 0 < queue.channel.maxsize <= len(queue.items):
+            return False
+        carried = len(item.body)
+        if carried and 0 < self._carried_bytes > self._memory.capacity_bytes - carried:
+            self._starved[queue] = None
+            return False
+        return True
+
+    def _take_in(self, put: OpenPut) -> None:
+        put.queue.items.append(put.stored)
+        self._carried_bytes += len(put.stored.item.body)
+        self._answer(put.client, wire.BrokerDone(put.number, self._ahead(put.client, put.want)))
+
+    def _ahead(self, client: Client, want: int) -> int:
+        memory = self._memory
+        if not 0 < want <= AHEAD_BYTES or self._waiting:
+            return NOWHERE
+        if memory.used_bytes + want > memory.capacity_bytes * AHEAD_SHARE:
+            return NOWHERE
+        room = memory.take(want)
+        if room is None:
+            return NOWHERE
+        self._clients[client].rooms[room] = want
+        return room
+
+    # --- gets
+
+    def _get(self, client: Client, request: wire.Get) -> None:
+        channel = self._channels.get(request.channel)
+        if channel is None:
+            self._answer(client, wire.Ended(request.number))
+            return
+        queue = channel.queue(request.key)
+        get = OpenGet(client, request.number, queue, request.target)
+        if not request.nowait:
+            queue.gets.append(get)
+            self._clients[client].open[request.number] = get
+        elif queue.items:
+            self._hand_out(get, [queue.items.popleft()])
+        elif channel.closed and not queue.leased:
+            self._answer(client, wire.Ended(request.number))
+        else:
+            self._answer(client, wire.Empty(request.number))
+        self._serve(queue)
+
+    def _hand_out(self, get: OpenGet, taken: list[Stored]) -> None:
+        queue = get.queue
+        if len(taken) > 1:
+            # One that came back meanwhile goes before those that were collected earlier.
+            taken.sort(key=_place)
+        queue.leased += len(taken)
+        self._clients[get.client].open[get.number] = ItemLease(queue, taken)
+        self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
+
+    def _collect(self, get: OpenGet) -> bool:
+        """Take what the first get in line may have; whether it has all now."""
+        items = get.queue.items
+        if get.target is None:
+            if items:
+                get.taken.append(items.popleft())
+            return bool(get.taken)
+        while items:
+            total = get.weight_with(items[0].weight)
+            if get.taken and sum(total) > get.target:
+                return True
+            get.taken.append(items.popleft())
+            get.weight, get.rounded_off = total
+            if sum(total) >= get.target:
+                return True
+        return False
+
+    # --- the lines
+
+    def _serve(self, queue: Queue) -> None:
+        """Move both lines on as far as they go."""
+        moved = True
+        while moved:
+            moved = False
+            while queue.puts and self._fits(queue, queue.puts[0].stored.item):
+                put = queue.puts.popleft()
+                del self._clients[put.client].open[put.number]
+                self._take_in(put)
+                moved = True
+            if queue.gets:
+                get, before = queue.gets[0], len(queue.items)
+                if self._collect(get) or (get.taken and self._no_more(queue)):
+                    queue.gets.popleft()
+                    self._hand_out(get, get.taken)
+                    moved = True
+                moved = moved or len(queue.items) < before
+        if queue.channel.closed:
+            self._end(queue)
+        else:
+            queue.channel.forget(queue)
+
+    @staticmethod
+    def _no_more(queue: Queue) -> bool:
+        return queue.channel.closed and not queue.items
+
+    def _end(self, queue: Queue) -> None:
+        """Of a closed channel: who waits on a queue that will give nothing any more is told so."""
+        if not queue.items and not queue.leased:
+            while queue.gets:
+                get = queue.gets.popleft()
+                del self._clients[get.client].open[get.number]
+                self._answer(get.client, wire.Ended(get.number))
+        channel = queue.channel
+        channel.forget(queue)
+        if not channel.queues:
+            self._channels.pop(channel.ident, None)
+
+    def _settle(self, queues: Iterable[Queue]) -> None:
+        """Serve these, and whoever waited for memory that may be free now."""
+        for queue in queues:
+            self._serve(queue)
+        self._hand_out_rooms()
+        for queue in list(self._starved):
+            if self._carried_bytes >= self._memory.capacity_bytes:
+                break
+            del self._starved[queue]
+            self._serve(queue)
+
+    # --- what was handed out, and giving up
+
+    def _ack(self, client: Client, request: wire.AckItems) -> None:
+        lease = self._lease(client, request.number)
+        if request.confirm:
+            self._answer(client, wire.BrokerDone(request.number))
+        lease.queue.leased -= len(lease.taken)
+        self._forget(lease.taken)
+        if lease.queue.channel.closed or self._waiting or self._starved:
+            self._settle((lease.queue,))
+        else:
+            lease.queue.channel.forget(lease.queue)
+
+    def _nack(self, client: Client, request: wire.NackItems) -> None:
+        lease = self._lease(client, request.number)
+        taken, lost = lease.taken, set(request.lost)
+        lease.taken = [stored for place, stored in enumerate(taken) if place not in lost]
+        lease.queue.leased -= len(taken) - len(lease.taken)
+        self._withdraw(lease)
+        self._forget(stored for place, stored in enumerate(taken) if place in lost)
+        self._settle((lease.queue,))
+
+    def _lease(self, client: Client, number: int) -> ItemLease:
+        lease = self._clients[client].open.pop(number, None)
+        if not isinstance(lease, ItemLease):
+            raise ValueError(f"nothing was handed out under number {number}")
+        return lease
+
+    def _forget(self, items: Iterable[Stored]) -> None:
+        for stored in items:
+            self._carried_bytes -= len(stored.item.body)
+            self._drop(stored)
+
+    def _cancel(self, client: Client, number: int) -> None:
+        found = self._clients[client].open.get(number)
+        if found is None or isinstance(found, ItemLease):
+            return
+        del self._clients[client].open[number]
+        self._answer(client, wire.Cancelled(number))
+        self._withdraw(found)
+        self._settle((found.queue,))
+
+    def _withdraw(self, found: OpenPut | OpenGet | RoomWait | ItemLease) -> None:
+        """Undo what an open request did to its queue."""
+        queue = found.queue
+        if isinstance(found, RoomWait):
+            self._end_wait(found)
+            return
+        if isinstance(found, OpenPut):
+            queue.puts.remove(found)
+            self._drop(found.stored)
+            return
+        if isinstance(found, ItemLease):
+            queue.leased -= len(found.taken)
+        else:
+            queue.gets.remove(found)
+        if found.taken:
+            queue.items = deque(sorted([*found.taken, *queue.items], key=_place))
+
+    # --- memory
+
+    def _drop(self, stored: Stored) -> None:
+        if stored.room_bytes:
+            self._memory.give(stored.item.room, stored.room_bytes)
+
+    def _reserve(self, client: Client, request: wire.Reserve) -> None:
+        limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
+        if channel is None or channel.closed:
+            self._answer(client, wire.Closed(request.number))
+            return
+        if not 0 < request.nbytes <= limit:
+            self._answer(client, wire.TooLarge(request.number, limit))
+            return
+        queue = channel.queue(request.key)
+        wait = RoomWait(client, request.number, queue, request.nbytes)
+        if not queue.waits and self._give_room(wait):
+            pass
+        elif request.nowait:
+            self._answer(client, wire.Full(request.number))
+        else:
+            queue.waits.append(wait)
+            self._waiting[queue] = None
+            self._clients[client].open[request.number] = wait
+        channel.forget(queue)
+
+    def _give_room(self, wait: RoomWait) -> bool:
+        """Whether there is room for it."""
+        room = self._memory.take(wait.nbytes)
+        if room is None:
+            return False
+        self._clients[wait.client].rooms[room] = wait.nbytes
+        self._answer(wait.client, wire.ItemSpace(wait.number, room))
+        return True
+
+    def _hand_out_rooms(self) -> None:
+        """To the first of each queue's line, one queue after another, as far as there is room."""
+        too_much = self._memory.capacity_bytes + 1
+        turns = deque(self._waiting)
+        while turns:
+            wait = turns.popleft().waits[0]
+            if wait.nbytes >= too_much:
+                continue
+            if not self._give_room(wait):
+                too_much = wait.nbytes
+                continue
+            del self._clients[wait.client].open[wait.number]
+            del self._waiting[wait.queue]
+            self._end_wait(wait)
+            if wait.queue.waits:
+                self._waiting[wait.queue] = None
+                turns.append(wait.queue)
+
+    def _end_wait(self, wait: RoomWait) -> None:
+        queue = wait.queue
+        queue.waits.remove(wait)
+        if not queue.waits:
+            self._waiting.pop(queue, None)
+            queue.channel.forget(queue)
+
+    def _release(self, client: Client, room: int) -> None:
+        nbytes = self._clients[client].rooms.pop(room, None)
+        if nbytes is None:
+            raise ValueError(f"room {room} is not reserved for this client")
+        self._memory.give(room, nbytes)
+        self._settle(())
+
+    # --- the rest
+
+    def _count(self, client: Client, request: wire.Count) -> None:
+        channel = self._channels.get(request.channel)
+        queue = channel.queues.get(request.key) if channel else None
+        maxsize = channel.maxsize if channel else 0
+        routed = channel is not None and request.key in channel.routes
+        if queue is None:
+            self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0, routed))
+        else:
+            puts = len(queue.puts) + len(queue.waits)
+            counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
+            self._answer(client, wire.Counted(request.number, *counts, routed))
+
+    def _peek(self, client: Client, request: wire.Peek) -> None:
+        channel = self._channels.get(request.channel)
+        queue = channel.queues.get(request.key) if channel else None
+        items = queue.items if queue else ()
+        first = [stored.item for stored in itertools.islice(items, max(request.most, 0))]
+        self._answer(client, wire.Peeked(request.number, len(items), first))
+
+    def _route(self, client: Client, request: wire.RouteKey) -> None:
+        channel = self._channels.get(request.channel)
+        if channel is None:
+            self._answer(client, wire.Ended(request.number))
+        else:
+            self._answer(client, wire.Routed(request.number, channel.routes.setdefault(request.key, request.wish)))
+
+    def _close(self, ident: str) -> None:
+        channel = self._channels.get(ident)
+        if channel is None:
+            return
+        channel.closed = True
+        for queue in list(channel.queues.values()):
+            for wait in list(queue.waits):
+                del self._clients[wait.client].open[wait.number]
+                self._end_wait(wait)
+                self._answer(wait.client, wire.Closed(wait.number))
+            while queue.puts:
+                put = queue.puts.popleft()
+                del self._clients[put.client].open[put.number]
+                self._drop(put.stored)
+                self._answer(put.client, wire.Closed(put.number))
+            self._serve(queue)
+        if not channel.queues:
+            self._channels.pop(ident, None)
+        self._settle(())
+
+
+def _place(stored: Stored) -> int:
+    return stored.place

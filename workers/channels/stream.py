@@ -1,0 +1,162 @@
+"""Messages through a stream socket, in one thread at a time. Nothing waits without a deadline."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from dataplane.core.wakeup import poll_ms
+from workers.channels import wire
+from workers.channels.wire import Message
+
+READ_BYTES = 64 << 10
+SILENT_S = 10.0
+"""Bytes on their way have as long again whenever some of them arrive, however many they are."""
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+UNSENT_MS = 15_000
+
+
+class StreamSilentError(TimeoutError):
+    """The deadline passed."""
+
+
+class StreamLostError(ConnectionError):
+    """The other end closed the stream or is gone."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages leave at once, and a machine that vanished is noticed within about a quarter of a minute."""
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_MS)
+
+
+class Stream:
+    """The client's end. `StreamLostError` from any method once the other end is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        tune(sock)
+        self.sock = sock
+        self._splitter = wire.Splitter(wire.MAX_ANSWER_BYTES)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
+        """All of `parts`. `StreamSilentError` at the moment `until`, or once nothing was taken for `SILENT_S` if that
+        is later: the stream is of no use then."""
+        pending = [memoryview(part) for part in parts if len(part)]
+        while pending:
+            try:
+                sent = self.sock.sendmsg(pending)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
+                continue
+            except OSError as error:
+                raise StreamLostError(str(error)) from error
+            until = max(until, time.monotonic() + SILENT_S)
+            while pending and sent >= len(pending[0]):
+                sent -= len(pending.pop(0))
+            if sent:
+                pending[0] = pending[0][sent:]
+
+    def first(self, data: bytes, until: float) -> Message:
+        """The first message, of which `data` was read already."""
+        if not data:
+            raise StreamLostError("it closed the connection")
+        self._splitter.feed(data)
+        return self.receive(until)
+
+    def receive(self, until: float) -> Message:
+        """The next message. Its payload must be taken with `receive_into` before the next. `StreamSilentError` at the
+        moment `until`, and nothing is lost."""
+        while True:
+            message = self._splitter.next()
+            if message is not None:
+                return message
+            self.wait(until)
+            self._splitter.feed(self._read())
+
+    def arrived(self) -> Message | None:
+        """The next message if it is there, or has been read already; reads once at most."""
+        message = self._splitter.next()
+        if message is None:
+            data = self._try_read()
+            if data:
+                self._splitter.feed(data)
+                message = self._splitter.next()
+        return message
+
+    def receive_into(self, target: memoryview, until: float) -> None:
+        """The payload of the message that came last, whole, or one part of it after another. `StreamSilentError` at the
+        moment `until`, or once nothing came for `SILENT_S` if that is later."""
+        known = self._splitter.rest(len(target))
+        target[: len(known)] = known
+        at = len(known)
+        while at < len(target):
+            try:
+                count = self.sock.recv_into(target[at:])
+            except BlockingIOError:
+                self.wait(until)
+                continue
+            except OSError as error:
+                raise StreamLostError(str(error)) from error
+            if not count:
+                raise StreamLostError("it closed the connection")
+            at += count
+            until = max(until, time.monotonic() + SILENT_S)
+
+    def skip(self, nbytes: int, until: float) -> None:
+        """Take that much of the payload of the message that came last, and drop it."""
+        scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
+        while nbytes:
+            part = scratch[:nbytes]
+            self.receive_into(part, until)
+            until = max(until, time.monotonic() + SILENT_S)
+            nbytes -= len(part)
+
+    def wait(self, until: float) -> None:
+        """Until there is something to read. `StreamSilentError` at `until`."""
+        left_s = until - time.monotonic()
+        if not self._poll.poll(poll_ms(left_s)):
+            raise StreamSilentError
+
+    def check(self) -> None:
+        """Raises if the other end is known to be gone; reads nothing."""
+        try:
+            if not self.sock.recv(1, socket.MSG_PEEK):
+                raise StreamLostError("it closed the connection")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise StreamLostError(str(error)) from error
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _wait(self, event: int, until: float) -> None:
+        poll = select.poll()
+        poll.register(self.sock, event)
+        if not poll.poll(poll_ms(until - time.monotonic())):
+            raise StreamSilentError
+
+    def _read(self) -> bytes:
+        data = self._try_read()
+        return b"" if data is None else data
+
+    def _try_read(self) -> bytes | None:
+        """What is there; None for nothing."""
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise StreamLostError(str(error)) from error
+        if not data:
+            raise StreamLostError("it closed the connection")
+        return data

@@ -1,0 +1,247 @@
+"""A call of a method on the workers of a group, under way or done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+
+from dataplane.core.durations import seconds_if_any
+from workers.errors import CallWaitTimeoutError, WorkerLostError
+from workers.groups.actors import cause_of
+
+LOG_EVERY_S = 30.0
+STEP_S = 1.0
+"""Ray holds back what a signal's handler raises for as long as it waits."""
+REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}
+
+_COLOURS = re.compile(r"\x1b\[\d+m")
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Handle(Generic[T]):
+    """Something under way: waited for from threads or from async code, as often as one likes. Thread-safe.
+
+    what: names it, for messages; future: done when it is.
+    """
+
+    def __init__(self, what: str, future: Future[T]) -> None:
+        self._what = what
+        self._done = future
+
+    def _future(self) -> Future[T]:
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, or what was raised. Blocks until it is done, or for `timeout` seconds (`CallWaitTimeoutError`;
+        it goes on). A log line every `LOG_EVERY_S` says what is waited for."""
+        future = self._future()
+        patience = _Patience(self._what, timeout, LOG_EVERY_S)
+        while not futures.wait([future], patience.step_s()).done:
+            patience.check()
+        return future.result()
+
+    async def async_wait(self, timeout: float | None = None) -> T:
+        """The same for async code: the event loop is woken when it is done."""
+        future = asyncio.wrap_future(self._future())
+        patience = _Patience(self._what, timeout, LOG_EVERY_S)
+        while not (await asyncio.wait([future], timeout=patience.step_s()))[0]:
+            patience.check()
+        return future.result()
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._future().done()
+
+    def then(self, func: Callable[..., Any]) -> Handle[Any]:
+        """Have `func` called once this is done, with the result if it takes an argument; the handle of what it returns.
+
+        An error here is that handle's error, and `func` is not called. It runs in a thread of its own, and may block.
+        """
+        what = f"{self._what}, and what follows"
+        after: Future[Any] = _pending()
+
+        def follow(result: T) -> None:
+            try:
+                after.set_result(func(result) if _takes_one(func) else func())
+            except BaseException as error:
+                after.set_exception(error)
+
+        def settle(future: Future[T]) -> None:
+            error = future.exception()
+            if error is not None:
+                after.set_exception(error)
+            else:
+                threading.Thread(target=follow, args=(future.result(),), name="tq-then", daemon=True).start()
+
+        self._future().add_done_callback(settle)
+        return Handle(what, after)
+
+
+@dataclass(frozen=True)
+class Called:
+    """One worker's part of a call. name: the worker's."""
+
+    name: str
+    actor: ActorHandle
+    reference: ObjectRef
+
+
+class GroupCall(Handle[list[Any]]):
+    """The results of a method on some workers, in the order in which they were named.
+
+    method: "Class.method"; keep: kept while this is (the group, without whose handles its workers would end). What a
+    worker raised is raised as what it was, with a note of the worker and its traceback there, as soon as the first
+    raises; `WorkerLostError` names a worker whose process ended.
+    """
+
+    def __init__(self, method: str, calls: Sequence[Called], keep: object) -> None:
+        super().__init__(f"{method} on {', '.join(call.name for call in calls)}", _pending())
+        self._method = method
+        self._calls = calls
+        self._references = [call.reference for call in calls]
+        self._keep = keep
+        self._guard = threading.Lock()
+        self._parts: list[Future[Any]] = []
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        patience = _Patience(self._what, timeout, STEP_S)
+        while True:
+            try:
+                results: list[Any] = ray.get(self._references, timeout=patience.step_s())
+                return results
+            except RayError as error:
+                if not isinstance(error, GetTimeoutError) or isinstance(error, RayTaskError):
+                    break
+            patience.check()
+        raise self._first_error()
+
+    def done(self) -> bool:
+        ready, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0, fetch_local=False)
+        return len(ready) == len(self._references) or self._future().done()
+
+    def consume_duration(self, reduction_type: str = "max") -> float:
+        """Seconds that the method ran, the "max", "min" or "mean" of the workers called. Waits for it; once only."""
+        return self.consume_durations(reduction_type)[self._method.rpartition(".")[2]]
+
+    def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
+        """Seconds by name: the method's own, and those of `worker_timer`s under it; each the "max", "min" or "mean" of
+        the workers called. return_per_rank: also a list of each worker's own. Waits for the call. They are given out
+        once, and kept for the last `hosted.DURATIONS_KEPT` calls of a worker: a later ask finds nothing."""
+        if reduction_type not in REDUCTIONS:
+            raise ValueError(f"reduction_type is one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
+        self.wait()
+        asked = [
+            Called(call.name, call.actor, call.actor._tq_durations.remote(call.reference.task_id().hex()))
+            for call in self._calls
+        ]
+        each = GroupCall(f"{self._method} durations", asked, self._keep).wait()
+        merged: dict[str, list[float]] = {}
+        for durations in each:
+            for name, seconds in durations.items():
+                merged.setdefault(name, []).append(seconds)
+        reduced = {name: float(REDUCTIONS[reduction_type](seconds)) for name, seconds in merged.items()}
+        return (reduced, each) if return_per_rank else reduced
+
+    def _future(self) -> Future[list[Any]]:
+        """Done when all workers are, or the first has failed; Ray tells of each as it ends."""
+        with self._guard:
+            if self._parts:
+                return self._done
+            self._parts = [reference.future() for reference in self._references]
+        left = itertools.count(len(self._parts) - 1, -1)
+
+        def one_ended(call: Called, future: Future[Any]) -> None:
+            error, last = future.exception(), next(left) == 0
+            with contextlib.suppress(futures.InvalidStateError):  # another has failed before
+                if error is not None:
+                    self._done.set_exception(self._raised(call, error))
+                elif last and all(part.exception() is None for part in self._parts):
+                    self._done.set_result([part.result() for part in self._parts])
+
+        for call, part in zip(self._calls, self._parts, strict=True):
+            part.add_done_callback(functools.partial(one_ended, call))
+        return self._done
+
+    def _first_error(self) -> BaseException:
+        """Of the workers that have failed, what the first of them raised."""
+        self._future()  # or Ray would log as unhandled what the others raise later
+        ready, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        errors = []
+        for call in self._calls:
+            if call.reference in ready:
+                try:
+                    ray.get(call.reference)
+                except RayError as error:
+                    errors.append(self._raised(call, error))
+        return errors[0]
+
+    def _raised(self, call: Called, error: BaseException) -> BaseException:
+        """What to raise for what Ray raises for a worker."""
+        if isinstance(error, RayActorError | WorkerCrashedError) and not isinstance(error, RayTaskError):
+            return WorkerLostError(worker=f"worker {call.name}", why=str(error))
+        cause = cause_of(error) if isinstance(error, RayTaskError) else None
+        raised = error if cause is None else cause
+        there = f":\n{_COLOURS.sub('', str(error))}" if cause is not None else ""
+        raised.add_note(f"raised by worker {call.name} in {self._method}{there}")
+        return raised
+
+
+class _Patience:
+    """A wait in steps: `check` after each, `CallWaitTimeoutError` once `timeout` seconds are over."""
+
+    def __init__(self, what: str, timeout: float | None, longest_step_s: float) -> None:
+        self._what = what
+        self._timeout = seconds_if_any("timeout", timeout)
+        self._longest_step_s = longest_step_s
+        self._begun = time.monotonic()
+        self._logged = self._begun
+
+    def step_s(self) -> float:
+        if self._timeout is None:
+            return self._longest_step_s
+        return min(max(self._begun + self._timeout - time.monotonic(), 0.0), self._longest_step_s)
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if self._timeout is not None and now - self._begun >= self._timeout:
+            raise CallWaitTimeoutError(what=self._what, waited_s=now - self._begun)
+        if now - self._logged >= LOG_EVERY_S:
+            self._logged = now
+            logger.warning("%s: waiting for %.0f s so far", self._what, now - self._begun)
+
+
+def _pending() -> Future[Any]:
+    """A future that nobody's cancelling reaches."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _takes_one(func: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(func).bind(None)
+    except ValueError:  # a builtin that tells nothing of its arguments
+        return True
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,318 @@
+"""A group of Ray workers that a driver calls together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from dataplane.core.durations import seconds_if_any
+from workers.groups.actors import clean_up
+from workers.groups.futures import MultiWorkerFuture
+from workers.groups.ray_worker_builder import RayWorkerBuilder
+from workers.groups.start_workers import StartedGroup, StartedWorker, start_workers
+from workers.groups.virtual_cluster import RayVirtualCluster
+from workers.placement import dispatch
+from workers.placement.bundles import TiedBundles, bundles_to_use, place_workers
+from workers.placement.ranks import DATA_PARALLEL_AXIS
+from workers.placement.sharding import NamedSharding
+
+
+class RayWorkerGroup:
+    """Ray workers on the bundles of a cluster, called together.
+
+    cluster: whose bundles they take. remote_worker_builder: makes each worker. workers_per_node: one per bundle unless
+    an int (for every node) or a list says otherwise. name_prefix: of the workers' names, which are shown and need not
+    be unique. bundle_indices_list: (node, [bundles on it]) per tied group of workers that process the same data;
+    `workers_per_node` is ignored then. sharding_annotations: names the axes of the ranks. env_vars: for every worker.
+
+    Each worker sees RANK, LOCAL_RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT, and AVAILABLE_ADDR_LIST and
+    AVAILABLE_PORT_LIST (JSON lists, one endpoint per rank, held for it as `PortKeeper` says). Blocks until every
+    constructor has returned, or raises what one of them raised, with a note of the worker's name and rank, leaving no
+    worker behind. A context manager.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        remote_worker_builder: RayWorkerBuilder,
+        workers_per_node: int | list[int] | None = None,
+        name_prefix: str = "",
+        bundle_indices_list: list[TiedBundles] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: dict[str, str] = {},  # noqa: B006 (the document's signature; never changed)
+    ) -> None:
+        self.cluster = cluster
+        self.name_prefix = name_prefix
+        self._crew: StartedGroup | None = None
+        self._workers: list[ActorHandle] = []
+        self._metadata: list[dict[str, Any]] = []
+        self.worker_to_tied_group_index: dict[int, int] = {}
+        groups = bundle_indices_list
+        if groups is None:
+            groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
+        places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
+        self.sharding_annotations = _sharding_for(len(places), sharding_annotations)
+        self._create_workers_from_bundle_indices(remote_worker_builder, groups, env_vars)
+
+    @property
+    def workers(self) -> list[ActorHandle]:
+        return self._workers
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """Of each worker: rank, name, node_idx, local_rank, bundle_idx, dp_shard_idx (which of `dp_size` it is in),
+        tied_rank (its place in its tied group), address and port of its endpoint."""
+        return self._metadata
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel shards: places on the axis "data_parallel", else tied groups."""
+        if not self._workers:
+            return 0
+        if self._data_parallel is not None:
+            return self._data_parallel.get_axis_size(DATA_PARALLEL_AXIS)
+        return len(set(self.worker_to_tied_group_index.values()))
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """The first worker of a data-parallel shard: at 0 of all other axes, else of its tied group. IndexError beyond
+        `dp_size`."""
+        if not 0 <= dp_shard_idx < self.dp_size:
+            raise IndexError(f"data-parallel shard {dp_shard_idx} of {self.dp_size}")
+        if self._data_parallel is not None:
+            coords = {**dict.fromkeys(self._data_parallel.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
+            return self._data_parallel.get_ranks_by_coord(**coords)[0]
+        return next(worker for worker, group in self.worker_to_tied_group_index.items() if group == dp_shard_idx)
+
+    @property
+    def _data_parallel(self) -> NamedSharding | None:
+        """The sharding if it says which workers hold different samples; else their tied groups do."""
+        sharding = self.sharding_annotations
+        return sharding if sharding is not None and DATA_PARALLEL_AXIS in sharding.names else None
+
+    def _dp_shard(self, worker: int) -> int:
+        if self._data_parallel is not None:
+            return self._data_parallel.get_worker_coords(worker)[DATA_PARALLEL_AXIS]
+        return self.worker_to_tied_group_index[worker]
+
+    # --- start and end ------------------------------------------------------------------------------------------
+
+    def _create_workers_from_bundle_indices(
+        self,
+        remote_worker_builder: RayWorkerBuilder,
+        bundle_indices_list: list[TiedBundles],
+        env_vars: dict[str, str] = {},  # noqa: B006 (the document's signature; never changed)
+    ) -> None:
+        """Start a worker on each bundle named; returns once they are constructed."""
+        self._crew = start_workers(
+            self.cluster, remote_worker_builder, bundle_indices_list, name_prefix=self.name_prefix, env_vars=env_vars
+        )
+        for worker in self._crew.workers:
+            self._workers.append(worker.actor)
+            self.worker_to_tied_group_index[worker.place.rank] = worker.place.tied_group
+            self._metadata.append({**_metadata(worker), "dp_shard_idx": self._dp_shard(worker.place.rank)})
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
+        """End every worker. Returns whether all went well: True also when there is nothing left to end.
+
+        cleanup_method: called on every worker first, unless `force`; waited for up to `timeout` seconds (None: as long
+        as it takes). Workers are killed after that, whatever one of them did.
+        """
+        timeout = seconds_if_any("timeout", timeout)
+        names = [entry["name"] for entry in self._metadata]
+        workers = dict(zip(names, self._workers, strict=True))
+        self._workers, self._metadata, self.worker_to_tied_group_index = [], [], {}
+        well = True
+        try:
+            if cleanup_method is not None and not force:
+                well = clean_up(workers, cleanup_method, timeout_s=timeout)
+        finally:
+            ended = self._crew is None or self._crew.end()
+        return well and ended
+
+    def __enter__(self) -> RayWorkerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> ObjectRef:
+        """Call a method on one worker; its future. IndexError for a worker that is not there."""
+        self._check_callable()
+        if not 0 <= worker_idx < len(self._workers):
+            raise IndexError(f"worker {worker_idx} of {len(self._workers)}")
+        return self._send(method_name, [_Call(worker_idx, args, kwargs)])[0]
+
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: list[str] | None = None, **kwargs: Any
+    ) -> list[ObjectRef]:
+        """Call a method on all workers, or on those at 0 of `run_rank_0_only_axes`, with the same arguments; their
+        futures in worker order.
+
+        Each argument is stored once, however many workers get it; a number or None is sent in the call. ValueError for
+        an unknown axis.
+        """
+        self._check_callable()
+        running = self._running(run_rank_0_only_axes)
+        stored = _Stored()
+        shared_args = [stored.once(value) for value in args]
+        shared_kwargs = {name: stored.once(value) for name, value in kwargs.items()}
+        return self._send(method_name, [_Call(worker, shared_args, shared_kwargs) for worker in running])
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Any,
+        run_rank_0_only_axes: list[str] | None = None,
+        common_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[ObjectRef]:
+        """As `run_all_workers_single_data`, each argument a list with one value per worker that runs (ValueError where
+        its length differs); `common_kwargs` go to all."""
+        self._check_callable()
+        running = self._running(run_rank_0_only_axes)
+        dispatch.check_counts(len(running), args, kwargs)
+        dispatch.check_common(common_kwargs or {}, kwargs)
+        stored = _Stored()
+        common = {name: stored.once(value) for name, value in (common_kwargs or {}).items()}
+        calls = [
+            _Call(
+                worker,
+                [values[place] for values in args],
+                {**common, **{name: values[place] for name, values in kwargs.items()}},
+            )
+            for place, worker in enumerate(running)
+        ]
+        return self._send(method_name, calls)
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: list[str] | None = None,
+        replicate_on_axes: list[str] | None = None,
+        output_is_replicated: list[str] | None = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call a method with arguments that are split along axes of the workers.
+
+        Each argument is nested lists, one level per axis of `in_sharded_axes`, in that order. Workers that differ on
+        `replicate_on_axes` only get the same, which is stored once. On all other axes (free ones) workers beyond 0 are
+        not called, or with `make_dummy_calls_to_free_axes` are called with None for every argument. `common_kwargs` go
+        to all. `output_is_replicated`: axes on which only place 0 returns its result, as on free ones. ValueError
+        before any call for lists of another length than their axis, an unknown axis or one in two roles.
+        """
+        self._check_callable()
+        sharding, sharded = self._sharding(), in_sharded_axes or []
+        targets = dispatch.shard_targets(
+            sharding, sharded, replicate_on_axes or [], dummies=make_dummy_calls_to_free_axes
+        )
+        returned = dispatch.result_workers(sharding, targets, output_is_replicated or [])
+        for name, shards in dispatch.named(args, kwargs):
+            dispatch.check_shards(name, shards, sharding, sharded)
+        dispatch.check_common(common_kwargs or {}, kwargs)
+        stored = _Stored()
+        common = {name: stored.once(value) for name, value in (common_kwargs or {}).items()}
+        calls = [
+            _Call(
+                target.worker,
+                [stored.part(shards, target) for shards in args],
+                {**common, **{name: stored.part(shards, target) for name, shards in kwargs.items()}},
+            )
+            for target in targets
+        ]
+        return MultiWorkerFuture(self._send(method_name, calls), returned, [target.worker for target in targets])
+
+    def get_all_worker_results(
+        self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False
+    ) -> list[Any]:
+        """`future_bundle.get_results` on this group. TypeError for anything else, such as the list of futures that
+        `run_all_workers_single_data` and `run_all_workers_multiple_data` return."""
+        if not isinstance(future_bundle, MultiWorkerFuture):
+            raise TypeError(
+                f"expected the MultiWorkerFuture that run_all_workers_sharded_data returns, got "
+                f"{type(future_bundle).__name__}: ray.get() takes a list of futures"
+            )
+        return future_bundle.get_results(self, return_generators_as_proxies)
+
+    def _send(self, method_name: str, calls: Sequence[_Call]) -> list[ObjectRef]:
+        """Make the calls; their futures. AttributeError, before any is made, where the workers lack the method."""
+        methods = [getattr(self._workers[call.worker], method_name) for call in calls]
+        return [method.remote(*call.args, **call.kwargs) for method, call in zip(methods, calls, strict=True)]
+
+    def _check_callable(self) -> None:
+        """RuntimeError once the workers are gone. (Ray would start a new cluster for a call after its end.)"""
+        if not self._workers:
+            raise RuntimeError(f"worker group {self.name_prefix!r} has been shut down: it has no workers to call")
+        if not ray.is_initialized():
+            raise RuntimeError(f"worker group {self.name_prefix!r} ended with its Ray cluster; start both anew")
+
+    def _running(self, run_rank_0_only_axes: list[str] | None) -> list[int]:
+        if not run_rank_0_only_axes:
+            return list(range(len(self._workers)))
+        return dispatch.workers_at_zero(self._sharding(), run_rank_0_only_axes)
+
+    def _sharding(self) -> NamedSharding:
+        if self.sharding_annotations is None:
+            raise ValueError("this call names axes, but the group was made without sharding_annotations")
+        return self.sharding_annotations
+
+
+class _Call(NamedTuple):
+    """What one worker is called with."""
+
+    worker: int
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class _Stored:
+    """Values that several calls share, each put in the object store once: a call carries the reference."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, tuple[Any, ObjectRef]] = {}
+
+    def once(self, value: Any) -> Any:
+        """What to call with for `value`: a reference; itself where it is one, or smaller than one."""
+        if value is None or isinstance(value, bool | int | float | ObjectRef):
+            return value
+        if id(value) not in self._references:
+            self._references[id(value)] = (value, ray.put(value))  # the value keeps its id from being used again
+        return self._references[id(value)][1]
+
+    def part(self, shards: Any, target: dispatch.DispatchTarget) -> Any:
+        """The same for the part of `shards` that the target gets."""
+        return None if target.dummy else self.once(dispatch.shards_of(shards, target.shard))
+
+
+def _sharding_for(workers: int, sharding: NamedSharding | None) -> NamedSharding | None:
+    """`sharding`, which must name exactly the ranks of the group."""
+    if sharding is not None and sharding.get_ranks_by_coord() != list(range(workers)):
+        raise ValueError(
+            f"sharding_annotations names {sharding.size} ranks from {sharding.get_ranks_by_coord()[0]} on; it has to "
+            f"name 0 to {workers - 1}, one per worker"
+        )
+    return sharding
+
+
+def _metadata(worker: StartedWorker) -> dict[str, Any]:
+    return {
+        "rank": worker.place.rank,
+        "name": worker.name,
+        "node_idx": worker.place.node,
+        "local_rank": worker.place.local_rank,
+        "bundle_idx": worker.place.bundle,
+        "tied_rank": worker.place.tied_rank,
+        "address": worker.endpoint[0],
+        "port": worker.endpoint[1],
+    }

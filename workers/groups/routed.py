@@ -1,0 +1,276 @@
+"""Batches from all ranks of one group to all ranks of another: what `Worker.send_to` and `Worker.recv_from` do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from workers.directory import DirectoryClient
+from workers.directory.address import WorkerAddress
+from workers.directory.registry import WORLD_SIZE
+from workers.groups.batch_routing import (
+    RoutePlan,
+    SizeOf,
+    build_recv_plan,
+    build_send_plan,
+    decoupled_build_recv_plan,
+    decoupled_build_send_plan,
+    get_batch_size,
+    infer_batch_size,
+    merge_batches,
+    split_batch,
+    split_channel_message,
+)
+from workers.messages import AsyncWork, CollectiveGroupOptions
+
+GROUP_WAIT_S = 60.0
+"""How long a group that is being launched is waited for."""
+
+Router = dict[str, list[str]]
+"""By tag, the routes of the parts that came and were not answered yet."""
+
+
+class Peers(Protocol):
+    """What is needed of a channel."""
+
+    def put(self, item: Any, weight: float = ..., key: Any = ..., async_op: bool = ...) -> AsyncWork[None] | None: ...
+
+    def get(self, key: Any = ..., async_op: bool = ...) -> Any: ...
+
+
+class Sender(Protocol):
+    """What is needed of a worker."""
+
+    _rank: int
+    _world_size: int
+    _directory: DirectoryClient
+
+    @property
+    def worker_address(self) -> WorkerAddress: ...
+
+    def send(
+        self,
+        object: Any,
+        dst_group_name: str,
+        dst_rank: int | Sequence[int],
+        async_op: bool = ...,
+        options: CollectiveGroupOptions | None = ...,
+    ) -> AsyncWork[None] | None: ...
+
+    def recv(
+        self,
+        src_group_name: str,
+        src_rank: int | Sequence[int],
+        async_op: bool = ...,
+        options: CollectiveGroupOptions | None = ...,
+    ) -> Any: ...
+
+
+class AsyncRouteWork:
+    """All parts of a batch, under way. Thread-safe.
+
+    works: of each part; finalize_fn: makes the result of their results, called once.
+    """
+
+    def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
+        self._works = list(works)
+        self._finalize = finalize_fn
+        self._guard = threading.Lock()
+        self._made: list[Any] = []
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return bool(self._made) or all(work.done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, or the first error of a part. `MessageTimeoutError` after `timeout` seconds, which leaves the
+        parts under way."""
+        until = None if timeout is None else time.monotonic() + timeout
+        return self._finished([work.wait(_left(until)) for work in self._works])
+
+    async def async_wait(self, timeout: float | None = None) -> Any:
+        """The same for async code: the event loop is woken when each part is there."""
+        until = None if timeout is None else time.monotonic() + timeout
+        return self._finished([await work.async_wait(_left(until)) for work in self._works])
+
+    def _finished(self, results: list[Any]) -> Any:
+        with self._guard:
+            if not self._made:
+                self._made = [self._finalize(results)]
+            return self._made[0]
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+def group_world_size(directory: DirectoryClient, group_name: str) -> int:
+    """How many workers a group has; waits for one that is not launched yet, then `NameNotFoundError`."""
+    return int(str(directory.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRoute:
+    """How batches travel between this worker's group and another. router: of a decoupled exchange, else None."""
+
+    group_name: str
+    channel: Peers | None
+    route_key: Any
+    tag: str | None
+    enable_p2p: bool
+    options: CollectiveGroupOptions | None
+    router: Router | None
+    queue_size: int
+
+    def __post_init__(self) -> None:
+        if not self.enable_p2p and self.channel is None:
+            raise ValueError(f"batches for or of group {self.group_name!r}: pass a channel, or enable_p2p=True")
+        if self.enable_p2p and self.router is not None:
+            raise ValueError("enable_p2p cannot be combined with decoupled_mode: its parts go to any rank")
+
+
+def send_batch(
+    worker: Sender,
+    route: BatchRoute,
+    data: Any,
+    *,
+    mode: str | None,
+    batch_size: int | None,
+    split_fn: Callable[[Any, list[int]], list[Any]] | None,
+    async_op: bool,
+) -> AsyncRouteWork | None:
+    """See `Worker.send_to`."""
+    if batch_size is None:
+        batch_size = infer_batch_size(data) * worker._world_size
+    plan = _send_plan(worker, route, mode, batch_size)
+    sizes = [entry.batch_size for entry in plan.entries]
+    parts = (split_fn or split_batch)(data, sizes)
+    if len(parts) != len(sizes):
+        raise ValueError(f"split_fn made {len(parts)} parts of {route.tag!r}; {len(sizes)} are to be sent")
+    works = []
+    for entry, part in zip(plan.entries, parts, strict=True):
+        if route.enable_p2p:
+            assert entry.peer_rank is not None
+            work = worker.send(part, route.group_name, entry.peer_rank, async_op=async_op, options=route.options)
+        else:
+            assert route.channel is not None
+            item = part if route.router is None else {"batch_index": entry.batch_index, "batch": part}
+            work = route.channel.put(item, key=entry.key, async_op=async_op)
+        works.append(work)
+    return AsyncRouteWork([work for work in works if work is not None], lambda _: None) if async_op else None
+
+
+def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: int) -> RoutePlan:
+    here = worker.worker_address.root_group_name
+    there = group_world_size(worker._directory, route.group_name)
+    if route.router is None:
+        return build_send_plan(
+            src_group_name=here,
+            dst_group_name=route.group_name,
+            src_rank=worker._rank,
+            src_world_size=worker._world_size,
+            dst_world_size=there,
+            tag=route.tag if mode is None else f"{mode}_{route.tag}",
+            route_key=route.route_key,
+            batch_size=batch_size,
+        )
+    to_answer = route.router.get(str(route.tag))
+    plan = decoupled_build_send_plan(
+        src_group_name=here,
+        dst_group_name=route.group_name,
+        src_rank=worker._rank if to_answer is None else None,
+        src_world_size=worker._world_size,
+        dst_world_size=there,
+        tag=route.tag,
+        route_key=route.route_key,
+        batch_size=batch_size,
+        mode=mode,
+        tag_batch_router=to_answer,
+        send_queue_size=route.queue_size,
+    )
+    if to_answer is not None:
+        route.router[str(route.tag)] = []
+    return plan
+
+
+def recv_batch(
+    worker: Sender,
+    route: BatchRoute,
+    *,
+    batch_size: int | None,
+    merge_fn: Callable[[list[Any]], Any] | None,
+    infer_batch_size_fn: SizeOf | None,
+    async_op: bool,
+) -> Any:
+    """See `Worker.recv_from`."""
+    if batch_size is None:
+        raise ValueError(f"recv_from({route.group_name!r}): pass batch_size, the rows of the whole batch")
+    plan = _recv_plan(worker, route, batch_size)
+
+    def finish(parts: list[Any]) -> Any:
+        if route.router is not None:
+            parts = _routed(parts, route.router)
+        for part, entry in zip(parts, plan.entries, strict=True):
+            rows = get_batch_size(part, infer_batch_size_fn)
+            if rows != entry.batch_size:
+                raise ValueError(
+                    f"a part of {route.tag!r} of group {route.group_name!r} has {rows} rows; "
+                    f"batch_size={batch_size} makes it {entry.batch_size}"
+                )
+        return (merge_fn or merge_batches)(parts)
+
+    # Asked for at once, so that parts are taken as they come.
+    asked = [_ask(worker, route, entry.peer_rank, entry.key) for entry in plan.entries]
+    work = AsyncRouteWork(asked, finish)
+    return work if async_op else work.wait()
+
+
+def _ask(worker: Sender, route: BatchRoute, rank: int | None, key: Any) -> AsyncWork[Any]:
+    if not route.enable_p2p:
+        assert route.channel is not None
+        got: AsyncWork[Any] = route.channel.get(key=key, async_op=True)
+        return got
+    assert rank is not None
+    sent: AsyncWork[Any] = worker.recv(route.group_name, rank, async_op=True, options=route.options)
+    return sent
+
+
+def _recv_plan(worker: Sender, route: BatchRoute, batch_size: int) -> RoutePlan:
+    here = worker.worker_address.root_group_name
+    there = group_world_size(worker._directory, route.group_name)
+    if route.router is None:
+        return build_recv_plan(
+            src_group_name=route.group_name,
+            dst_group_name=here,
+            dst_rank=worker._rank,
+            src_world_size=there,
+            dst_world_size=worker._world_size,
+            tag=route.tag,
+            route_key=route.route_key,
+            batch_size=batch_size,
+        )
+    return decoupled_build_recv_plan(
+        src_group_name=route.group_name,
+        dst_group_name=here,
+        recv_rank=None if str(route.tag) in route.router else worker._rank,
+        src_world_size=worker._world_size,
+        dst_world_size=there,
+        tag=route.tag,
+        route_key=route.route_key,
+        batch_size=batch_size,
+        recv_queue_size=route.queue_size,
+    )
+
+
+def _routed(items: list[Any], router: Router) -> list[Any]:
+    """The parts of a decoupled exchange: to be answered, their routes are kept; answers, in the order of the parts
+    that they answer."""
+    routes = [split_channel_message(item["batch_index"]) for item in items]
+    kept = router.get(routes[0][3])
+    if kept is not None:
+        kept.extend(item["batch_index"] for item in items)
+        return [item["batch"] for item in items]
+    return [items[place]["batch"] for place in sorted(range(len(items)), key=lambda place: routes[place][1])]

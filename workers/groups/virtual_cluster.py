@@ -1,0 +1,420 @@
+"""The resources that worker groups share: placement groups of equal bundles, one per node or one over all of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from threading import RLock
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dataplane.core.backoff import jittered
+from dataplane.core.durations import seconds
+from workers.groups.actors import kill, wait
+from workers.placement.bundles import bundles_by_node
+from workers.placement.ports import PortKeeper
+
+logger = logging.getLogger(__name__)
+READY_TIMEOUT_S = 120.0
+FIRST_WAIT_S = 2.0
+LONGEST_WAIT_S = 30.0
+GIVE_WAY_S = 2.0
+"""Ray tries again after 1 s at most to create a placement group that found no room."""
+ATTEMPTS_S = 5.0
+"""How long removing placement groups may wait for Ray's attempts to create them, for all of them together."""
+KEEPER_TIMEOUT_S = 60.0
+RELEASE_TIMEOUT_S = 5.0
+_RESOURCES_SHOWN_NODES = 8
+Bundle = tuple[int, int]
+"""(placement group, bundle within it)."""
+Endpoint = tuple[str, int]
+"""(address, port)."""
+
+
+class ResourcesNotReadyError(TimeoutError):
+    """The Ray cluster did not provide what was asked for in time; says what was asked and what there is."""
+
+
+class RayVirtualCluster:
+    """Bundles of CPUs and GPUs reserved in a Ray cluster for worker groups. Nothing is reserved before use.
+
+    bundle_ct_per_node_list: bundles on each node, one list entry per node; a worker takes a bundle.
+    use_gpus: a GPU in each bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that
+    many CPUs. num_gpus_per_node: the most bundles with GPUs a node can have. name: shown in Ray's listings; need not be
+    unique. placement_group_strategy: Ray's name of how bundles spread over nodes where one placement group holds them
+    all; placement groups of one node are always packed, each on another of Ray's nodes while enough have room just then
+    (what a group before gave back is free a moment later).
+
+    ready_timeout_s (an attribute, settable): how long to wait for the bundles.
+
+    A node of this cluster is a list entry; two may be on one of Ray's nodes where Ray has fewer. Safe to use from
+    several threads. A context manager.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int = 8,
+        name: str = "",
+        placement_group_strategy: str = "SPREAD",
+    ) -> None:
+        counts = [int(count) for count in bundle_ct_per_node_list]
+        if not counts or min(counts) < 1:
+            raise ValueError(f"bundle_ct_per_node_list={counts}: one positive count per node")
+        if max_colocated_worker_groups < 1:
+            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups}: at least 1")
+        if use_gpus and max(counts) > num_gpus_per_node:
+            raise ValueError(f"{max(counts)} bundles with a GPU each do not fit on {num_gpus_per_node} GPUs per node")
+        self.name = name
+        self.use_gpus = use_gpus
+        self.max_colocated_worker_groups = max_colocated_worker_groups
+        self.num_gpus_per_node = num_gpus_per_node
+        self.placement_group_strategy = placement_group_strategy
+        self.ready_timeout_s = READY_TIMEOUT_S
+        self._bundle_counts = counts
+        self._lock = RLock()
+        self._placement_groups: list[PlacementGroup] | None = None
+        self._unified = False
+        self._host_of: dict[Bundle, str] = {}
+        self._nodes: list[list[Bundle]] = []
+        self._keepers: dict[str, ActorHandle] = {}
+        self._held: dict[Endpoint, ActorHandle] = {}
+        self._used_by: dict[Hashable, list[Bundle]] = {}
+
+    # --- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def bundle_counts(self) -> list[int]:
+        """Bundles of each node."""
+        return list(self._bundle_counts)
+
+    @property
+    def unified(self) -> bool:
+        """Whether one placement group holds the bundles of all nodes."""
+        return self._unified
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """GPUs a worker may take so that every colocated group gets its share, in the steps of 0.0001 that Ray has."""
+        return 10_000 // self.max_colocated_worker_groups / 10_000 if self.use_gpus else 0.0
+
+    def world_size(self) -> int:
+        """The number of bundles."""
+        return sum(self._bundle_counts)
+
+    def node_count(self) -> int:
+        return len(self._bundle_counts)
+
+    # --- placement groups -----------------------------------------------------------------------------------------
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """The placement groups, reserved on first use: one per node, or one where a unified one was asked for.
+
+        Blocks until Ray has them ready, up to `ready_timeout_s`; then `ResourcesNotReadyError`, holding nothing.
+        """
+        with self._lock:
+            self._init_placement_groups()
+            assert self._placement_groups is not None
+            return list(self._placement_groups)
+
+    def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> None:
+        """Reserve the bundles: one group for each node (packed), or one unified over all of them (`strategy`, else the
+        cluster's). A no-op when they are reserved."""
+        with self._lock:
+            if self._placement_groups is not None:
+                return
+            self._unified = use_unified_pg
+            try:
+                self._reserve(strategy or self.placement_group_strategy)
+                self._locate_bundles()
+            except BaseException:
+                self.shutdown()
+                raise
+
+    def _reserve(self, strategy: str) -> None:
+        """Ask for the bundles and wait until Ray has them all.
+
+        Now and then the placement groups that Ray has created are given back for a moment: two clusters that each hold
+        a part of what both need would wait for each other. The others stay asked for (see `_await_attempt`).
+        """
+        end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
+        wait_s = FIRST_WAIT_S
+        self._placement_groups = groups = []
+        targets = [None] if self._unified else self._targets()
+        for number, target in enumerate(targets):
+            groups.append(self._asked_for(number, target, strategy))
+        while True:
+            ready = [group.ready() for group in groups]
+            timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
+            done = wait(ready, num_returns=len(ready), timeout_s=timeout_s)
+            if len(done) == len(ready):
+                return
+            asked, left_s = self._asked(), end - time.monotonic()
+            if left_s <= 0:
+                self._remove()
+                raise ResourcesNotReadyError(
+                    f"{asked}. Not reserved within {self.ready_timeout_s:g} s: free some, or ask for less"
+                )
+            logger.warning("not reserved yet, waiting for another %.0f s at most: %s", left_s, asked)
+            self._give_way([number for number, future in enumerate(ready) if future in done], strategy)
+            wait_s = min(wait_s * 2, LONGEST_WAIT_S)
+
+    def _give_way(self, numbers: list[int], strategy: str) -> None:
+        """Give these placement groups back for about `GIVE_WAY_S`, in which others can have them."""
+        if not numbers:
+            return
+        assert self._placement_groups is not None
+        for number in numbers:
+            remove_placement_group(self._placement_groups[number])
+        time.sleep(jittered(GIVE_WAY_S, 0.5, 1.5))
+        targets = self._targets()
+        for number in numbers:
+            self._placement_groups[number] = self._asked_for(number, targets[number], strategy)
+
+    def _bundle(self) -> dict[str, float]:
+        return {"CPU": float(self.max_colocated_worker_groups), **({"GPU": 1.0} if self.use_gpus else {})}
+
+    def _asked_for(self, number: int, target: str | None, strategy: str) -> PlacementGroup:
+        """Ask Ray for the placement group of a node, or for the unified one."""
+        name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}-{number}"
+        if self._unified:
+            return placement_group([self._bundle() for _ in range(self.world_size())], strategy=strategy, name=name)
+        bundles = [self._bundle() for _ in range(self._bundle_counts[number])]
+        return placement_group(bundles, strategy="STRICT_PACK", name=name, _soft_target_node_id=target)
+
+    def _targets(self) -> list[str | None]:
+        """For each node another of Ray's nodes that could hold it, while there are any: Ray left alone would fill one
+        before it takes the next."""
+        if self.node_count() == 1:
+            return [None]
+        free = _alive_nodes()
+        targets: list[str | None] = []
+        for count in self._bundle_counts:
+            wanted = {name: count * amount for name, amount in self._bundle().items()}
+            fits = (node for node in free if all(node["Resources"].get(name, 0) >= wanted[name] for name in wanted))
+            target = next(fits, None)
+            if target is not None:
+                free.remove(target)
+            targets.append(target["NodeID"] if target is not None else None)
+        return targets
+
+    def _asked(self) -> str:
+        kind = "in one placement group" if self._unified else "each node's together"
+        return (
+            f"asked for {self.world_size()} bundles of {_brief(self._bundle())} on {self.node_count()} nodes "
+            f"({self._bundle_counts}, {kind}); the Ray cluster has {_brief(ray.cluster_resources())}, of which free "
+            f"{_brief(ray.available_resources())}, on nodes of {_nodes()}"
+        )
+
+    def _locate_bundles(self) -> None:
+        """Note where Ray put each bundle and which bundles make up each node."""
+        assert self._placement_groups is not None
+        for number, group in enumerate(self._placement_groups):
+            for bundle in range(group.bundle_count):
+                self._host_of[number, bundle] = node_of_bundle(group, bundle)
+        if self._unified:
+            hosts = [self._host_of[0, bundle] for bundle in range(self.world_size())]
+            by_node = bundles_by_node(self._bundle_counts, hosts)
+            self._nodes = [[(0, bundle) for bundle in bundles] for bundles in by_node]
+        else:
+            self._nodes = [
+                [(node, bundle) for bundle in range(count)] for node, count in enumerate(self._bundle_counts)
+            ]
+
+    def locate(self, node: int, bundle: int) -> Bundle:
+        """Where bundle `bundle` of node `node` is, reserving the bundles if they are not."""
+        self.get_placement_groups()
+        return self._nodes[node][bundle]
+
+    def host_of(self, bundle: Bundle) -> str:
+        """The id of the Ray node that a bundle is on, reserving the bundles if they are not."""
+        self.get_placement_groups()
+        return self._host_of[bundle]
+
+    # --- endpoints ------------------------------------------------------------------------------------------------
+
+    def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> Endpoint:
+        """An address of the node that bundle `bundle_idx` of placement group `pg_idx` is on, and a port free there.
+
+        The port is held (see `PortKeeper` for how its worker binds it) until `shutdown`, and nobody else on that node
+        gets it. Blocks up to `KEEPER_TIMEOUT_S` for that node. IndexError for a bundle that is not there.
+        """
+        return self.hold_endpoints([(pg_idx, bundle_idx)])[0]
+
+    def get_master_address_and_port(self) -> Endpoint:
+        """`get_available_address_and_port` of the first bundle."""
+        return self.get_available_address_and_port(0, 0)
+
+    def hold_endpoints(self, bundles: Sequence[Bundle]) -> list[Endpoint]:
+        """`get_available_address_and_port` of each, in one visit to each node, all at the same time."""
+        with self._lock:
+            self.get_placement_groups()
+            for bundle in bundles:
+                if bundle not in self._host_of:
+                    raise IndexError(f"(placement group, bundle) {bundle} was named; there are {sorted(self._host_of)}")
+            hosts = [self._host_of[bundle] for bundle in bundles]
+            asked = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
+            address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+            new: dict[str, list[Endpoint]] = {}
+            try:
+                for host, ports in asked.items():
+                    new[host] = [(address_of[host], port) for port in self._answer(ports, host)]
+                    self._held.update(dict.fromkeys(new[host], self._keepers[host]))
+            except BaseException:
+                self.release_endpoints([endpoint for here in new.values() for endpoint in here])
+                raise
+            return [new[host].pop(0) for host in hosts]
+
+    def release_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
+        """Hold these no longer. Waits for the nodes up to `RELEASE_TIMEOUT_S`; one that is gone holds nothing."""
+        with self._lock:
+            ports: dict[ActorHandle, list[int]] = {}
+            for endpoint in endpoints:
+                keeper = self._held.pop(endpoint, None)
+                if keeper is not None:
+                    ports.setdefault(keeper, []).append(endpoint[1])
+            if not ports or not ray.is_initialized():
+                return
+            try:
+                asked = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
+                ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)
+            except Exception as error:
+                logger.warning("cannot release ports: %s", error)
+            needed = set(self._held.values())
+            kill([keeper for keeper in self._keepers.values() if keeper not in needed])
+            self._keepers = {host: keeper for host, keeper in self._keepers.items() if keeper in needed}
+
+    def _keeper(self, host: str) -> ActorHandle:
+        """The actor that holds this cluster's ports on a node, while there are any. It is in a bundle there, so that it
+        ends with the bundles."""
+        if host not in self._keepers:
+            group, bundle = next(place for place, there in self._host_of.items() if there == host)
+            place = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)
+            keeper = ray.remote(PortKeeper).options(num_cpus=0, scheduling_strategy=place).remote()
+            self._keepers[host] = keeper
+        return self._keepers[host]
+
+    def _answer(self, ports: ObjectRef, host: str) -> list[int]:
+        try:
+            found: list[int] = ray.get(ports, timeout=KEEPER_TIMEOUT_S)
+        except RayError as error:
+            del self._keepers[host]
+            raise ResourcesNotReadyError(
+                f"node {host} has not given ports: {error or f'no answer within {KEEPER_TIMEOUT_S:.0f} s'}"
+            ) from error
+        return found
+
+    # --- who uses it, and the end -----------------------------------------------------------------------------------
+
+    def join(self, user: Hashable) -> bool:
+        """Count `user`, a group of workers, among those that use the bundles. Whether they were reserved before."""
+        with self._lock:
+            self._used_by[user] = []
+            return self._placement_groups is not None
+
+    def occupy(self, user: Hashable, bundles: Sequence[Bundle]) -> None:
+        """Note that `user` has a worker on each of `bundles`. ValueError where that is one more than fit on one."""
+        with self._lock:
+            taken = Counter(bundle for used in self._used_by.values() for bundle in used)
+            taken.update(bundles)
+            for bundle in bundles:
+                if taken[bundle] > self.max_colocated_worker_groups:
+                    raise ValueError(
+                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}: there is room "
+                        f"for max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
+                    )
+            self._used_by[user] = list(bundles)
+
+    def leave(self, user: Hashable, *, keep: bool = True) -> None:
+        """Forget `user`. Without `keep`, end the reservation if no other group uses it."""
+        with self._lock:
+            was_here = self._used_by.pop(user, None) is not None
+            if was_here and not keep and not self._used_by:
+                self.shutdown()
+
+    def shutdown(self) -> bool:
+        """Give the bundles and ports back; whoever still runs on them is ended by Ray. Whether all went well.
+
+        Idempotent, also after Ray is gone. Whoever uses the cluster again reserves anew.
+        """
+        with self._lock:
+            self._host_of, self._nodes, self._keepers, self._held = {}, [], {}, {}
+            self._used_by, self._unified = {}, False
+            return self._remove()
+
+    def _remove(self) -> bool:
+        """Remove what placement groups there are. Whether all went well; also after Ray is gone, which removed them."""
+        groups, self._placement_groups = self._placement_groups or [], None
+        end = time.monotonic() + ATTEMPTS_S
+        well = True
+        for group in groups:
+            try:
+                if ray.is_initialized():
+                    _await_attempt(group, end)
+                    remove_placement_group(group)
+            except Exception as error:
+                logger.warning("cannot remove placement group %s: %s", group.id.hex(), error)
+                well = False
+        return well
+
+    def __enter__(self) -> RayVirtualCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _await_attempt(group: PlacementGroup, end: float) -> None:
+    """Wait until Ray has created this placement group or has just failed to, until `end` at the latest.
+
+    Ray (2.60) may lose a placement group's resources for good if it is removed while Ray creates it: they are never
+    free again (https://github.com/ray-project/ray/issues/64693). Where there was no room it tries again after 0.3 to
+    1 s, and where no node is large enough not before there is another node.
+    """
+    first: int | None = None
+    while time.monotonic() < end:
+        row: dict[str, Any] = placement_group_table(group)
+        if row.get("state") not in ("PENDING", "PREPARED"):
+            return
+        outcome, attempts = row["stats"]["scheduling_state"], row["stats"]["scheduling_attempt"]
+        first = attempts if first is None else first
+        if outcome == "INFEASIBLE":
+            return
+        if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > first:
+            return
+        time.sleep(0.01)
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _nodes() -> str:
+    nodes = _alive_nodes()
+    more = len(nodes) - _RESOURCES_SHOWN_NODES
+    shown = " + ".join(f"({_brief(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _brief(resources: dict[str, Any]) -> str:
+    counted = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
+    return ", ".join(f"{amount:g} {name}" for name, amount in counted.items()) or "no CPU and no GPU"
+
+
+def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
+    """The id of the Ray node that a ready placement group's bundle is on."""
+    return str(placement_group_table(group)["bundles_to_node_id"][bundle])

@@ -1,0 +1,44 @@
+"""Who takes part in a broadcast, as the callers of `Worker.broadcast` write it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+from workers.directory.address import WorkerAddress
+
+Ranks = int | tuple[int, ...] | list[int] | list[tuple[int, ...]]
+"""A rank, the path of one worker, or a list of ranks or of paths."""
+
+
+def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
+    """The workers of `groups` in their order: `("g", 0)` is one, `("g", [0, 1])` two, `("g", (0, 1))` one of that path,
+    `("g", [(0, 0), (0, 1)])` two of those paths. ValueError if there are none, or one is named twice."""
+    named = []
+    for name, ranks in groups:
+        each: Sequence[int | tuple[int, ...]] = ranks if isinstance(ranks, list) else [ranks]
+        named += [WorkerAddress(name, rank) for rank in each]
+    check(named)
+    return named
+
+
+def check(workers: Sequence[WorkerAddress]) -> None:
+    """ValueError if there are none, or one is named twice."""
+    if not workers:
+        raise ValueError("a broadcast needs at least one worker")
+    twice = {name for name, count in Counter(worker.get_name() for worker in workers).items() if count > 1}
+    if twice:
+        raise ValueError(f"{sorted(twice)} are named more than once in a broadcast")
+
+
+def stream_of(workers: Sequence[WorkerAddress]) -> bytes:
+    """Names what these workers broadcast among themselves; the same on each of them."""
+    names = "\n".join(sorted(worker.get_name() for worker in workers))
+    return hashlib.sha256(names.encode()).digest()[:16]
+
+
+def listed(workers: Sequence[WorkerAddress]) -> str:
+    """Their names, for messages."""
+    more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
+    return ", ".join(worker.get_name() for worker in workers[:10]) + more

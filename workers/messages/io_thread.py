@@ -1,0 +1,497 @@
+"""The thread of a worker's messages: its sockets, its clock, and what it learns of its peers."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import heapq
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import zmq
+
+from dataplane.core.addresses import join_address, resolve_host, split_address
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.errors import InternalError
+from workers.directory import DirectoryClient, DirectoryEntry, EntryState, Facts, Kind
+from workers.directory.address import WorkerAddress
+from workers.errors import MessengerClosedError, WorkerLostError
+from workers.messages import wire
+from workers.messages.async_work import forbid_waiting
+from workers.messages.backlog import Backlog
+from workers.messages.deliveries import Posting
+from workers.messages.frames import decoded, frame
+from workers.messages.incoming import Incoming
+from workers.messages.links import LINGER_MS, Links
+from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
+from workers.messages.pickling import Bytes
+from workers.messages.relays import Relays
+from workers.messages.shared_buffers import Mappings, Slabs
+from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
+
+KEEP_BYTES = 1 << 30
+"""Memory of received tensors that were dropped, kept for the next ones, at most."""
+_JOIN_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Known(enum.Enum):
+    """What is known of a peer."""
+
+    NOTHING = enum.auto()
+    ASKED = enum.auto()
+    LIVES = enum.auto()
+
+
+@dataclass
+class _Peer:
+    known: _Known = _Known.NOTHING
+    incarnation: int = 0
+    endpoint: str = ""
+
+
+class IoThread:
+    """Runs until `close`. `submit_*`, `call` and `settled` are for any thread; the rest is its own thread's.
+
+    host: an address of this host that peers reach; its port is the directory entry's endpoint. lookup_s: how long a
+    peer may take to be registered, at least.
+
+    An operation or a message that fails fails by itself. Where the directory gave this worker up, all that is under way
+    fails with `WorkerLostError`, as its peers were told; what comes after goes on under the worker's new incarnation.
+    Should the thread end by a defect, the worker leaves the directory, so that its peers learn it.
+    """
+
+    def __init__(
+        self,
+        address: WorkerAddress,
+        directory: DirectoryClient,
+        slabs: Slabs,
+        mappings: Mappings,
+        backlog: Backlog,
+        *,
+        host: str,
+        facts: Facts,
+        lookup_s: float,
+    ) -> None:
+        self.name = address.get_name()
+        self._directory = directory
+        self._slabs = slabs
+        self._mappings = mappings
+        self._lookup_s = lookup_s
+        self._peers: dict[str, _Peer] = {}
+        self._until_registered: list[Callable[[], None]] = []
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._next_expiry = math.inf
+        self._leaving: list[Future[None]] = []
+        self._closing = False
+        self._ended: Exception | None = None
+        self._expelled: Exception | None = None
+        self._warm = BufferPool(KEEP_BYTES)
+        self.outgoing = OutgoingMessages(self.name, self._transmit, self._later)
+        self.incoming = Incoming(
+            self.name,
+            mappings,
+            self._warm,
+            Relays(backlog, self._reply, self._later),
+            reply=self._reply,
+            ask=self._ask_relay,
+            later=self._later,
+            call=self.call,
+            contact=self.outgoing.contact,
+            forget=self.outgoing.forget,
+            busy=self._busy,
+            lives=lambda name: self._peer(name).known is _Known.LIVES,
+            outdated=self._outdated,
+        )
+        self._waker = Waker()
+        # Reentrant: a finalizer may come while its thread is here already.
+        self._waking = threading.RLock()
+        self._unsubscribe = directory.subscribe(self._told)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router = self._context.socket(zmq.ROUTER)
+            self._links = Links(self._context)
+            endpoint = self._bind(host)
+            self.host = split_address(endpoint)[0]
+            entry = directory.register_worker(address, endpoint, facts)
+        except BaseException:
+            self._unsubscribe()
+            self._context.destroy(linger=0)
+            self._waker.close()
+            raise
+        self.incarnation = entry.incarnation
+        self._thread = threading.Thread(target=self._run, name=f"tq-messages-{self.name}", daemon=True)
+        self._thread.start()
+
+    # --- from any thread ------------------------------------------------------------------------------------------
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Have the engine's thread do it, in the order of calls."""
+        self._calls.append(work)
+        self._wake()
+        if self._ended is not None:
+            self._work()
+
+    def submit_send(self, sendings: list[Sending]) -> None:
+        """Send; each one's future tells how it went."""
+        self.call(partial(self._send_all, sendings))
+
+    def submit_recv(self, posting: Posting) -> None:
+        """Receive; its future tells what came."""
+        self.call(partial(self._recv, posting))
+
+    def drop(self, posting: Posting) -> None:
+        """Nobody has the handle of this receive any more. Only enqueues: also for finalizers."""
+        if self._ended is None:
+            self._calls.append(partial(self.incoming.abandon, posting))
+            self._wake()
+
+    def _wake(self) -> None:
+        """Never after the waker was closed, when its descriptor may be another's."""
+        with self._waking:
+            self._waker.wake()
+
+    def settled(self) -> Future[None]:
+        """Done once this end can go away without harm to what it sent."""
+        future: Future[None] = Future()
+        self.call(lambda: self._leaving.append(future) if self._ended is None else future.set_result(None))
+        return future
+
+    def close(self) -> None:
+        """End the thread and give everything back; whoever waits gets `MessengerClosedError`. Idempotent."""
+        self._closing = True
+        self._wake()
+        self._thread.join(_JOIN_S)
+        self._unsubscribe()
+        with self._waking:
+            self._waker.close()
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _bind(self, host: str) -> str:
+        ip = resolve_host(host)
+        self._router.set(zmq.SNDHWM, 0)
+        self._router.set(zmq.RCVHWM, 0)
+        self._router.set(zmq.LINGER, LINGER_MS)
+        if ":" in ip:
+            self._router.set(zmq.IPV6, 1)
+        self._router.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
+        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return join_address(ip, port)
+
+    def _run(self) -> None:
+        forbid_waiting()
+        poller = zmq.Poller()
+        for source in (self._router, self._links.socket, self._waker.fd):
+            poller.register(source, zmq.POLLIN)
+        error: Exception = MessengerClosedError(worker=self.name)
+        try:
+            while not self._closing:
+                poller.poll(self._patience_ms())
+                self._waker.clear()
+                self._work()
+                self._hear()
+                self._hear_answers()
+                self._ring()
+                if self._leaving and self.outgoing.settled:
+                    self._let_go()
+        except Exception as defect:
+            _log.exception("the messages of worker %s ended by a defect", self.name)
+            error = InternalError(what=f"the messages of worker {self.name} ended by a defect: {defect!r}")
+            self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"its messages ended: {defect!r}")
+        finally:
+            self._end(self._expelled or error)
+
+    def _end(self, error: Exception) -> None:
+        self._ended = error
+        self.outgoing.fail_all(error)
+        self.incoming.fail_all(error)
+        self._mappings.close()
+        self._warm.drop()
+        self._context.destroy(linger=LINGER_MS)
+        self._work()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for future in self._leaving:
+            future.set_result(None)
+        self._leaving.clear()
+
+    def _work(self) -> None:
+        while self._calls:
+            try:
+                work = self._calls.popleft()
+            except IndexError:
+                return
+            self._attempt(work)
+
+    def _attempt(self, work: Callable[[], None]) -> Exception | None:
+        """A defect in one piece of work leaves the others as they are; what it was."""
+        try:
+            work()
+        except Exception as defect:
+            _log.exception("the messages of worker %s failed at one of them", self.name)
+            return defect
+        return None
+
+    def _patience_ms(self) -> int | None:
+        moment = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
+        return None if moment == math.inf else poll_ms(moment - time.monotonic())
+
+    def _ring(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._attempt(heapq.heappop(self._timers)[2])
+        if self._next_expiry <= now:
+            self._next_expiry = min(self.outgoing.expire(now), self.incoming.expire(now))
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), work))
+
+    def _busy(self) -> bool:
+        return self.incoming.waiting or self.outgoing.waiting
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def _send_all(self, sendings: list[Sending]) -> None:
+        for sending in sendings:
+            if self._ended is not None:
+                sending.fail(self._ended)
+                sending.snapshot.release()
+                continue
+            defect = self._attempt(partial(self._send, sending))
+            if defect is not None:
+                self._forget(sending.to, self._peer(sending.to))
+                self._lose(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
+        if self._ended is None:
+            self.incoming.settle()
+
+    def _send(self, sending: Sending) -> None:
+        self.outgoing.queue(sending)
+        self.outgoing.contact(sending.to, sending.stream, sending.options)
+        self._next_expiry = min(self._next_expiry, sending.deadline)
+        self._meet(sending.to, sending.deadline)
+
+    def _recv(self, posting: Posting) -> None:
+        if self._ended is not None:
+            posting.fail(self._ended)
+            return
+        defect = self._attempt(partial(self._post, posting))
+        if defect is not None:
+            self.incoming.withdraw(posting)
+            posting.fail(InternalError(what=f"{posting.what}: {defect!r}"))
+        self.incoming.settle()
+
+    def _post(self, posting: Posting) -> None:
+        self._next_expiry = min(self._next_expiry, posting.deadline)
+        lives = self._peer(posting.source).known is _Known.LIVES
+        if self.incoming.post(posting, lives):
+            self._meet(posting.source, posting.deadline)
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def _peer(self, name: str) -> _Peer:
+        return self._peers.setdefault(name, _Peer())
+
+    def _meet(self, name: str, deadline: float) -> None:
+        """See to it that the peer is known, and that this end is told of its death; then send what is for it."""
+        peer = self._peer(name)
+        if peer.known is _Known.LIVES:
+            self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
+        elif peer.known is _Known.NOTHING:
+            wait_s = max(self._lookup_s, deadline - time.monotonic())
+            asked = self._directory.ask(Kind.WORKER, name, wait_s)
+            peer.known = _Known.ASKED
+            asked.add_done_callback(lambda future: self.call(lambda: self._look_at(name, future)))
+
+    def _look_at(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+        defect = self._attempt(partial(self._found, name, future))
+        if defect is not None:
+            self._peer(name).known = _Known.NOTHING
+            self._lose(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
+
+    def _found(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+        if self._ended is not None:
+            return
+        if not self.incarnation:
+            self._until_registered.append(partial(self._look_at, name, future))
+            return
+        peer = self._peer(name)
+        error = future.exception()
+        if isinstance(error, Exception):
+            peer.known = _Known.NOTHING
+            self._lose(name, error)
+            return
+        (entry,) = future.result()
+        self._renew(name, peer, entry.incarnation)
+        peer.known = _Known.LIVES
+        peer.endpoint = entry.endpoints[0]
+        self.outgoing.flush(name, self.incarnation, entry.incarnation, peer.endpoint)
+        self.incoming.match(name)
+
+    def _told(self, entry: DirectoryEntry) -> None:
+        """The directory says what became of a worker."""
+        if entry.kind is Kind.WORKER:
+            self.call(lambda: self._expel(entry) if entry.name == self.name else self._bury(entry))
+
+    def _bury(self, entry: DirectoryEntry) -> None:
+        peer = self._peers.get(entry.name)
+        if self._ended is None and peer is not None and peer.incarnation == entry.incarnation:
+            self._forget(entry.name, peer)
+            self._lose(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
+
+    def _expel(self, entry: DirectoryEntry) -> None:
+        """The directory gave this worker up, or has registered it anew."""
+        if self._ended is not None:
+            return
+        if entry.live:
+            self.incarnation = entry.incarnation
+            waiting, self._until_registered = self._until_registered, []
+            for work in waiting:
+                self._attempt(work)
+            return
+        error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
+        if not self.incarnation:
+            self._expelled, self._closing = error, True
+        elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:
+            self.incarnation = 0
+            for name, peer in self._peers.items():
+                self._forget(name, peer)
+            self.outgoing.fail_all(error)
+            self.incoming.fail_all(error)
+
+    def _renew(self, name: str, peer: _Peer, incarnation: int) -> None:
+        """A peer of that incarnation lives: what is known of one before is over."""
+        if peer.incarnation == incarnation:
+            return
+        lived, peer.incarnation = peer.known is _Known.LIVES, incarnation
+        self.incoming.outdate(name, incarnation)
+        if lived:
+            self._forget(name, peer)
+            self.outgoing.lose(name, WorkerLostError(worker=name, why="it was started anew"))
+            if self.incoming.waits_for(name):
+                self._meet(name, 0.0)
+
+    def _forget(self, name: str, peer: _Peer) -> None:
+        peer.known = _Known.NOTHING
+        self._links.cut(name)
+
+    def _lose(self, name: str, error: Exception) -> None:
+        self.outgoing.lose(name, error)
+        self.incoming.lose(name, error)
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def _transmit(self, name: str, post: PostMessage, snapshot: ValueSnapshot) -> None:
+        frames = (wire.encode(post), snapshot.inline)
+        self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
+
+    def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
+        if self._ended is None:
+            self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [frame(body)])))
+
+    def _ask_relay(self, relay: Relay, want: WantMessage) -> bool:
+        """False where another has that worker's name by now, or its port, or it cannot be reached."""
+        peer = self._peer(relay.worker)
+        if peer.known is _Known.LIVES and peer.incarnation != relay.incarnation:
+            return False
+        try:
+            if self._links.others(relay.worker, relay.endpoint):
+                # The source's word may be older than this connection, on which something may be under way.
+                return False
+            self._links.send(relay.worker, relay.endpoint, (wire.encode(want),), self.outgoing.idle)
+        except zmq.ZMQError as error:
+            _log.warning("worker %s cannot ask %s: %s", self.name, relay.worker, error)
+            return False
+        return True
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                request = decoded(wire.decode_request, frames)
+            except msgspec.DecodeError as error:
+                _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
+                continue
+            defect = self._attempt(partial(self._take, route.bytes, request, frames[1:]))
+            if defect is not None and isinstance(request, PostMessage):
+                self._reply(route.bytes, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
+
+    def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
+        match request:
+            case PostMessage():
+                peer = self._peer(request.source)
+                if request.receiver > self.incarnation:
+                    # Its sender knows already that this worker is registered anew.
+                    self._until_registered.append(partial(self._take, route, request, frames))
+                    return
+                if self._outdated(request):
+                    return
+                self._renew(request.source, peer, request.incarnation)
+                self.incoming.arrive(route, request, frames[0].buffer)
+            case Data():
+                self.incoming.data(request, frames[0].buffer)
+            case ForgetMessage():
+                self._mappings.forget(request.inodes)
+            case WantMessage():
+                if request.receiver == self.incarnation:
+                    self.incoming.wanted(route, request)
+
+    def _hear_answers(self) -> None:
+        while (heard := self._links.receive()) is not None:
+            name, frames = heard
+            try:
+                answer = decoded(wire.decode_answer, frames)
+            except msgspec.DecodeError as error:
+                _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
+                continue
+            match answer:
+                case Pull():
+                    self._attempt(partial(self._serve, name, answer))
+                case Data():
+                    self._attempt(partial(self.incoming.data, answer, frames[1].buffer))
+                case Absent():
+                    self._attempt(partial(self.incoming.absent, answer))
+                case _:
+                    self._attempt(partial(self.outgoing.answered, name, answer))
+        self._say_forgotten()
+
+    def _outdated(self, post: PostMessage) -> bool:
+        """Whether its source, or this worker, has been registered anew since."""
+        return post.receiver != self.incarnation or post.incarnation < self._peer(post.source).incarnation
+
+    def _serve(self, name: str, pull: Pull) -> None:
+        sending = self.outgoing.asked(name, pull)
+        if sending is None or sending.snapshot.slab is None:
+            return
+        peer = self._peer(name)
+        part = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
+        data = Data(
+            stream=pull.stream,
+            number=pull.number,
+            source=self.name,
+            incarnation=self.incarnation,
+            receiver=peer.incarnation,
+            start=pull.start,
+        )
+        self._links.send(name, peer.endpoint, (wire.encode(data), frame(part)), self.outgoing.idle)
+
+    def _say_forgotten(self) -> None:
+        inodes = self._slabs.forgotten()
+        if inodes:
+            self._links.send_to_all((wire.encode(ForgetMessage(inodes=inodes)),))

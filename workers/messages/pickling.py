@@ -1,0 +1,280 @@
+"""Python objects as a skeleton and runs of bytes, and back: what messages and channels carry.
+
+Tensors and arrays anywhere in an object go as their bytes, copied once; what is left, the skeleton, is pickled (by
+value where a class or function cannot be imported elsewhere). Both ends are workers of one job, which trust each other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from ray import cloudpickle
+from torch import Tensor
+
+from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
+from workers.errors import NotSerializableError
+
+Bytes = npt.NDArray[np.uint8]
+
+ALIGN_BYTES = 64
+SMALL_BYTES = 1024
+"""Buffers of arrays below this are pickled with their object: cheaper than one more run."""
+_PADDING = memoryview(bytes(ALIGN_BYTES))
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A run of bytes: a tensor's values, C-contiguous, or (dtype empty) a buffer of some other object."""
+
+    start: int
+    nbytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    cuda: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `pack` made of an object. skeleton: empty for a tensor by itself; parts: one per segment, a tensor of any
+    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`; nbytes: of
+    the parts, and the skeleton after them."""
+
+    skeleton: bytes
+    segments: tuple[Segment, ...]
+    parts: Sequence[Tensor | memoryview]
+    nbytes: int
+
+    @property
+    def skeleton_from(self) -> int:
+        """Where the skeleton is among the bytes."""
+        return self.nbytes - len(self.skeleton)
+
+    def write(self, memory: Bytes) -> None:
+        """Copy everything into `memory`, [at least nbytes]. Blocks until it is there, from a GPU too."""
+        memory[self.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
+        for segment, part in zip(self.segments, self.parts, strict=True):
+            if segment.nbytes == 0:
+                continue
+            run = _run(memory, segment)
+            if isinstance(part, Tensor):
+                _fill(torch.from_numpy(run), part)
+            else:
+                np.copyto(run, np.frombuffer(part, np.uint8))
+
+    def runs(self) -> list[memoryview]:
+        """The same bytes as buffers that follow each other; copied are only tensors that are not contiguous, or on a
+        GPU."""
+        found, end = [], 0
+        for segment, part in zip(self.segments, self.parts, strict=True):
+            found.append(_PADDING[: segment.start - end])
+            found.append(_bytes_of(part) if isinstance(part, Tensor) else part)
+            end = segment.start + segment.nbytes
+        return [*found, memoryview(self.skeleton)]
+
+
+NOTHING = Packed(b"", (), (), 0)
+
+
+def pack(value: Any, what: str | None = None) -> Packed:
+    """`value`, any Python object, to be sent. `NotSerializableError`, naming `what` or its type, if it cannot be."""
+    if type(value) is Tensor and is_plain(value):
+        return pack_tensor(value)
+    file = io.BytesIO()
+    buffers: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        """Whether it is to be pickled with the rest."""
+        raw = buffer.raw()
+        if raw.nbytes < SMALL_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
+    pickler = _Pickler(file, protocol=5, buffer_callback=keep)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        named = what or f"an object of type {type(value).__name__}"
+        raise NotSerializableError(what=named, why=f"{type(error).__name__}: {error}") from error
+    parts: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
+    segments, nbytes = _lay_out(parts)
+    return Packed(file.getvalue(), segments, parts, nbytes + file.tell())
+
+
+def pack_tensor(tensor: Tensor) -> Packed:
+    """A plain tensor by itself."""
+    segments, nbytes = _lay_out([tensor])
+    return Packed(b"", segments, [tensor], nbytes)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is its dtype, shape and values, and nothing else (but for a history, which is not sent)."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+    )
+
+
+@dataclass
+class Unpacked:
+    """Values that are this process's own; `load` makes the object of them."""
+
+    skeleton: bytes
+    tensors: list[Tensor] = field(default_factory=list)
+    buffers: list[Bytes] = field(default_factory=list)
+
+    def load(self) -> Any:
+        """The object. `NotSerializableError` if its classes cannot be had here, or its own code fails."""
+        if not self.skeleton:
+            return self.tensors[0]
+        try:
+            loader = _Unpickler(io.BytesIO(self.skeleton), buffers=self.buffers)
+            loader.tensors = self.tensors
+            return loader.load()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise NotSerializableError(what="a received object", why=why, verb="loaded") from error
+
+
+def unpack(
+    skeleton_from: int,
+    segments: Sequence[Segment],
+    memory: Bytes,
+    warm: BufferPool,
+    *,
+    own: bool,
+    device: torch.device | None = None,
+) -> Unpacked:
+    """What `Packed.write` wrote into `memory`, [nbytes]: tensors and buffers refer to it where it is this process's
+    `own`, or else are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this thread's
+    current one; to CPU memory where there is none. Blocks until all is copied."""
+    unpacked = Unpacked(memory[skeleton_from:].tobytes())
+    for segment in segments:
+        run = _run(memory, segment)
+        if not segment.dtype:
+            unpacked.buffers.append(run if own else _copied(run, warm))
+            continue
+        place = _place(device) if segment.cuda else torch.device("cpu")
+        if segment.nbytes == 0:
+            unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=place))
+            continue
+        if place.type == "cpu":
+            flat = torch.from_numpy(run if own else _copied(run, warm))
+        else:
+            flat = torch.empty(segment.nbytes, dtype=torch.uint8, device=place)
+            flat.copy_(torch.from_numpy(run))
+        unpacked.tensors.append(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
+    _settle(unpacked.tensors)
+    return unpacked
+
+
+def copy_into(target: Tensor, segments: Sequence[Segment], memory: Bytes) -> None:
+    """The one tensor of a message into `target`, of the same shape and dtype, wherever it is and whatever its
+    strides."""
+    (segment,) = segments
+    if segment.nbytes:
+        flat = torch.from_numpy(_run(memory, segment))
+        with torch.no_grad():
+            target.copy_(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
+        _settle([target])
+
+
+def fresh(nbytes: int, warm: BufferPool) -> Bytes:
+    """Bytes of this process's own, of any content."""
+    if nbytes >= FROM_BYTES:
+        return warm.take(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8).numpy()
+
+
+def _copied(run: Bytes, warm: BufferPool) -> Bytes:
+    own = fresh(run.size, warm)
+    torch.from_numpy(own).copy_(torch.from_numpy(run))
+    return own
+
+
+def _settle(tensors: Sequence[Tensor]) -> None:
+    """Wait for the copies to GPUs that this thread began."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _lay_out(parts: Sequence[Tensor | memoryview]) -> tuple[tuple[Segment, ...], int]:
+    segments, end = [], 0
+    for part in parts:
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        if isinstance(part, Tensor):
+            nbytes = part.numel() * part.element_size()
+            segments.append(Segment(start, nbytes, str(part.dtype), tuple(part.shape), part.is_cuda))
+        else:
+            nbytes = part.nbytes
+            segments.append(Segment(start, nbytes))
+        end = start + nbytes
+    return tuple(segments), end
+
+
+def _run(memory: Bytes, segment: Segment) -> Bytes:
+    return memory[segment.start : segment.start + segment.nbytes]
+
+
+def _in_a_row(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _fill(flat: Tensor, tensor: Tensor) -> None:
+    """flat: uint8, as many bytes as `tensor` has."""
+    source = tensor.detach()
+    if _in_a_row(source):
+        flat.copy_(source.reshape(-1).view(torch.uint8))
+    else:
+        flat.view(source.dtype).view(source.shape).copy_(source)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    source = tensor.detach()
+    if not _in_a_row(source):
+        source = source.resolve_conj().resolve_neg().contiguous()
+    data: memoryview = source.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _place(device: torch.device | None) -> torch.device:
+    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves plain tensors out, each once; other kinds of tensors take themselves apart into plain ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor or not is_plain(value):
+            return None
+        place = self._places.get(id(value))
+        if place is None:
+            place = self._places[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: list[Tensor]
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self.tensors[place]

@@ -1,0 +1,235 @@
+"""Memory that the processes of one host share without a name: a sender copies its values in once, receivers copy them
+out. It goes when the last of them lets go of it, however they end."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from workers.messages.pickling import Bytes
+from workers.messages.wire import Slab
+
+IDLE_BYTES = 1 << 30
+"""Slabs that wait to be used again, at most; warm memory is several times as fast as fresh."""
+IDLE_MOST = 256
+"""The same, counted."""
+MAPPED_MOST = 32
+"""Mappings of others' slabs that are kept for the next message, at most."""
+HELD_MOST = 1 << 14
+"""Mappings of others' slabs at a time, those of messages that wait to be received included, at most: a quarter of what
+the kernel allows a process by default (vm.max_map_count)."""
+OPEN_MOST = 1 << 12
+OPEN_SHARE = 4
+"""A process's slabs have at most so many descriptors, and that part of what it may open."""
+_STEPS = 8
+_LEAST_BYTES = 64 << 10
+_NO_FD = -1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class OwnSlab:
+    """A slab of this process. `memory` is at least as long as asked for."""
+
+    def __init__(self, host: str, nbytes: int) -> None:
+        """Shared with this host, by a descriptor. OSError where there is no descriptor, or no memory."""
+        fd = os.memfd_create("tq-message", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            self.memory = _map(fd, nbytes)
+            self.name = Slab(host, os.getpid(), fd, os.fstat(fd).st_ino, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can look at it."""
+        return self.name.fd != _NO_FD
+
+    def close(self) -> None:
+        """Let go of it; mappings, here and elsewhere, live on until they go."""
+        if self.shared:
+            os.close(self.name.fd)
+
+
+class PrivateSlab(OwnSlab):
+    """Memory of this process only: receivers have its bytes sent to them."""
+
+    def __init__(self, nbytes: int) -> None:
+        """MemoryError where there is none."""
+        self.memory = np.empty(nbytes, np.uint8)
+        self.name = Slab("", os.getpid(), _NO_FD, 0, nbytes)
+
+
+class Slabs:
+    """This process's slabs, those in use and the idle ones. Thread-safe.
+
+    open_most: so many have a descriptor; None: `OPEN_MOST`, or less where this process may open few.
+    """
+
+    def __init__(self, host: str, *, idle_bytes: int = IDLE_BYTES, open_most: int | None = None) -> None:
+        self._host = host
+        self._most = idle_bytes
+        self._open_most = _open_most() if open_most is None else open_most
+        self._guard = threading.Lock()
+        self._idle: list[OwnSlab] = []
+        self._idle_bytes = 0
+        self._open = 0
+        self._forgotten: list[int] = []
+        self._closed = False
+
+    def take(self, nbytes: int) -> OwnSlab:
+        """A slab of at least `nbytes`, at most about an eighth larger if it is new. One of this process only where it
+        may have no more descriptors. MemoryError if there is no memory."""
+        with self._guard:
+            fitting = [slab for slab in self._idle if nbytes <= slab.name.nbytes <= 2 * max(nbytes, _LEAST_BYTES)]
+            if fitting:
+                best = min(fitting, key=lambda slab: slab.name.nbytes)
+                self._idle.remove(best)
+                self._idle_bytes -= best.name.nbytes
+                return best
+            if self._open >= self._open_most and self._idle:
+                self._let_go_of_the_oldest()
+            if self._open >= self._open_most:
+                return PrivateSlab(nbytes)
+            self._open += 1
+        try:
+            return OwnSlab(self._host, _rounded(nbytes))
+        except OSError:
+            with self._guard:
+                self._open -= 1
+            return PrivateSlab(nbytes)
+
+    def give_back(self, slab: OwnSlab) -> None:
+        """Nobody reads it any more: keep it for the next message, or let go of the oldest idle ones."""
+        if not slab.shared:
+            return
+        with self._guard:
+            self._idle.append(slab)
+            self._idle_bytes += slab.name.nbytes
+            while self._idle and (self._closed or self._idle_bytes > self._most or len(self._idle) > IDLE_MOST):
+                self._let_go_of_the_oldest()
+
+    def abandon(self, slab: OwnSlab) -> None:
+        """Somebody who was given up may still read it: it is never used again, and goes when the last lets go of it."""
+        if slab.shared:
+            with self._guard:
+                self._let_go_of(slab)
+
+    def _let_go_of_the_oldest(self) -> None:
+        oldest = self._idle.pop(0)
+        self._idle_bytes -= oldest.name.nbytes
+        self._let_go_of(oldest)
+
+    def _let_go_of(self, slab: OwnSlab) -> None:
+        self._open -= 1
+        self._forgotten.append(slab.name.inode)
+        slab.close()
+
+    def forgotten(self) -> tuple[int, ...]:
+        """The inodes of slabs that went since this was last asked."""
+        with self._guard:
+            inodes, self._forgotten = tuple(self._forgotten), []
+        return inodes
+
+    def close(self) -> None:
+        """Let go of the idle ones, and of the others as they come back. Idempotent."""
+        with self._guard:
+            self._closed = True
+            while self._idle:
+                self._let_go_of_the_oldest()
+
+
+class Mappings:
+    """Others' slabs, mapped here. For one thread; what it opened may be dropped by any."""
+
+    def __init__(self, host: str, *, held_most: int = HELD_MOST) -> None:
+        self._host = host
+        self._held_most = held_most
+        self._mapped: OrderedDict[int, Bytes] = OrderedDict()
+        self._held: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def open(self, slab: Slab) -> Bytes | None:
+        """Its bytes. None if it is not of this host, if this process may not look at it, or maps too much already."""
+        if slab.host != self._host:
+            return None
+        memory = self._mapped.get(slab.inode)
+        if memory is None:
+            memory = self._open(slab)
+            if memory is None:
+                return None
+            self._mapped[slab.inode] = memory
+            if len(self._mapped) > MAPPED_MOST:
+                self._mapped.popitem(last=False)
+        self._mapped.move_to_end(slab.inode)
+        return memory
+
+    def close(self) -> None:
+        """Let go of them all."""
+        self._mapped.clear()
+
+    def forget(self, inodes: tuple[int, ...]) -> None:
+        for inode in inodes:
+            self._mapped.pop(inode, None)
+
+    def _open(self, slab: Slab) -> Bytes | None:
+        if len(self._held) >= self._held_most:
+            return None
+        try:
+            memory = _open(slab)
+        except OSError:
+            return None
+        if memory is not None:
+            self._held.add(memory.base)
+        return memory
+
+
+class _Mapping:
+    """A descriptor's memory, for as long as an array refers to it. (Python's `mmap` keeps a descriptor of its own.)"""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+
+
+def _open(slab: Slab) -> Bytes | None:
+    fd = os.open(f"/proc/{slab.pid}/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_size) != (slab.inode, slab.nbytes):
+            return None
+        return _map(fd, slab.nbytes)
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, nbytes: int) -> Bytes:
+    return np.asarray(_Mapping(fd, nbytes))
+
+
+def _open_most() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_MOST if soft == resource.RLIM_INFINITY else min(OPEN_MOST, soft // OPEN_SHARE)
+
+
+def _rounded(nbytes: int) -> int:
+    step = max(_LEAST_BYTES, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
+    return -(-nbytes // step) * step

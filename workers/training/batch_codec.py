@@ -1,0 +1,271 @@
+"""A batch of columns as one small header and one flat buffer of bytes, and back. No sockets, no collectives.
+
+The buffer holds each column's jagged bytes as they are, never padded: columns start on multiples of 64 bytes and their
+rows lie one after another. Tensors go as their bytes; values of object columns in the codec of
+`dataplane.data.object_codec`; nothing is pickled. The header (msgpack) says how to read the buffer; row lengths are in
+it once per set of columns that share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack
+from torch import Tensor
+
+from dataplane.core.types import GRANULE_BYTES
+from dataplane.data.jagged import DTYPE_NAMES, TORCH_DTYPES, is_jagged, jagged_from_values, offsets_of, row_lengths
+from dataplane.data.object_codec import decode_object, encode_object, encode_rows
+
+
+class _Dense(msgspec.Struct, frozen=True, tag="dense", array_like=True):
+    """A tensor of any shape."""
+
+    name: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Jagged(msgspec.Struct, frozen=True, tag="jagged", array_like=True):
+    """A jagged nested tensor; `lengths` is the place of its row lengths in the header's list."""
+
+    name: str
+    start: int
+    dtype: str
+    inner: tuple[int, ...]
+    lengths: int
+
+
+class _Ragged(msgspec.Struct, frozen=True, tag="ragged", array_like=True):
+    """A list of tensors of one dtype, each with its own shape."""
+
+    name: str
+    start: int
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class _Value(msgspec.Struct, frozen=True, tag="value", array_like=True):
+    """One Python value for the whole batch, in the object codec."""
+
+    name: str
+    start: int
+    size: int
+
+
+class _Objects(msgspec.Struct, frozen=True, tag="objects", array_like=True):
+    """Python values in the object codec; `sizes` are int64 bytes per value, `form` the container they came in."""
+
+    name: str
+    start: int
+    form: str
+    sizes: bytes
+
+
+_Column = _Dense | _Jagged | _Ragged | _Objects | _Value
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """How to read a payload. `lengths` are int64 row lengths as bytes, one entry per distinct set."""
+
+    payload_bytes: int
+    columns: tuple[_Column, ...]
+    lengths: tuple[bytes, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+@dataclass
+class PackedBatch:
+    """A header and the pieces that make its payload: (start, bytes [n] uint8), ascending, gaps between them unread."""
+
+    header: Header
+    pieces: list[tuple[int, Tensor]]
+
+    def flat(self) -> Tensor:
+        """The payload, uint8 [payload_bytes] on the CPU: one copy of every piece."""
+        flat = torch.empty(self.header.payload_bytes, dtype=torch.uint8)
+        end = 0
+        for start, piece in self.pieces:
+            flat[end:start].zero_()
+            end = start + piece.numel()
+            flat[start:end].copy_(piece)
+        return flat
+
+
+def pack(batch: Mapping[str, Any]) -> PackedBatch:
+    """The columns of `batch`, in its order.
+
+    Takes tensors (any strides, device, dtype), jagged nested tensors, lists of tensors of one dtype, object arrays,
+    lists of values, `NonTensorStack`, and as one value for the whole batch (a string, a dict, a number) what the codec
+    of `dataplane.data.object_codec` takes. Raises `UnsupportedValueError` (a TypeError) naming the column for anything
+    else.
+    """
+    packer = _Packer()
+    for name, value in batch.items():
+        packer.add(str(name), value)
+    header = Header(payload_bytes=packer.end, columns=tuple(packer.columns), lengths=tuple(packer.lengths))
+    return PackedBatch(header, packer.pieces)
+
+
+@dataclass
+class _Packer:
+    columns: list[_Column] = field(default_factory=list)
+    lengths: dict[bytes, int] = field(default_factory=dict)
+    pieces: list[tuple[int, Tensor]] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.columns.append(self._nested(name, value) if value.is_nested else self._dense(name, value))
+        elif isinstance(value, NonTensorStack):
+            self.columns.append(self._objects(name, value.tolist(), "stack"))
+        elif isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:
+            self.columns.append(self._objects(name, list(value), "array"))
+        elif isinstance(value, list) and value and all(isinstance(row, Tensor) for row in value):
+            self.columns.append(self._ragged(name, value))
+        elif isinstance(value, list):
+            self.columns.append(self._objects(name, value, "list"))
+        else:
+            self.columns.append(self._value(name, value.data if isinstance(value, NonTensorData) else value))
+
+    def _begin(self) -> int:
+        self.end = -(-self.end // GRANULE_BYTES) * GRANULE_BYTES
+        return self.end
+
+    def _append(self, data: Tensor) -> None:
+        if data.numel():
+            self.pieces.append((self.end, data))
+            self.end += data.numel()
+
+    def _dense(self, name: str, value: Tensor) -> _Dense:
+        start = self._begin()
+        self._append(as_bytes(value))
+        return _Dense(name, start, DTYPE_NAMES[value.dtype], tuple(value.shape))
+
+    def _nested(self, name: str, value: Tensor) -> _Jagged:
+        values, lengths = _values_and_lengths(value)
+        place = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
+        start = self._begin()
+        self._append(as_bytes(values))
+        return _Jagged(name, start, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), place)
+
+    def _ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
+        dtypes = {row.dtype for row in rows}
+        if len(dtypes) > 1:
+            raise TypeError(f"column {name!r}: its rows have several dtypes: {', '.join(map(str, dtypes))}")
+        start = self._begin()
+        for row in rows:
+            self._append(as_bytes(row))
+        return _Ragged(name, start, DTYPE_NAMES[rows[0].dtype], tuple(tuple(row.shape) for row in rows))
+
+    def _value(self, name: str, value: Any) -> _Value:
+        start = self._begin()
+        encoded = encode_object(value, field=name)
+        self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return _Value(name, start, len(encoded))
+
+    def _objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
+        start = self._begin()
+        encoded, sizes = encode_rows(values, field=name)
+        if encoded:
+            self._append(torch.frombuffer(encoded, dtype=torch.uint8))
+        return _Objects(name, start, form, np.array(sizes, dtype=np.int64).tobytes())
+
+
+def unpack(header: Header, flat: Tensor) -> dict[str, Any]:
+    """The columns that `pack` was given, on the device of `flat` (uint8 [payload_bytes]).
+
+    Jagged columns are views of `flat`, and columns with equal lengths share one offsets tensor; all others are copies,
+    so that holding a small one does not hold the payload.
+    """
+    rows = [_Rows(np.frombuffer(lengths, dtype=np.int64), flat.device) for lengths in header.lengths]
+    return {column.name: _read(column, flat, rows) for column in header.columns}
+
+
+class _Rows:
+    """Row lengths [N] that columns share, and their one offsets tensor."""
+
+    def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> None:
+        self.offsets = offsets_of(torch.tensor(lengths)).to(device)
+        self.total = int(lengths.sum())
+        self.span = (min(lengths.tolist(), default=0), max(lengths.tolist(), default=0))
+
+
+def _read(column: _Column, flat: Tensor, rows: Sequence[_Rows]) -> Any:
+    match column:
+        case _Dense():
+            return _take(flat, column.start, column.dtype, column.shape).clone()
+        case _Jagged():
+            of = rows[column.lengths]
+            values = _take(flat, column.start, column.dtype, (of.total, *column.inner))
+            return jagged_from_values(values, of.offsets, span=of.span)
+        case _Ragged():
+            return _each(column.start, column.shapes, TORCH_DTYPES[column.dtype].itemsize, flat, column.dtype)
+        case _Value():
+            return decode_object(flat[column.start : column.start + column.size].cpu().numpy().tobytes())
+        case _Objects():
+            return _FORMS[column.form](_values(column, flat))
+
+
+def _each(start: int, shapes: Sequence[tuple[int, ...]], itemsize: int, flat: Tensor, dtype: str) -> list[Tensor]:
+    rows = []
+    for shape in shapes:
+        rows.append(_take(flat, start, dtype, shape).clone())
+        start += math.prod(shape) * itemsize
+    return rows
+
+
+def _values(column: _Objects, flat: Tensor) -> list[Any]:
+    sizes = np.frombuffer(column.sizes, dtype=np.int64)
+    data = flat[column.start : column.start + int(sizes.sum())].cpu().numpy().tobytes()
+    ends = np.cumsum(sizes)
+    return [decode_object(data[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+
+
+def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+_FORMS: dict[str, Callable[[list[Any]], Any]] = {
+    "array": _object_array,
+    "list": list,
+    "stack": lambda values: NonTensorStack(*values),
+}
+
+
+def _take(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
+    kind = TORCH_DTYPES[dtype]
+    size = math.prod(shape) * kind.itemsize
+    return flat[start : start + size].view(kind).view(tuple(shape))
+
+
+def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """(values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
+    jagged: Any = nested
+    if is_jagged(jagged) and jagged.lengths() is None:
+        offsets = jagged.offsets()
+        return jagged.values()[int(offsets[0]) : int(offsets[-1])], row_lengths(jagged).cpu()
+    rows = list(nested.unbind())
+    values = torch.cat(rows) if rows else torch.empty(0, dtype=nested.dtype)
+    return values, torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` in row-major order as uint8 [nbytes] on the CPU; a view where it can be one."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,499 @@
+"""What makes a policy worker a worker of the data plane: it fetches its shard by meta and writes its results back.
+
+Mix `TQWorkerMixin` into a worker class that has `train`, `get_logprobs` and `get_reference_policy_logprobs` on
+batches; it gains `*_presharded` methods that take a `KVBatchMeta` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dataplane import (
+    BatchedDataDict,
+    DataPlaneClient,
+    DataPlaneConfig,
+    KVBatchMeta,
+    StreamingDataLoader,
+    build_data_plane_client,
+    materialize,
+    shard_meta_for_dp,
+    write_columns,
+)
+from dataplane.core.addresses import boot_id
+from dataplane.core.durations import seconds
+from dataplane.core.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    TOKEN_ALIGNED_FIELDS,
+    Layout,
+)
+from workers.placement.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
+from workers.placement.sharding import NamedSharding
+from workers.training.replica_fetch import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
+from workers.training.reports import IS_REPLICA_LEADER
+from workers.training.shared_loader import SharedStream
+from workers.training.stages import Stage, packing_arguments, stage_of
+
+TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
+"""Columns of token ids, by the names that NeMo-RL and verl give them: padded with the tokenizer's pad id."""
+Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
+
+
+class PolicyWorker(Protocol):
+    """The host that `TQWorkerMixin` is mixed into: the three methods its `*_presharded` ones end in.
+
+    Each takes a batch of this rank's samples, padded `[N, S]` per-token columns. The results of the log-prob methods
+    are mappings with a per-token tensor `[N, S]` under "logprobs" and "reference_logprobs".
+    """
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> Any: ...
+
+    def get_logprobs(self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> Any: ...
+
+    def get_reference_policy_logprobs(
+        self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> Any: ...
+
+
+class SplitStepWorker(Protocol):
+    """What a host has besides, if its driver makes steps in parts: `begin_train_step`, `train_microbatch` for each part
+    as it comes, then `finish_train_step` or `abort_train_step`.
+
+    The host keeps the open step's state: at most one is open, and a second `begin_train_step` raises.
+    `train_microbatch` adds up gradients and counts of a batch of this rank's samples, and reduces nothing over
+    data-parallel ranks. `finish_train_step` reduces, divides by what the whole step counted, steps the optimizer and
+    returns what `train` does. `abort_train_step` drops what was added up, steps nothing, and does nothing without an
+    open step.
+    """
+
+    def begin_train_step(self, *, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
+
+    def train_microbatch(self, *, data: BatchedDataDict[Any]) -> None: ...
+
+    def finish_train_step(self) -> Any: ...
+
+    def abort_train_step(self) -> None: ...
+
+
+SPLIT_STEP = ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step")
+
+
+class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
+    """The mixin on its host, as the entrypoints see it."""
+
+    def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict[Any]: ...
+
+    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta: ...
+
+    def _is_replica_leader(self) -> bool: ...
+
+    def _attach_or_repack_pack_metadata(
+        self, data: BatchedDataDict[Any], meta: KVBatchMeta
+    ) -> BatchedDataDict[Any]: ...
+
+    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None: ...
+
+
+class TQWorkerMixin:
+    """Per-rank fetch and write-back through the data plane.
+
+    The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (settings
+    as `workers.training.stages` reads them), `tokenizer` (see `_pad_value_dict`) and `fetch_timeout_s`.
+
+    Batches that its methods get carry their micro-batches where packing or dynamic batching made some: they are what
+    `data.get_batch(number)` (of a global batch) and its `make_microbatch_iterator_for_packable_sequences` or
+    `make_microbatch_iterator_with_dynamic_shapes` give.
+    """
+
+    _dp_client: DataPlaneClient | None = None
+    _replicas: ReplicaGroup | None = None
+    fetch_timeout_s: float = FETCH_TIMEOUT_S
+    """How long a fetch through siblings may take. A host that raises its client's `reconnect_s` raises this, too."""
+
+    # --- the data plane -----------------------------------------------------------------------------------------
+
+    def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
+        """Attach to the running service that `cfg` names. Called by the driver once; later calls change nothing.
+
+        Never starts a service: ValueError without an address, `ServiceUnavailableError` where nothing answers.
+        """
+        if self._dp_client is None:
+            self._dp_client = build_data_plane_client(cfg, bootstrap=False)
+
+    def data_plane_host(self) -> str:
+        """The host that this worker fetches on, as the service names hosts (`UnitStats.host`)."""
+        return boot_id()
+
+    def close_data_plane(self) -> None:
+        """Close this worker's client. Idempotent."""
+        client, self._dp_client = self._dp_client, None
+        if client is not None:
+            client.close()
+
+    def _require_dp_client(self) -> DataPlaneClient:
+        if self._dp_client is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no data plane client: the driver calls setup_data_plane(cfg) on every "
+                "worker before the first *_presharded call"
+            )
+        return self._dp_client
+
+    # --- what the host knows ------------------------------------------------------------------------------------
+
+    def _get_replica_group(self) -> Any | None:
+        """The process group of this rank's siblings: the ranks along the replicated axes that share its data-parallel
+        rank. None where it has none (TP = CP = PP = 1). A host with siblings overrides this."""
+        return None
+
+    def _local_coords(self) -> dict[str, int]:
+        """This rank's place on each axis (`workers.REPLICATED_AXES`, "data_parallel"); an axis left out counts as 0
+        (`stream` with `dp_world` needs "data_parallel").
+
+        A host must override it. There is no default: with one, every rank would take itself for the leader and all
+        would write the same rows.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must override _local_coords() and return its place on each parallel axis, e.g. "
+            "{'data_parallel': 0, 'tensor_parallel': 1}; without it every rank would write back as if it led"
+        )
+
+    def _is_replica_leader(self) -> bool:
+        """Whether this rank is at 0 on every replicated axis: it fetches for its siblings and alone writes back."""
+        return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
+
+    def _pad_value_dict(self) -> dict[str, Any]:
+        """Pad value of each per-token field, 0 where not named.
+
+        By default fields of token ids (`TOKEN_ID_FIELDS`) get the `pad_token_id` of the host's `tokenizer`, if it has
+        one. A host that overrides this replaces the whole mapping.
+        """
+        pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
+        return {} if pad_id is None else dict.fromkeys(TOKEN_ID_FIELDS, pad_id)
+
+    def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
+        """The length that every data-parallel rank pads to, from `meta.extra_info`; 0 (this rank's longest row) if the
+        driver stamped none."""
+        return int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
+
+    # --- fetch --------------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self,
+        meta: KVBatchMeta,
+        *,
+        layout: Layout = "padded",
+        fetch_policy: FetchPolicy = "auto",
+        preprocess: Preprocess | None = None,
+        dp_aligned_seq_len: bool = True,
+    ) -> BatchedDataDict[Any]:
+        """This rank's samples: the fields of `meta`, the same on all its siblings.
+
+        layout: "padded" gives `[N, S, ...]` per-token columns, "jagged" nested ones. S is the pad length that the
+        driver stamped, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
+        row. Jagged columns that are not per-token, such as images, are padded to their own longest row here (see
+        `materialize`). fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are
+        any; "leader_broadcast" does the same, and is a ValueError where `_get_replica_group` gives no group (the rank
+        of a group of one fetches); with "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, run
+        on every rank on the batch about to be returned.
+
+        After a broadcast the tensors are on the device that the group's backend wants (NCCL: CUDA, Gloo: CPU), else on
+        the CPU. Blocks for the data plane, and for its siblings up to `fetch_timeout_s`; if one rank of a replica group
+        fails, all raise: see `ReplicaGroup.fetch`. Raises what `DataPlaneClient.get_batch` does.
+        """
+        if fetch_policy not in POLICIES:
+            raise ValueError(f"fetch_policy is one of {', '.join(POLICIES)}, got {fetch_policy!r}")
+
+        def width() -> int:
+            return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
+
+        def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+            batch = materialize(
+                columns,
+                layout,
+                pad_value_dict=self._pad_value_dict(),
+                pad_to_seqlen=width(),
+                sequence_lengths=meta.sequence_lengths,
+            )
+            return batch if preprocess is None else preprocess(self, batch)
+
+        part = FetchedPart(
+            leads=self._is_replica_leader,
+            digest=lambda: meta_digest(meta, f"{layout} {width()}"),
+            read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),
+        )
+        replicas = self._replica_channel()
+        if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
+            raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave none")
+        if replicas is not None and fetch_policy != "independent":
+            return replicas.fetch(part, fetch_policy, finish)
+        if replicas is not None:
+            replicas.agree(part, fetch_policy)
+        batch = self._require_dp_client().get_batch(
+            meta, layout=layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=width()
+        )
+        return batch if preprocess is None else preprocess(self, batch)
+
+    def _replica_channel(self) -> ReplicaGroup | None:
+        """This rank's replica group; None without siblings. Made anew when the host's process group is another."""
+        group = self._get_replica_group()
+        if group is None:
+            return None
+        if self._replicas is None or self._replicas.group is not group:
+            self._replicas = ReplicaGroup(group, timeout_s=self.fetch_timeout_s)
+        self._replicas.timeout_s = self.fetch_timeout_s
+        return self._replicas if self._replicas.size > 1 else None
+
+    def stream(
+        self, partition_id: str, task_name: str, fields: Sequence[str], *, timeout_s: float = 60.0, **options: Any
+    ) -> StreamingDataLoader:
+        """Micro-batches (data, meta) for this rank as they get ready, the same on all its siblings: the leader claims
+        and reads ahead, and each is broadcast when the ranks ask for it. See `StreamingDataLoader` for `options`.
+
+        Pad values are `_pad_value_dict` unless given; with `dp_world` this rank's share is that of its place on
+        "data_parallel" (ValueError where `_local_coords` has none), unless `dp_rank` says another. Siblings stream with
+        the same arguments, and ask and close in step.
+        """
+        timeout_s = seconds("timeout_s", timeout_s)
+        dp_world = options.get("dp_world")
+        if dp_world is not None and "dp_rank" not in options:
+            coords = self._local_coords()
+            if dp_world > 1 and DATA_PARALLEL_AXIS not in coords:
+                raise ValueError(
+                    f"{type(self).__name__}._local_coords() returned no {DATA_PARALLEL_AXIS!r}, so all ranks would "
+                    f"stream one share of dp_world={dp_world}: return this rank's place there, or pass dp_rank"
+                )
+            options["dp_rank"] = coords.get(DATA_PARALLEL_AXIS, 0)
+        options.setdefault("pad_value_dict", self._pad_value_dict())
+        shared = None
+        replicas = self._replica_channel()
+        if replicas is not None:
+            arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
+            shared = SharedStream(
+                ReplicaGroup(
+                    replicas.group,
+                    timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s),
+                    siblings=replicas.siblings,
+                ),
+                leads=self._is_replica_leader(),
+                digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
+            )
+        client = self._require_dp_client()
+        return StreamingDataLoader(
+            client, partition_id, task_name, fields, timeout_s=timeout_s, replicas=shared, **options
+        )
+
+    # --- packing ------------------------------------------------------------------------------------------------
+
+    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
+        """`meta` with micro-batches in its `extra_info`, its samples in their order: as the driver shipped them, else
+        worked out here where `self.cfg` asks for some, with the stage's budget. Else `meta` itself.
+
+        Done before the fetch, so that whatever is computed from the batch is written back to the right samples. A meta
+        that does not know its lengths stays as it is, for `_apply_packing_prep`, if it is to be trained on; ValueError
+        if results are to be written back. ValueError also for a sample over the budget.
+        """
+        info = meta.extra_info
+        if MICRO_BATCH_INDICES in info or MICRO_BATCH_LENGTHS in info:
+            return meta
+        arguments = packing_arguments(getattr(self, "cfg", None), stage)
+        if not arguments or (stage == "train" and meta.sequence_lengths is None):
+            return meta
+        rows = _rows_per_batch(info.get(ELEM_COUNTS_PER_GB))
+        metas, _ = shard_meta_for_dp(meta, dp_world=1, batch_size=rows, **arguments)
+        return metas[0]
+
+    def _apply_packing_prep(self, data: BatchedDataDict[Any], *, stage: Stage = "train") -> BatchedDataDict[Any]:
+        """`data` cut into the micro-batches that `self.cfg` asks for, with the stage's budget, by the lengths among its
+        own columns; each of its global batches (`elem_counts_per_gb`, else one) has its rows in the order of the
+        micro-batches. `data` itself where it asks for none.
+
+        KeyError without the column of lengths ("input_lengths" unless the settings name another).
+        """
+        arguments = packing_arguments(getattr(self, "cfg", None), stage)
+        if not arguments:
+            return data
+        how: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
+        sharded = data.shard_by_batch_size(1, **how)
+        assert isinstance(sharded, tuple)  # shards and their order, where there are micro-batches
+        return sharded[0][0]
+
+    def _attach_or_repack_pack_metadata(self, data: BatchedDataDict[Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
+        """`data` with its micro-batches: those in `meta.extra_info`, else `_apply_packing_prep` for the stage of the
+        meta's task.
+
+        What the driver ships is trusted: it balanced all data-parallel ranks alike, and a rank that packed again could
+        end with another number of micro-batches than the others and wait for them for ever. ValueError if it ships
+        indices without lengths or the other way round.
+        """
+        info = meta.extra_info
+        if ELEM_COUNTS_PER_GB in info:
+            data.elem_counts_per_gb = info[ELEM_COUNTS_PER_GB]
+        if MICRO_BATCH_INDICES not in info and MICRO_BATCH_LENGTHS not in info:
+            return self._apply_packing_prep(data, stage=stage_of(meta.task_name))
+        for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS):
+            if key not in info:
+                raise ValueError(f"meta.extra_info has packing metadata without {key!r}")
+        data.micro_batch_indices = info[MICRO_BATCH_INDICES]
+        data.micro_batch_lengths = info[MICRO_BATCH_LENGTHS]
+        return data
+
+    # --- write-back ---------------------------------------------------------------------------------------------
+
+    def _write_back(self, meta: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
+        """Store new columns of the meta's samples; on the leader only, elsewhere nothing happens.
+
+        Per-token tensors `[N, S, ...]` are cut to the samples' lengths, so that they are stored as jagged as the first
+        put was: those whose S is the length that the batch was padded to, whatever their name, and those of a name of
+        `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of the partition decides otherwise. TypeError for anything
+        but tensors, ValueError for another number of rows or rows narrower than their sample, naming the field and its
+        shape; `StaleSampleError` (a KeyError) if a sample was cleared since the meta was made: nothing is stored.
+        """
+        if not self._is_replica_leader():
+            return
+        for name, value in fields.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"write-back of {name!r}: expected a tensor, got {type(value).__name__}")
+            if value.dim() == 0 or value.size(0) != meta.size:
+                shape = list(value.shape) if not value.is_nested else f"{value.size(0)} nested rows"
+                raise ValueError(
+                    f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
+                )
+        width = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])
+        by_shape = {
+            name for name, value in fields.items() if not value.is_nested and value.dim() > 1 and value.size(1) == width
+        }
+        names = TOKEN_ALIGNED_FIELDS | by_shape
+        write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=names)
+
+    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
+        """Store `result[result_key]` of a worker method as column `tq_field`; on the leader only.
+
+        TypeError if `result` is no mapping or the value no tensor, KeyError if it lacks `result_key`, ValueError for a
+        wrong number of rows or rows narrower than their sample; each names the key, the type and the shapes.
+        """
+        if not self._is_replica_leader():
+            return
+        if not isinstance(result, Mapping):
+            raise TypeError(
+                f"a result with {result_key!r} was expected, got {type(result).__name__}, which is no mapping"
+            )
+        if result_key not in result:
+            raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
+        value = result[result_key]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"result[{result_key!r}] (for {tq_field!r}): expected a tensor, got {type(value).__name__}")
+        if tq_field in (PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS) and not value.is_nested and value.dim() < 2:
+            raise ValueError(
+                f"result[{result_key!r}] (for {tq_field!r}): expected a per-token tensor [{meta.size}, S], got shape "
+                f"{list(value.shape)}"
+            )
+        self._write_back(meta, {tq_field: value})
+
+    # --- entrypoints --------------------------------------------------------------------------------------------
+
+    def train_presharded(
+        self: _Hosted,
+        meta: KVBatchMeta,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> Any:
+        """Fetch this rank's samples and train on them: what `train` returns."""
+        meta = self._in_micro_batches(meta, "train")
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        return self.train(data, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+
+    def get_logprobs_presharded(self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
+        """Fetch, run `get_logprobs`, write `result["logprobs"]` back as "prev_logprobs".
+
+        Returns None: the tensor is in the data plane, and no reference to it is kept.
+        """
+        meta = self._in_micro_batches(meta, "logprob")
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        result = self.get_logprobs(data=data, micro_batch_size=micro_batch_size)
+        self._write_back_result_field(meta, result, result_key="logprobs", tq_field=PREV_LOGPROBS)
+
+    def get_reference_policy_logprobs_presharded(
+        self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None
+    ) -> None:
+        """The same for `get_reference_policy_logprobs`: `result["reference_logprobs"]` becomes
+        "reference_policy_logprobs"."""
+        meta = self._in_micro_batches(meta, "logprob")
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        result = self.get_reference_policy_logprobs(data=data, micro_batch_size=micro_batch_size)
+        self._write_back_result_field(meta, result, result_key="reference_logprobs", tq_field=REFERENCE_POLICY_LOGPROBS)
+
+    # --- a train step in parts: the host needs what `SplitStepWorker` declares ----------------------------------
+
+    def begin_train_step_presharded(
+        self: _Hosted, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
+        """Open a step: `begin_train_step`. Fetches nothing. TypeError for a host that is no `SplitStepWorker`."""
+        missing = [name for name in SPLIT_STEP if not hasattr(self, name)]
+        if missing:
+            raise TypeError(
+                f"{type(self).__name__} lacks {', '.join(missing)}: a host of train steps in parts has "
+                f"{', '.join(SPLIT_STEP)} (see SplitStepWorker)"
+            )
+        self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+
+    def train_microbatch_presharded(self: _Hosted, meta: KVBatchMeta) -> None:
+        """Fetch this rank's part of some samples and add it to the open step: `train_microbatch`.
+
+        Returns None: what it measured comes out of `finish_train_step_presharded`.
+        """
+        meta = self._in_micro_batches(meta, "train")
+        data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
+        self.train_microbatch(data=data)
+
+    def finish_train_step_presharded(self: _Hosted) -> dict[str, Any]:
+        """Close the open step: what `finish_train_step` returns, and "is_replica_leader", by which whoever calls every
+        rank can leave out the copies that siblings return. TypeError if it returns no mapping."""
+        result = self.finish_train_step()
+        if not isinstance(result, Mapping):
+            raise TypeError(f"finish_train_step() must return a mapping of results, got {type(result).__name__}")
+        return {**result, IS_REPLICA_LEADER: self._is_replica_leader()}
+
+    def abort_train_step_presharded(self: _Hosted) -> None:
+        """Drop the open step, if there is one: `abort_train_step`. The worker is ready for the next."""
+        if hasattr(self, "abort_train_step"):  # else none was begun
+            self.abort_train_step()
+
+
+def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
+    """Rows of each global batch, None for one of all rows. ValueError where they differ: they were packed before."""
+    if not counts:
+        return None
+    if len(set(counts)) > 1:
+        raise ValueError(f"{ELEM_COUNTS_PER_GB}={counts}: global batches of different sizes cannot be packed again")
+    return counts[0]
+
+
+def meta_digest(meta: KVBatchMeta, shape: str) -> bytes:
+    """16 bytes that are equal for metas that name the same samples (generations included) and fields, and equal
+    `shape`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (meta.partition_id, shape, *(meta.fields or ()), "", *meta.sample_ids):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    for array in meta.handles or ():
+        digest.update(array.tobytes())
+    return digest.digest()

@@ -1,0 +1,468 @@
+"""The driver's side of policy workers: steps, and calls that carry metas instead of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from dataplane import (
+    BatchedDataDict,
+    DataPlaneConfig,
+    KVBatchMeta,
+    build_data_plane_client,
+    read_columns,
+    shard_meta_for_dp,
+    write_columns,
+)
+from dataplane.core.durations import seconds_if_any
+from dataplane.core.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    PAD_TO_MULTIPLE,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    round_up,
+)
+from workers.groups.futures import MultiWorkerFuture
+from workers.groups.ray_worker_group import RayWorkerGroup
+from workers.placement.ranks import DATA_PARALLEL_AXIS
+from workers.training.fields import (
+    FORWARD_FIELDS,
+    ROUTED_EXPERTS,
+    STEP_FIELDS,
+    a_meta,
+    field_names,
+    fields_of,
+    forward_fields,
+)
+from workers.training.reports import aggregate_train_results
+from workers.training.sample_hosts import hosts_of_samples
+from workers.training.stages import (
+    PREV_LP_TASK,
+    REF_LP_TASK,
+    TRAIN_TASK,
+    Stage,
+    check_number,
+    check_settings,
+    enabled,
+    packing_arguments,
+    setting,
+)
+from workers.training.timing import Timed, Timer
+
+SETUP_TIMEOUT_S = 120.0
+ABORT_TIMEOUT_S = 120.0
+"""How long workers may take to drop a train step, with what they are still busy with."""
+_MINTED = "global_forward_pad_minted"
+"""Key of `extra_info`: the pad length as it was minted here; one that differs was set by someone else and stays."""
+
+
+class TQPolicy:
+    """Policy workers as a driver sees them. It hands them metas; samples go between them and the data plane.
+
+    worker_group: workers with `TQWorkerMixin`, whose `sharding_annotations` have an axis "data_parallel" (without one
+    they are one data-parallel rank). dp_cfg: the data plane; with an address it is attached to, without one a service
+    is started in this process, which ends with `close`. cfg: a mapping or an object with the policy's settings; read
+    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), what cuts
+    micro-batches (see `workers.training.stages`), router_replay (whether it is "enabled", see
+    `get_logprobs_from_meta`), and prefer_local_samples: whether samples go to data-parallel ranks on the host that
+    their bytes are on, where that costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each
+    step's samples. ValueError where `cfg` has a batch size below 1 or that is no integer, or asks for micro-batches
+    that no stage can be cut into.
+
+    Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
+    returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
+    calls and to wait for them. One call at a time: not thread-safe.
+    """
+
+    def __init__(
+        self,
+        worker_group: RayWorkerGroup,
+        *,
+        dp_cfg: DataPlaneConfig | Mapping[str, Any],
+        cfg: Any,
+        tq_partition_id: str = "train",
+    ) -> None:
+        if worker_group.sharding_annotations is None:
+            raise ValueError("TQPolicy splits samples along named axes: give the worker group sharding_annotations")
+        check_settings(cfg)
+        self.worker_group = worker_group
+        self.sharding_annotations = worker_group.sharding_annotations
+        self.cfg = cfg
+        self.tq_partition_id = tq_partition_id
+        self._written: dict[str, list[str]] = {}
+        self._step_open = False
+        self._step_failed: str | None = None
+        self._hosts: list[str | None] | None = None
+        config = DataPlaneConfig.of(dp_cfg).with_environment()
+        self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
+        try:
+            self._call_all("setup_data_plane", timeout_s=SETUP_TIMEOUT_S, cfg=self.dp_client.config)
+        except BaseException:
+            self.dp_client.close()
+            raise
+
+    def close(self) -> None:
+        """Close the driver's client, and the service if this policy started one. Idempotent; the workers live on."""
+        self.dp_client.close()
+
+    def shutdown(self, cleanup_method: str | None = "close_data_plane", timeout: float | None = 30.0) -> bool:
+        """End the workers, then `close`; whether all went well. Idempotent.
+
+        Every worker gets `cleanup_method` first, by default to leave the data plane while it is there, and up to
+        `timeout` seconds for it and what it is busy with; then it is killed. A step that is open is lost.
+        """
+        timeout = seconds_if_any("timeout", timeout)
+        self._step_open, self._step_failed = False, None
+        try:
+            return self.worker_group.shutdown(cleanup_method, timeout)
+        finally:
+            self.close()
+
+    def __enter__(self) -> TQPolicy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        """Register the step's partition: its columns, `num_samples` to come, the tasks "prev_lp", "ref_lp" and "train".
+
+        group_size: responses per prompt, for claims of whole groups.
+        """
+        self._written.pop(self.tq_partition_id, None)
+        self.dp_client.register_partition(
+            self.tq_partition_id,
+            list(STEP_FIELDS),
+            num_samples,
+            [PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK],
+            grpo_group_size=group_size,
+        )
+
+    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Register a partition for a batch of `num_samples` to validate on: the step's columns, one task that is named
+        as the partition is, no groups. `finish_step` clears it, too."""
+        self._written.pop(partition_id, None)
+        self.dp_client.register_partition(partition_id, list(STEP_FIELDS), num_samples, [partition_id])
+
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        """Clear these samples and no others; ids that are not there are ignored."""
+        self.dp_client.clear_samples(list(sample_ids), partition_id)
+
+    def finish_step(self, meta: KVBatchMeta) -> None:
+        """Clear the step's samples, and never others of the same ids: the counterpart of `prepare_step`."""
+        self.dp_client.clear_samples(a_meta(meta), meta.partition_id)
+        self._written.pop(meta.partition_id, None)
+
+    def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
+        """Write into `meta.extra_info` the length that all data-parallel ranks pad to: the longest sample, rounded up
+        to `pad_to_multiple` and to dynamic batching's `sequence_length_round`.
+
+        A length that was written here before is worked out anew, since a meta that was filtered or joined brings that
+        of other samples along; one that somebody else wrote stays.
+        """
+        info = a_meta(meta).extra_info
+        mine = info.get(_MINTED)
+        if not meta.sequence_lengths or info.get(GLOBAL_FORWARD_PAD_SEQLEN, mine) != mine:
+            return
+        multiple = int(info.get(PAD_TO_MULTIPLE, 1))
+        dynamic = enabled(self.cfg, "dynamic_batching")
+        if dynamic is not None:
+            multiple = math.lcm(multiple, int(setting(dynamic, "sequence_length_round") or 1))
+        info[GLOBAL_FORWARD_PAD_SEQLEN] = info[_MINTED] = round_up(max(meta.sequence_lengths), multiple)
+
+    # --- columns for the driver ---------------------------------------------------------------------------------
+
+    def read_from_dataplane(
+        self,
+        meta: KVBatchMeta,
+        *,
+        select_fields: Sequence[str],
+        pad_value_dict: Mapping[str, Any] | None = None,
+    ) -> BatchedDataDict[Any]:
+        """Columns of the samples, per-token ones padded to the length that the workers pad to."""
+        self._stamp_pad_seqlen(meta)
+        return read_columns(
+            self.dp_client,
+            meta,
+            list(select_fields),
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
+        )
+
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        """Store columns that the driver computed, for samples that live; `train_from_meta` reads them from now on."""
+        write_columns(self.dp_client, a_meta(meta), fields)
+        self._note_written(meta, fields)
+
+    # --- work on metas ------------------------------------------------------------------------------------------
+
+    def get_logprobs_from_meta(
+        self,
+        meta: KVBatchMeta,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+    ) -> None:
+        """Have the workers compute the policy's log-probs of the samples and write them back as "prev_logprobs".
+
+        They read `fields`; by default those of the meta that are in `FORWARD_FIELDS`, and "routed_experts" where cfg's
+        router_replay is enabled. A model that looks at images names their columns in `fields`. ValueError where no
+        field is left.
+        """
+        replays = enabled(self.cfg, "router_replay") is not None
+        fields = forward_fields(meta, fields, {*FORWARD_FIELDS, ROUTED_EXPERTS} if replays else FORWARD_FIELDS)
+        timed = Timed(timer, "get_logprobs")
+        self._logprobs(meta, fields, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed)
+
+    def get_reference_policy_logprobs_from_meta(
+        self,
+        meta: KVBatchMeta,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+    ) -> None:
+        """The same for the reference policy, as "reference_policy_logprobs"; it never replays routed experts unless
+        `fields` names them."""
+        fields = forward_fields(meta, fields, FORWARD_FIELDS)
+        method, timed = "get_reference_policy_logprobs_presharded", Timed(timer, "get_reference_policy_logprobs")
+        self._logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
+
+    def run_from_meta(
+        self,
+        method: str,
+        meta: KVBatchMeta,
+        *,
+        fields: Sequence[str] | None = None,
+        writes: Sequence[str] = (),
+        stage: Stage = "logprob",
+        task_name: str | None = None,
+        batch_size: int | None = None,
+        timer: Timer | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a method of the workers, by its name, with the samples: for critics, teachers, and whatever else is
+        neither log-probs nor the policy's train step.
+
+        Each worker's `method(meta=..., **kwargs)` gets the meta of its data-parallel rank: its part of each global
+        batch of `batch_size` samples (None: of all at once), in micro-batches with the budget of `stage` where cfg asks
+        for some. The method fetches with `_fetch(meta)` and stores results with `_write_back_result_field`.
+
+        fields: what the workers fetch, by default the meta's. writes: columns that the method writes back, which
+        `train_from_meta` reads from then on. task_name: of the metas, by default the given one's. Returns what the
+        replica leaders returned, in data-parallel order. AttributeError where the workers lack the method.
+        """
+        given = replace(meta, fields=fields_of(meta) if fields is None else field_names("fields", fields))
+        noted = field_names("writes", writes)
+        if task_name is not None:
+            given = replace(given, task_name=task_name)
+        timed = Timed(timer, method)
+        batch_size = self._chosen("batch_size", batch_size, None)
+        results = self._call(method, timed, self._shards(given, stage, batch_size, timed), **kwargs)
+        self._note_written(meta, noted)
+        return results
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        train_fields: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Have the workers train on the samples, in global batches of `gbs` (default: cfg's, else all of them).
+
+        They read `train_fields`; by default the fields of the meta and those written through this policy since
+        `prepare_step`. Returns what `aggregate_train_results` makes of the workers' results. RuntimeError while a train
+        step is open.
+        """
+        if self._step_open:
+            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")
+        gbs, mbs = self._batch_sizes(gbs, mbs)
+        timed = Timed(timer, "policy_training", "submit_training_futures")
+        common = {
+            "loss_fn": loss_fn,
+            "eval_mode": eval_mode,
+            "gbs": gbs,
+            "mbs": mbs,
+        }
+        metas = self._shards(self._to_train_on(meta, train_fields), "train", gbs, timed)
+        return aggregate_train_results(self._call("train_presharded", timed, metas, **common))
+
+    # --- a train step in parts ----------------------------------------------------------------------------------
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Open a train step on every worker: samples are added with `train_microbatches_from_meta` as they come, then
+        `finish_train_step` makes the optimizer step, or `abort_train_step` drops it all. gbs: samples of the step.
+
+        RuntimeError if one is open. Where a worker fails, those that began are told to abort, and none is open.
+        """
+        if self._step_open:
+            raise RuntimeError("a train step is open already: finish_train_step() or abort_train_step() first")
+        gbs, mbs = self._batch_sizes(gbs, mbs)
+        try:
+            self._call("begin_train_step_presharded", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+        except Exception as error:
+            try:
+                self.abort_train_step()
+            except Exception as second:
+                error.add_note(f"and the workers that had begun could not abort: {second}")
+            raise
+        except BaseException:
+            self._step_open, self._step_failed = True, "begin_train_step"
+            raise
+        self._step_open = True
+
+    def train_microbatches_from_meta(
+        self, meta: KVBatchMeta, timer: Timer | None = None, train_fields: Sequence[str] | None = None
+    ) -> None:
+        """Add samples to the open step: each data-parallel rank fetches its part and adds up gradients.
+
+        Reads the fields that `train_from_meta` would. RuntimeError without an open step. ValueError for a meta that
+        cannot be split: the step goes on. Once a worker has failed, others may have added their part already: the step
+        can only be aborted.
+        """
+        self._require_step()
+        timed = Timed(timer, "policy_training", "submit_microbatch_futures")
+        metas = self._shards(self._to_train_on(meta, train_fields), "train", None, timed)
+        with self._failing_the_step("train_microbatches_from_meta"):
+            self._call("train_microbatch_presharded", timed, metas)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Make the open step's optimizer step; returns what `train_from_meta` does. RuntimeError without an open step.
+
+        Where a worker fails, others may have made theirs: abort the step, and load the weights of all from one place.
+        """
+        self._require_step()
+        with self._failing_the_step("finish_train_step"):
+            results = self._call("finish_train_step_presharded")
+        self._step_open = False
+        return aggregate_train_results(results)
+
+    def abort_train_step(self) -> None:
+        """Have every worker drop the open step, if there is one: no optimizer step, and all are ready for the next.
+
+        A step that another `TQPolicy` left open on these workers is dropped too. Waits up to `ABORT_TIMEOUT_S` for what
+        they are still busy with, then TimeoutError; may be called again.
+        """
+        self._call_all("abort_train_step_presharded", timeout_s=ABORT_TIMEOUT_S)
+        self._step_open, self._step_failed = False, None
+
+    def _require_step(self) -> None:
+        if not self._step_open:
+            raise RuntimeError("no train step is open: begin_train_step(loss_fn) first")
+        if self._step_failed is not None:
+            raise RuntimeError(
+                f"{self._step_failed} failed in this train step: it can only be dropped, by abort_train_step()"
+            )
+
+    @contextmanager
+    def _failing_the_step(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._step_failed = method
+            raise
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def _logprobs(
+        self,
+        meta: KVBatchMeta,
+        fields: list[str],
+        method: str,
+        task: str,
+        column: str,
+        micro_batch_size: int | None,
+        timed: Timed,
+    ) -> None:
+        micro_batch_size = self._chosen("micro_batch_size", micro_batch_size, "logprob_batch_size")
+        metas = self._shards(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
+        self._call(method, timed, metas, micro_batch_size=micro_batch_size)
+        self._note_written(meta, [column])
+
+    def _to_train_on(self, meta: KVBatchMeta, given: Sequence[str] | None) -> KVBatchMeta:
+        """`meta` of the task "train", with the fields given, else its own and all written since `prepare_step`."""
+        if given is not None:
+            fields = field_names("train_fields", given)
+        else:
+            fields = list(dict.fromkeys([*fields_of(meta), *self._written.get(meta.partition_id, [])]))
+        return replace(meta, fields=fields, task_name=TRAIN_TASK)
+
+    def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: Timed) -> list[KVBatchMeta]:
+        """A meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: of all at once),
+        padded alike, in micro-batches where `cfg` asks for them."""
+        with timed("shard_meta"):
+            self._stamp_pad_seqlen(meta)
+            split = DATA_PARALLEL_AXIS in self.sharding_annotations.names
+            world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if split else 1
+            arguments = packing_arguments(self.cfg, stage) | self._locality(meta)
+            metas, _ = shard_meta_for_dp(meta, dp_world=world, batch_size=batch_size, **arguments)
+            if batch_size is not None:
+                for part in metas:
+                    part.extra_info.setdefault(ELEM_COUNTS_PER_GB, [batch_size // world] * (meta.size // batch_size))
+            return metas
+
+    def _locality(self, meta: KVBatchMeta) -> dict[str, Any]:
+        """What `shard_meta_for_dp` is told of hosts; nothing unless `cfg` wants it and there is a choice."""
+        if not setting(self.cfg, "prefer_local_samples") or not meta.size:
+            return {}
+        if self._hosts is None:
+            self._hosts = self._call("data_plane_host")
+        if len(set(self._hosts)) < 2:
+            return {}
+        return {"row_hosts": hosts_of_samples(self.dp_client, meta), "rank_hosts": self._hosts}
+
+    def _call(
+        self, method: str, timed: Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
+    ) -> list[Any]:
+        """Call `method` on every worker with `common` and its data-parallel rank's meta; the replica leaders' results,
+        in data-parallel order."""
+        timed = timed or Timed(None, "")
+        names = self.sharding_annotations.names
+        sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
+        others = [name for name in names if name != DATA_PARALLEL_AXIS]
+        split: dict[str, Any] = {} if metas is None else {"meta": list(metas) if sharded else metas[0]}
+        with timed(timed.submit):
+            futures = self.worker_group.run_all_workers_sharded_data(
+                method,
+                in_sharded_axes=sharded,
+                replicate_on_axes=others,
+                output_is_replicated=others,
+                common_kwargs=common,
+                **split,
+            )
+        with timed("wait"):
+            return self.worker_group.get_all_worker_results(futures)
+
+    def _call_all(self, method: str, *, timeout_s: float, **common: Any) -> None:
+        """Call `method` on every worker and wait for all; TimeoutError after `timeout_s`."""
+        futures = self.worker_group.run_all_workers_single_data(method, **common)
+        MultiWorkerFuture(futures).get_results(self.worker_group, timeout_s=timeout_s)
+
+    def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int | None, int | None]:
+        """The samples of a global batch and of a micro-batch: those given, else cfg's."""
+        return self._chosen("gbs", gbs, "train_global_batch_size"), self._chosen("mbs", mbs, "train_micro_batch_size")
+
+    def _chosen(self, name: str, given: int | None, default: str | None) -> int | None:
+        """A number of samples: that given as the argument `name`, else cfg's `default`, else None."""
+        if given is None and default is not None:
+            name, given = f"cfg's {default}", setting(self.cfg, default)
+        check_number(name, given)
+        return given
+
+    def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
+        written = self._written.setdefault(meta.partition_id, [])
+        written.extend(name for name in fields if name not in written)
