@@ -54,7 +54,7 @@ class DataPlaneConfig:
     """Everything a service or a client can be told. Durations in seconds, sizes in bytes.
 
     address: where the controller answers, "host:port" or "actor:NAME[@NAMESPACE]"; None where a service is started.
-    token: shared secret of the service, checked on every door; token_file names a file holding it.
+    token: shared secret of the service, checked on every server; token_file names a file holding it.
     tls_cert_file, tls_key_file, tls_ca_file: mutual TLS, given all three or none: PEM files of this process's own
         certificate and key, and of the authority that signed the certificates of service, units and clients.
         tls_server_name: the name in the service's certificate, where it is not the host of its address.
@@ -82,7 +82,7 @@ class DataPlaneConfig:
         (1: it alone); None takes one for each core it may use, up to four.
     state_dir: a local directory from which the service goes on after its end, whatever way it ended; None: it does not.
     durability: which end a service with a state_dir survives: "process", its own; "machine", that of its machine too:
-        rows and journal are forced to the disk before a call returns, and arena_dir has to be on a disk.
+        rows and journal are fsynced before a call returns, and arena_dir has to be on a disk.
     checksums: of a service: which rows get a checksum from their writer, for their readers to compare. "across-hosts":
         all, while clients and storage units are on several hosts, else those that travel; who maps a row's memory does
         not compare it. "always": all, and all are compared (so by default with durability "machine"). "never".

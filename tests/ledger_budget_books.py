@@ -57,10 +57,10 @@ class BudgetBooks:
 
     # --- what puts under way name
 
-    def asked(self, item: Input, under_way: dict[Name, bool]) -> None:
+    def asked(self, item: Input, in_flight: dict[Name, bool]) -> None:
         """An input, with the calls that wait or have room, and whether their session surely lives."""
-        self.named = under_way.keys() & self.targets.keys()
-        self.kept = {name for name in self.named if under_way[name]}
+        self.named = in_flight.keys() & self.targets.keys()
+        self.kept = {name for name in self.named if in_flight[name]}
         if not isinstance(item, Call):
             return
         name, asked = (item.session, item.number), item.command

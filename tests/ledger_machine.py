@@ -114,7 +114,7 @@ class LedgerDriver(RoomChecks):
     def feed(self, item: Input, first: Name | None = None) -> list[Output]:
         """Apply one input; take its outputs into the books, the answer `first` before the others."""
         self.log.append(item)
-        self.budgets.asked(item, self.under_way())
+        self.budgets.asked(item, self.in_flight())
         outputs = self.ledger.apply(item)
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
@@ -145,7 +145,7 @@ class LedgerDriver(RoomChecks):
                 self.units[output.unit].orders.append(output)
         return outputs
 
-    def under_way(self) -> dict[Name, bool]:
+    def in_flight(self) -> dict[Name, bool]:
         """Calls that wait, and those that have room; whether their session surely lives."""
         clients = self.clients
         return {

@@ -230,7 +230,7 @@ def _two_ports() -> int:
 
 
 class ProxyPair:
-    """Both doors of the service at port `target`, on neighbouring ports of its own, from `port` on, which nobody else
+    """Both servers of the service at port `target`, on neighbouring ports of its own, from `port` on, which nobody else
     gets while they are cut."""
 
     def __init__(self, target: int) -> None:

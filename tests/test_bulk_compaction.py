@@ -51,21 +51,21 @@ def test_long_ranges_are_copied_and_forced_in_parts(unit: Unit, monkeypatch: pyt
     unit.arena.data[:MIB] = before
     ranges = [(0, MIB, 2500), (64_000, MIB + 64_000, 700)]
     ranges += [(128_000 + 64 * i, MIB + 128_000 + 64 * i, 60) for i in range(5)]
-    forced: list[list[tuple[int, int]]] = []
+    fsynced: list[list[tuple[int, int]]] = []
 
     def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
         parts = list(zip(offsets, sizes, strict=True))
         assert unit.reports.empty(), "reported before all is on the disk"
         for offset, size in parts:
             assert (unit.arena.data[offset : offset + size] == before[offset - MIB : offset - MIB + size]).all()
-        forced.append(parts)
+        fsynced.append(parts)
 
-    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "fsynced", True)
     monkeypatch.setattr(unit.arena, "force", force)
     unit.server.order(order(1, *ranges))
     assert report(unit) == (UNIT, 1, None)
-    assert all(sum(size for _, size in parts) <= 1000 and len(parts) <= 3 for parts in forced)
-    covered = {byte for parts in forced for offset, size in parts for byte in range(offset, offset + size)}
+    assert all(sum(size for _, size in parts) <= 1000 and len(parts) <= 3 for parts in fsynced)
+    covered = {byte for parts in fsynced for offset, size in parts for byte in range(offset, offset + size)}
     assert covered == {byte for _, target, size in ranges for byte in range(target, target + size)}
 
 
@@ -79,7 +79,7 @@ def test_requests_are_served_while_a_long_range_is_copied(unit: Unit, monkeypatc
         copying.set()
         steps.append(bool(unit.server._router.poll(WAIT_S * 1000)) if not steps else answered.wait(WAIT_S))
 
-    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "fsynced", True)
     monkeypatch.setattr(unit.arena, "force", force)
     with Peer(unit) as peer:
         unit.server.order(order(1, (0, MIB, MIB)))
@@ -98,7 +98,7 @@ def test_a_disk_that_fails_is_reported_and_ends_the_copying(unit: Unit, monkeypa
     def force(offsets: Iterable[int], sizes: Iterable[int]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(unit.arena, "forced", True)
+    monkeypatch.setattr(unit.arena, "fsynced", True)
     monkeypatch.setattr(unit.arena, "force", force)
     unit.server.order(order(1, (0, MIB, 2500)))
     assert "Input/output" in (report(unit)[2] or "")

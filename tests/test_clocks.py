@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 DAY_NS = 24 * 3600 * 10**9
 SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
-FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=2.0)
+FACTS = Facts(address="here:1", epoch=1, host="host", endpoints=(), heartbeat_s=2.0)
 WAIT_S = 60.0
 
 

@@ -174,7 +174,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await channel.call(c.Seal(partition="p"))
             channel.post(c.Release(located=1))
@@ -195,7 +195,7 @@ def test_too_few_open_files_when_the_session_moved(
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = asyncio.create_task(channel.call(CLAIM))
         await seen(ledger, c.Claim)
-        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
             channel._look_again()
             with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
                 await waiting
@@ -210,7 +210,7 @@ def test_too_few_open_files_to_say_goodbye(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch, unhurried: None
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, async_channel, "door_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
             await channel.close()
 
     run(scripted, script, STILL)

@@ -22,7 +22,7 @@ from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
 
 SESSION = OpenedSession(
-    number=7, epoch=1, units=(), address="here:1", door="ipc://@x", heartbeat_s=1.0, nonce="n", durable=True
+    number=7, epoch=1, units=(), address="here:1", endpoint="ipc://@x", heartbeat_s=1.0, nonce="n", durable=True
 )
 STOPPING = ServiceUnavailableError(address="here:1", why="the service is stopping")
 EXPIRED = SessionExpiredError(session=7, why="gone")

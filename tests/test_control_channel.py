@@ -1,4 +1,4 @@
-"""The sync channel against real doors: retries, deadlines, giving up, forks, closing."""
+"""The sync channel against real endpoints: retries, deadlines, giving up, forks, closing."""
 
 from __future__ import annotations
 
@@ -93,22 +93,22 @@ def test_commands_on_the_same_host_go_through_ipc(
     real: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "IPC_WAIT_S", WAIT_S)
-    assert open_channel(real).door.startswith("ipc://")
+    assert open_channel(real).endpoint.startswith("ipc://")
 
 
 def test_another_host_or_an_ipc_that_does_not_answer_is_served_over_tcp(
     real: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect = handshake.door_socket
+    connect = handshake.dealer_socket
     nobody = {"ipc": "ipc://@tq-nobody-listens-here"}
     monkeypatch.setattr(handshake, "IPC_WAIT_S", 0.05)
-    monkeypatch.setattr(handshake, "door_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
+    monkeypatch.setattr(handshake, "dealer_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
     channel = open_channel(real)
-    assert channel.door == f"tcp://{handshake.door_address(real.address)}"
+    assert channel.endpoint == f"tcp://{handshake.zmq_address_of(real.address)}"
     register(channel)
     monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     other = open_channel(real)
-    assert other.door.startswith("tcp://127.0.0.1:")
+    assert other.endpoint.startswith("tcp://127.0.0.1:")
     other.call(c.Describe(partition="p"))
 
 
@@ -363,7 +363,7 @@ def test_a_service_that_went_away_is_noticed_while_a_call_waits(open_channel: Op
         controller.stop()
         with pytest.raises(ServiceUnavailableError, match="the service is stopping"):
             waiting.result(WAIT_S)
-    channel._keeper.check()
+    channel._heartbeat.check()
     with pytest.raises(ServiceUnavailableError, match=controller.address):
         channel.call(c.Units())
 
@@ -469,7 +469,7 @@ def test_closing_after_the_service_has_gone_is_quiet(soon: None) -> None:
 
 def test_the_door_refuses_what_is_no_request(real: Controller) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = handshake.door_socket(context, f"tcp://{handshake.door_address(real.address)}")
+    dealer = handshake.dealer_socket(context, f"tcp://{handshake.zmq_address_of(real.address)}")
     try:
         for frames, why in (
             ([b"Units"], "2 or more frames"),

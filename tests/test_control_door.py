@@ -23,14 +23,14 @@ pytestmark = pytest.mark.integration
 
 
 def counted_sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
-    """The sockets that doors open from now on."""
+    """The sockets that endpoints open from now on."""
     opened: list[zmq.Socket[bytes]] = []
 
     def counted(*arguments: Any) -> zmq.Socket[bytes]:
-        opened.append(handshake.door_socket(*arguments))
+        opened.append(handshake.dealer_socket(*arguments))
         return opened[-1]
 
-    monkeypatch.setattr(socket_pool, "door_socket", counted)
+    monkeypatch.setattr(socket_pool, "dealer_socket", counted)
     return opened
 
 
@@ -46,7 +46,7 @@ def used(shared: socket_pool.SocketPool, number: int) -> list[zmq.Socket[bytes]]
 def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = socket_pool.SocketPool(context, f"tcp://{handshake.door_address(scripted.address)}", handshake.OPEN)
+    shared = socket_pool.SocketPool(context, f"tcp://{handshake.zmq_address_of(scripted.address)}", handshake.OPEN)
 
     used(shared, 4)
     served: list[zmq.Socket[bytes]] = []
@@ -67,7 +67,7 @@ def test_idle_sockets_are_served_one_at_a_time(scripted: Controller, monkeypatch
 def test_sockets_that_nobody_needs_any_more_are_closed(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = counted_sockets(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = socket_pool.SocketPool(context, f"tcp://{handshake.door_address(scripted.address)}", handshake.OPEN)
+    shared = socket_pool.SocketPool(context, f"tcp://{handshake.zmq_address_of(scripted.address)}", handshake.OPEN)
     used(shared, 4)
     shared.serve_idle(lambda dealer: None)
     assert not any(dealer.closed for dealer in opened)
@@ -86,13 +86,13 @@ def test_threads_that_call_while_heartbeats_come_share_few_sockets(scripted: Con
             channel.call(c.Seal(partition="p"))
 
     with ThreadPoolExecutor(8) as pool:
-        under_way = [pool.submit(call) for _ in range(8)]
-        while not all(each.done() for each in under_way):
+        in_flight = [pool.submit(call) for _ in range(8)]
+        while not all(each.done() for each in in_flight):
             channel._maintain()
-            shared = channel._door
+            shared = channel._pool
             # One for each thread, one that is being served, and one that its keeper may be serving.
             assert len(shared) <= 10
-        for each in under_way:
+        for each in in_flight:
             each.result()
 
 
@@ -100,12 +100,12 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, open_channel: Open, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = open_channel(scripted)
-    with exhausted(monkeypatch, socket_pool, "door_socket", zmq.ZMQError):
+    with exhausted(monkeypatch, socket_pool, "dealer_socket", zmq.ZMQError):
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
         channel.post(c.Release(located=1))
         assert channel._calls._numbering.unanswered == 1
-        assert not channel._door._using._calls
+        assert not channel._pool._using._calls
     channel.call(c.Seal(partition="p"))
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)
@@ -122,7 +122,7 @@ def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
         with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
             channel.call(c.Seal(partition="p"))
     channel.call(c.Seal(partition="p"))
-    with exhausted(monkeypatch, sync_channel, "door_socket"):
+    with exhausted(monkeypatch, sync_channel, "dealer_socket"):
         channel.close()
 
 
@@ -143,9 +143,9 @@ def test_too_few_open_files_to_look_for_the_service(
         return real(*arguments)
 
     monkeypatch.setattr(heartbeat, "go_on", none_left_at_first)
-    channel._keeper.check()
+    channel._heartbeat.check()
     assert asked.wait(60)
     channel.call(c.Seal(partition="p"))
-    channel._keeper.check()
+    channel._heartbeat.check()
     wait_until(lambda: not left[0], "it was looked for again")
     channel.call(c.Seal(partition="p"))

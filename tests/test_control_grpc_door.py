@@ -1,4 +1,4 @@
-"""The gRPC door as any client sees it: commands, errors, token, health, reflection, streams."""
+"""The gRPC server as any client sees it: commands, errors, token, health, reflection, streams."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_session_over_grpc_alone(real: grpc.Channel) -> None:
     opened = control.OpenSession(OPEN, timeout=WAIT_S)
     assert (opened.session, opened.nonce, opened.heartbeat_s) == (1, "n", 5.0)
     assert opened.epoch > 0
-    assert [door.partition("://")[0] for door in opened.doors] == ["ipc", "tcp"]
+    assert [endpoint.partition("://")[0] for endpoint in opened.endpoints] == ["ipc", "tcp"]
     assert control.OpenSession(OPEN, timeout=WAIT_S).session == 1
     control.Register(pb.RegisterRequest(header=header(1), partition="p", tasks=["t"]), timeout=WAIT_S)
     described = control.Describe(pb.DescribeRequest(header=header(2), partition="p"), timeout=WAIT_S)

@@ -25,7 +25,7 @@ from tests.logs import logged
 pytestmark = pytest.mark.integration
 
 Serve = Callable[..., LedgerThread]
-FACTS = Facts(address="here:1", epoch=1, host="host", doors=(), heartbeat_s=1.0)
+FACTS = Facts(address="here:1", epoch=1, host="host", endpoints=(), heartbeat_s=1.0)
 WAIT_S = 60.0
 
 
@@ -296,7 +296,7 @@ def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monk
         # It fails on the first message, before it has looked at it.
         serve_one = ZmqServer.serve
         patched.setattr(ZmqServer, "serve", lambda door, handler: serve_one(door, handler) and fail())
-        peer.connect(shell._door.endpoints[0])
+        peer.connect(shell._zmq.endpoints[0])
         # The message is read on its own, or with what there is to know of its connection.
         with logged("and goes on"):
             peer.send_multipart([b"Seal", b"", b""])

@@ -1,10 +1,10 @@
-"""Frames of the ZMQ door, the token check, and addresses."""
+"""Frames of the ZMQ server, the token check, and addresses."""
 
 from __future__ import annotations
 
 import pytest
 
-from dataplane.client.rpc.handshake import door_address
+from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller.requests import parse
 from dataplane.errors import AuthenticationError, InternalError, PartitionNotFoundError
 from dataplane.ledger import commands as c
@@ -41,7 +41,7 @@ def test_answers_and_refusals_come_back() -> None:
 
 @pytest.mark.parametrize("frames", [[], [b"x" * 8, b"ok"], [b"short", b"ok", b""]])
 def test_other_frames_are_no_reply(frames: list[bytes]) -> None:
-    with pytest.raises(InternalError, match="no reply of the ZMQ door"):
+    with pytest.raises(InternalError, match="no reply of the ZMQ server"):
         zmq_frames.Reply.parse(frames)
 
 
@@ -64,7 +64,7 @@ def test_addresses_resolve() -> None:
     assert resolve("somewhere:there") == "there:80"
     assert resolve("localhost:1") == "localhost:1"
     assert resolve("[::1]:1") == "[::1]:1"
-    assert door_address("[::1]:1") == "[::1]:2"
+    assert zmq_address_of("[::1]:1") == "[::1]:2"
     for bad in ("localhost", "host:port", ":80", "host:0", "host:99999", "host:²"):
         with pytest.raises(ValueError, match="is not host:port"):
             resolve(bad)

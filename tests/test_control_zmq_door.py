@@ -1,4 +1,4 @@
-"""The ZMQ door: what a command costs in messages and conversions, and in what order ends of connections are told."""
+"""The ZMQ server: what a command costs in messages and conversions, and in what order ends of connections are told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zmq
 
 from dataplane.client.rpc import handshake, pending_calls
 from dataplane.client.rpc.channel import ControllerChannel
-from dataplane.client.rpc.handshake import Socket, door_socket
+from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.config import DataPlaneConfig
 from dataplane.controller import zmq_server
 from dataplane.controller.controller import Controller
@@ -45,7 +45,7 @@ class Taken:
 @pytest.fixture
 def door() -> Iterator[ZmqServer]:
     door = ZmqServer("127.0.0.1", 0)
-    door.introduce(Facts(address="here:1", epoch=1, host="host", doors=door.endpoints, heartbeat_s=1.0))
+    door.introduce(Facts(address="here:1", epoch=1, host="host", endpoints=door.endpoints, heartbeat_s=1.0))
     yield door
     door.close()
 
@@ -53,7 +53,7 @@ def door() -> Iterator[ZmqServer]:
 @pytest.fixture
 def dealer(door: ZmqServer) -> Iterator[Socket]:
     context: zmq.Context[Socket] = zmq.Context()
-    dealer = door_socket(context, door.endpoints[0])
+    dealer = dealer_socket(context, door.endpoints[0])
     yield dealer
     dealer.close()
     context.term()

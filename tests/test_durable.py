@@ -282,7 +282,7 @@ def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
 
 
 def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: Kill) -> None:
-    first = DurableLedger.open(tmp_path, SETTINGS, forced=True)
+    first = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
     live(first, a_day())
     first.sync()
     units = set(first._ledger._state.units)
@@ -300,7 +300,7 @@ def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: 
 
 
 def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    durable = DurableLedger.open(tmp_path, SETTINGS, forced=True)
+    durable = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
     synced: list[int] = []
     monkeypatch.setattr(durable._journal, "sync", lambda: synced.append(1))
     durable.apply(c.Tick(now=1.0))

@@ -1,4 +1,4 @@
-"""What is forced to the disk, and what is left alone."""
+"""What is fsynced, and what is left alone."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ with serve({"capacity_bytes": 32 << 20}) as service:
     after = (lambda step: client.stats()) if scene == "post" else go_on
     assert interrupt_everywhere(scenes[scene], most, after, within=within) > min(most, 200) // 2
     roads = session.session_state.connections._connections.values()
-    under_way = [session._copies, session._channel._door._using, *[road._under_way for road in roads]]
-    assert not any(map(len, under_way)), [len(each) for each in under_way]
+    in_flight = [session._copies, session._channel._pool._using, *[road._in_flight for road in roads]]
+    assert not any(map(len, in_flight)), [len(each) for each in in_flight]
     client.clear_samples(None, "p")
 
     def nothing_left():

@@ -78,32 +78,32 @@ def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path, mo
     monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
     for folder, count in ((lost, 100), (kept, 200)):
         with Journal.open(folder) as after:
-            assert after.forced
+            assert after.fsynced
             assert everything(after) == [b"%d" % number for number in range(count)]
             assert after.image() == (0, b"image")
 
 
 def test_what_must_be_on_the_disk_is_forced_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forced: list[str] = []
+    fsynced: list[str] = []
 
     def record(fd: int) -> None:
-        forced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsynced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
 
     monkeypatch.setattr(os, "fsync", record)
     monkeypatch.setattr(os, "fdatasync", record)
     with Journal.open(tmp_path / "state") as journal:
         journal.append(b"a")
-        assert forced == []
+        assert fsynced == []
         journal.force()
         journal.append(b"b")
-        forced.clear()
+        fsynced.clear()
         journal.sync()
-        assert forced == [f"{LOG_NAME}-wal"]
-        forced.clear()
+        assert fsynced == [f"{LOG_NAME}-wal"]
+        fsynced.clear()
         journal.write_image(2, b"image")
-        assert forced == ["image-2.aside", "state"]
+        assert fsynced == ["image-2.aside", "state"]
         journal.begin_from(2)
-        assert forced[2:] == [f"{LOG_NAME}-wal"]
+        assert fsynced[2:] == [f"{LOG_NAME}-wal"]
 
 
 def test_a_record_is_refused_whole_when_making_room_for_it_fails(
@@ -233,7 +233,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def left_by_a_kill(folder: Path, copy: Path, count: int, *, synced: int = 0) -> None:
-    """What a life that was killed after `count` records leaves, and of which so many were forced to the disk."""
+    """What a life that was killed after `count` records leaves, and of which so many were fsynced."""
     with Journal.open(folder) as journal:
         if synced:
             journal.force()

@@ -49,9 +49,9 @@ def going_on(record: UnitRecord, *, epoch: int) -> Adopted | None:
         return None
 
 
-def left_by(record: UnitRecord, memory: Path, *, forced: bool = False) -> Path:
+def left_by(record: UnitRecord, memory: Path, *, fsynced: bool = False) -> Path:
     """An arena with a word in it, as a unit leaves it that was killed."""
-    arena = record.begin(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, forced=forced))
+    arena = record.begin(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, fsynced=fsynced))
     arena.grow(8192)
     arena.data[100:105] = list(b"hello")
     record.write(arena, 3)
@@ -235,7 +235,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
         if request.param == "another boot":
             monkeypatch.setattr(arena_record, "boot_id", lambda: "the boot after")
         locks = "/" if request.param == "another container" else tmp_path
-        return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks, forced=True)
+        return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks, fsynced=True)
 
     return started
 
@@ -243,7 +243,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_start_with_another_arena_directory_is_refused_and_leaves_all_as_it_is(
     start: Callable[..., UnitRecord], memory: Path, tmp_path: Path
 ) -> None:
-    path = left_by(UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path, forced=True), memory, forced=True)
+    path = left_by(UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path, fsynced=True), memory, fsynced=True)
     other = tmp_path / "other"
     other.mkdir()
     again = start(other)
@@ -292,8 +292,8 @@ def test_an_arena_on_a_disk_outlives_its_machine_and_is_to_be_checked(
     with monkeypatch.context() as before:
         before.setattr(arena_record, "boot_id", lambda: "the boot before")
         before.setattr(arena_record, "identity", lambda directory: "what the disk was called then")
-        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
-        path = left_by(there, memory, forced=True)
+        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, fsynced=True)
+        path = left_by(there, memory, fsynced=True)
     found = going_on(record, epoch=2)
     assert found is not None
     assert found.recheck
@@ -308,8 +308,8 @@ def test_an_arena_on_a_disk_that_is_not_mounted_is_not_lost(
     with monkeypatch.context() as before:
         before.setattr(arena_record, "boot_id", lambda: "the boot before")
         before.setattr(arena_record, "identity", lambda directory: "what was mounted there")
-        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, forced=True)
-        left_by(there, memory, forced=True).unlink()
+        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, fsynced=True)
+        left_by(there, memory, fsynced=True).unlink()
     with pytest.raises(StateDirError, match="or its disk is not mounted"):
         going_on(record, epoch=2)
 

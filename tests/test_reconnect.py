@@ -88,13 +88,13 @@ def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Ite
 def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the controller ends: saying so to whoever waits, or without a word."""
     if request.param == "killed":
-        monkeypatch.setattr(LedgerThread, "_end", lambda self: self._door.close())
+        monkeypatch.setattr(LedgerThread, "_end", lambda self: self._zmq.close())
     return str(request.param)
 
 
 @pytest.fixture(params=["ipc", "tcp"])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The road to the controller. An ipc door has another name in each life, a tcp door reconnects by itself."""
+    """The road to the controller. An ipc endpoint has another name in each epoch, a tcp door reconnects by itself."""
     if request.param == "tcp":
         monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     return str(request.param)

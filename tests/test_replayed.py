@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.client.rpc.handshake import door_address
+from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.core.addresses import join_address, split_address
 from dataplane.protocol.pb import control_pb2 as pb
 from tests.lives import wait_until
@@ -87,7 +87,7 @@ def test_what_was_recorded_of_a_client_opens_nothing_under_tls(door: str, kind: 
         serve({"units": 0, "session_timeout_s": 600.0, **settings}) as server,
         connect(server.address, **settings) as client,
     ):
-        target = server.address if door == "grpc" else door_address(server.address)
+        target = server.address if door == "grpc" else zmq_address_of(server.address)
         with Recorder(target) as recorder:
             if door == "grpc":
                 with channel(recorder.address, secure=kind == "tls") as first:

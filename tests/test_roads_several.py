@@ -106,7 +106,7 @@ def test_when_one_fails_the_others_have_ended_and_are_good_for_more(units, roads
     units[2].server.stop()
     with pytest.raises((StorageUnitError, ServiceRestartedError)):
         roads.gather([field], {1, 2, 3})
-    assert all(not len(roads.connection(unit)._under_way) for unit in (1, 2, 3))
+    assert all(not len(roads.connection(unit)._in_flight) for unit in (1, 2, 3))
     assert roads.unknown({1}), "whichever failed is asked about"
     rest = rows(units=1)
     assert [row.tolist() for row in assemble(roads.gather([rest], {1}))["a"].unbind()] == stored(units, rest)

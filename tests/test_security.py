@@ -32,7 +32,7 @@ from dataplane import (
     serve,
 )
 from dataplane.client.rpc import handshake
-from dataplane.client.rpc.handshake import door_address
+from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.core.types import PROTOCOL_VERSION
@@ -295,7 +295,7 @@ def test_zmq_doors_of_a_service_with_tls_say_nothing_without_the_key(
     curve_key = ServerKeys().public if key else ""
     ticket = own_keys(server.address, **tls()).ticket
     if door == "controller":
-        assert not heard(f"tcp://{door_address(server.address)}", hello(), ticket, curve_key)
+        assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), ticket, curve_key)
         return
     assert not heard(endpoint_of_unit(server, **tls()), attach(), ticket, curve_key)
 
@@ -305,8 +305,8 @@ def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], s
     """Also where the service has no token."""
     server = services["tls"]
     own = own_keys(server.address, **tls())
-    assert heard(f"tcp://{door_address(server.address)}", hello(), own.ticket, own.curve_key)
-    assert not heard(f"tcp://{door_address(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
+    assert heard(f"tcp://{zmq_address_of(server.address)}", hello(), own.ticket, own.curve_key)
+    assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
     with connect(server.address, force_remote=True, **tls()) as client:
         roads = client._connections.get().session_state.connections
         roads._config = replace(roads._config, token=secret or None)
@@ -320,7 +320,7 @@ def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], s
 def test_whatever_a_stranger_sends_to_a_port_changes_nothing(services: dict[str, Server], kind: str, door: str) -> None:
     server = services[kind]
     unit = endpoint_of_unit(server, **SERVICES[kind]).removeprefix("tcp://")
-    where = {"grpc": server.address, "controller": door_address(server.address), "unit": unit}[door]
+    where = {"grpc": server.address, "controller": zmq_address_of(server.address), "unit": unit}[door]
     host, _, port = where.rpartition(":")
     for noise in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(4096)):
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as peer:

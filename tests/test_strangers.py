@@ -28,7 +28,7 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect
-from dataplane.client.rpc.handshake import door_address
+from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller import grpc_public, grpc_server, health
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
@@ -114,7 +114,7 @@ UNFINISHED = {
 @pytest.mark.parametrize("door", ["controller", "unit"])
 def test_what_strangers_never_finish_is_not_kept(service: Service, door: str, what: str) -> None:
     unit = endpoint_of_unit_at(service.address).removeprefix("tcp://")
-    address = door_address(service.address) if door == "controller" else unit
+    address = zmq_address_of(service.address) if door == "controller" else unit
     before = service.peak_bytes(anew=True)
     with contextlib.ExitStack() as ends:
         for _ in range(CONNECTIONS):
@@ -292,7 +292,7 @@ def test_an_older_client_is_named_in_the_log() -> None:
     with (
         Controller(replace(CONFIG, token=TOKEN)) as controller,
         logged("does not begin with this protocol's handshake"),
-        socket.create_connection(split_address(door_address(controller.address)), timeout=WAIT_S) as peer,
+        socket.create_connection(split_address(zmq_address_of(controller.address)), timeout=WAIT_S) as peer,
     ):
         peer.sendall(greeting(b"NULL"))
         with contextlib.suppress(ConnectionError):
@@ -318,7 +318,7 @@ class Impostor:
         self._router.linger = 0
         self._router.plain_server = 1
         self._router.zap_domain = b"x"
-        self._router.bind(f"tcp://{door_address(address)}")
+        self._router.bind(f"tcp://{zmq_address_of(address)}")
         self._router.bind(ipc)
         self._listener = socket.create_server(split_address(address))
         self._listener.settimeout(0.05)
@@ -358,7 +358,7 @@ def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_anoth
     try:
         with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client, ThreadPoolExecutor(1) as pool:
             put_and_get(client)
-            door = client._connections.get()._channel.door
+            door = client._connections.get()._channel.endpoint
             assert door.startswith("ipc://")
             client.register_partition("q", ["x"], None, ["t"])
             waiting = pool.submit(client.claim_meta, "q", "t", ["x"], 1)
@@ -376,9 +376,9 @@ def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_anoth
                 assert TOKEN.encode() not in shown
                 assert living.code.encode() not in shown
             for password in impostor.passwords:
-                endpoint = f"tcp://{door_address(lives.address)}"
+                endpoint = f"tcp://{zmq_address_of(lives.address)}"
                 assert not heard(endpoint, hello(), replace(living, code=password.decode()))
-            assert heard(f"tcp://{door_address(lives.address)}", hello(), living)
+            assert heard(f"tcp://{zmq_address_of(lives.address)}", hello(), living)
     finally:
         lives.close()
         discard(tmp_path / "state", ["/dev/shm"])

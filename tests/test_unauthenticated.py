@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from dataplane import connect, serve
-from dataplane.client.rpc.handshake import door_address, door_socket
+from dataplane.client.rpc.handshake import dealer_socket, zmq_address_of
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
@@ -186,7 +186,7 @@ def test_nothing_is_waited_for_where_there_are_none(port: Port) -> None:
 def controller() -> Iterator[str]:
     """The address of its ZMQ port."""
     with Controller(replace(CONFIG, token=TOKEN)) as made:
-        yield door_address(made.address)
+        yield zmq_address_of(made.address)
 
 
 @contextlib.contextmanager
@@ -228,9 +228,9 @@ def test_connections_that_say_nothing_have_an_end_and_clients_get_in(monkeypatch
     monkeypatch.setattr(zap, "HANDSHAKE_MS", 3_600_000)
     monkeypatch.setattr(unauthenticated, "MOST", 16)
     with serve({"capacity_bytes": 8 * MIB, "token": TOKEN}) as server, contextlib.ExitStack() as ends:
-        doors = [door_address(server.address), endpoint_of_unit(server, token=TOKEN).removeprefix("tcp://")]
+        endpoints = [zmq_address_of(server.address), endpoint_of_unit(server, token=TOKEN).removeprefix("tcp://")]
         peers = []
-        for door in 20 * doors:
+        for door in 20 * endpoints:
             peer = ends.enter_context(socket.create_connection(split_address(door), timeout=WAIT_S))
             peer.sendall(greeting(b"PLAIN"))
             peers.append(peer)
@@ -247,7 +247,7 @@ def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
         Controller(replace(CONFIG, **settings)) as made,
         connect(made.address, **settings, force_remote=True) as client,
     ):
-        watched = made._shell._door._unauthenticated  # type: ignore[union-attr]
+        watched = made._shell._zmq._unauthenticated  # type: ignore[union-attr]
         began: list[int] = []
         real = watched.began
 
@@ -256,8 +256,8 @@ def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
             began.extend(watched._silent)
 
         watched.began = note  # type: ignore[method-assign]
-        keys, door = client._connections.get()._channel._calls.session.keys, f"tcp://{door_address(made.address)}"
-        with zmq.Context() as context, door_socket(context, door, keys):
+        keys, door = client._connections.get()._channel._calls.session.keys, f"tcp://{zmq_address_of(made.address)}"
+        with zmq.Context() as context, dealer_socket(context, door, keys):
             wait_until(lambda: began, "the connection to be noticed")
             wait_until(lambda: not watched._silent, "its handshake to be seen")
 
@@ -289,7 +289,7 @@ def test_other_users_of_the_host_have_few(monkeypatch: pytest.MonkeyPatch) -> No
         Controller(replace(CONFIG, token=TOKEN)) as made,
         connect(made.address, token=TOKEN) as client,
     ):
-        name = client._connections.get()._channel.door.removeprefix("ipc://@")
+        name = client._connections.get()._channel.endpoint.removeprefix("ipc://@")
         command = [sys.executable, "-I", "-c", CONNECT, name]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
         assert told.stdout.split() == 4 * ["open"]

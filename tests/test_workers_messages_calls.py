@@ -220,7 +220,7 @@ class Ends:
         self.stream = stream
         self.incarnation = 0
         self.lives: list[str] = []
-        self.under_way: deque[tuple[PostMessage, bytes]] = deque()
+        self.in_flight: deque[tuple[PostMessage, bytes]] = deque()
         nobody = Relays(Backlog(1 << 30), lambda *_: None, lambda *_: None)
         self.incoming = Incoming(
             "g:1",
@@ -242,10 +242,10 @@ class Ends:
     def begin_anew(self) -> None:
         """The source: as a process that died and another that has its name."""
         self.incoming.lose("g:0", WorkerLostError(worker="g:0", why="died"))
-        self.under_way.clear()
+        self.in_flight.clear()
         self.incarnation += 1
         self.outgoing = OutgoingMessages(
-            "g:0", lambda _, *post: self.under_way.append((post[0], post[1])), lambda *_: None
+            "g:0", lambda _, *post: self.in_flight.append((post[0], post[1])), lambda *_: None
         )  # type: ignore[arg-type, return-value]
         self.said = 0
         self.calls: list[tuple[int, Posting]] = []
@@ -266,7 +266,7 @@ class Ends:
         self.kept -= 1
 
     def arrive(self) -> None:
-        post, snapshot = self.under_way.popleft()
+        post, snapshot = self.in_flight.popleft()
         if self.lives[-1:] != [str(post.incarnation)]:
             self.lives.append(str(post.incarnation))
             self.incoming.outdate("g:0", post.incarnation)
@@ -301,7 +301,7 @@ def test_whatever_fails_the_n_th_call_gets_the_n_th_or_nothing(seed: int) -> Non
         step = chance.random()
         if step < 0.3:
             ends.say(fails=chance.random() < 0.2)
-        elif step < 0.6 and ends.under_way:
+        elif step < 0.6 and ends.in_flight:
             ends.arrive()
         elif step < 0.9:
             ends.call(fails=chance.random() < 0.1, lives=chance.random() < 0.8)
@@ -318,7 +318,7 @@ def test_whatever_fails_the_n_th_call_gets_the_n_th_or_nothing(seed: int) -> Non
                 assert unpacked.load() == number
                 got += 1
     assert got
-    while ends.under_way:
+    while ends.in_flight:
         ends.arrive()
     ends.incoming.match("g:0")
     while ends.said > len(ends.calls):

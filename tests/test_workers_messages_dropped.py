@@ -280,8 +280,8 @@ def test_each_message_is_received_once_and_in_order(seed: int) -> None:
         step = chance.random()
         if step < 0.25:
             ends.say(fails=False)
-        elif step < 0.5 and ends.under_way:
-            queued.append(ends.said - len(ends.under_way))
+        elif step < 0.5 and ends.in_flight:
+            queued.append(ends.said - len(ends.in_flight))
             ends.arrive()
         elif step < 0.7:
             ends.call(fails=False)
@@ -298,8 +298,8 @@ def test_each_message_is_received_once_and_in_order(seed: int) -> None:
         match()
         assert all(posting.future.done() for posting, _ in given)
         assert not any(posting.future.done() for posting in waiting)
-    while ends.under_way:
-        queued.append(ends.said - len(ends.under_way))
+    while ends.in_flight:
+        queued.append(ends.said - len(ends.in_flight))
         ends.arrive()
         match()
     for posting, number in given:

@@ -115,7 +115,8 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
-    """A held lock that lets units on this host know this process's life; None where every road is to be remote."""
+    """A held lock that lets units on this host know that this process is alive; None where every road is to be
+    remote."""
     if config.force_remote:
         return None
     try:

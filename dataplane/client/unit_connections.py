@@ -47,8 +47,8 @@ class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
 class UnitConnections:
     """Connections of one session to storage units, made when first needed. Thread-safe.
 
-    session: the session's number; lock: the file lock that proves its life to units on this host (None: never local);
-    memory: where remote reads are received. copier: copies long runs into local arenas.
+    session: the session's number; lock: the file lock that proves to units that it is alive, on this host (None: never
+    local); memory: where remote reads are received. copier: copies long runs into local arenas.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class UnitConnections:
         self._together = Together(UNITS_AT_ONCE)
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
-        """Take in the service's list of units; a connection to an earlier life of one is dropped, and so is one to a
+        """Take in the service's list of units; a connection to an earlier epoch of one is dropped, and so is one to a
         unit that the service has no more. Blocks while calls under way on such a one end."""
         listed = {info.unit: info for info in units}
         # Numbers grow: a list from before a unit joined ends below it.
@@ -101,7 +101,7 @@ class UnitConnections:
             connection.close()
 
     def unknown(self, units: Iterable[int]) -> bool:
-        """Whether one of `units` has not been learned yet, or failed since: it may have another life by now."""
+        """Whether one of `units` has not been learned yet, or failed since: it may have another epoch by now."""
         return any(unit not in self._infos or unit in self._doubted for unit in units)
 
     def backed(self, located: Sequence[c.FieldLocations]) -> bool:
@@ -123,14 +123,14 @@ class UnitConnections:
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
 
     def lives(self, epochs: Mapping[int, int]) -> bool:
-        """Whether each of these units is in that life, connected, and has not failed since."""
+        """Whether each of these units is in that epoch, connected, and has not failed since."""
         return all(
             unit in self._connections and unit not in self._doubted and self._lives(unit, epoch)
             for unit, epoch in epochs.items()
         )
 
     def _lives(self, unit: int, epoch: int) -> bool:
-        """Whether the unit is in that life, as far as is known."""
+        """Whether the unit is in that epoch, as far as is known."""
         info = self._infos.get(unit)
         return info is not None and info.epoch == epoch
 
@@ -145,7 +145,7 @@ class UnitConnections:
             return found
 
     def _connect(self, unit: int) -> None:
-        """Shake hands; the outcome is kept unless another life of the unit was learned of meanwhile."""
+        """Shake hands; the outcome is kept unless another epoch of the unit was learned of meanwhile."""
         if self._closed:
             raise ClientClosedError()
         info = self._infos.get(unit)
@@ -176,9 +176,9 @@ class UnitConnections:
         return next((unit for unit, found in list(self._connections.items()) if found.local), None)
 
     def mapped(self, units: Iterable[int]) -> bool:
-        """Whether the arenas of these units are mapped here, not to be forced to a disk: copies wait for nobody."""
+        """Whether the arenas of these units are mapped here, not to be fsynced: copies wait for nobody."""
         found = [self._connections.get(unit) for unit in units]
-        return all(each is not None and each.local and not each.info.forced for each in found)
+        return all(each is not None and each.local and not each.info.fsynced for each in found)
 
     def write(
         self,
@@ -193,7 +193,7 @@ class UnitConnections:
         units that may still carry out writes of it, which `stop` ends.
 
         Returns when every byte is in its arena. Raises `StorageUnitError`, `ServiceRestartedError` (a unit has another
-        life), `SessionExpiredError`, `CallTimeoutError`.
+        epoch), `SessionExpiredError`, `CallTimeoutError`.
         """
         with self._watching({placement.unit for placement in placements}):
             self._write(placements, columns, reservation, unfinished)
@@ -243,7 +243,7 @@ class UnitConnections:
     def _force(self, unit: int, ranges: list[tuple[int, int]]) -> None:
         """Where rows are to outlive their machine, force those written into the mapped arena to the disk."""
         connection = self.connection(unit)
-        if not connection.info.forced or connection.arena is None:
+        if not connection.info.fsynced or connection.arena is None:
             return
         failpoints.hit("put.before_force")
         try:
@@ -267,7 +267,7 @@ class UnitConnections:
 
     def settled(self) -> list[int]:
         """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
-        question has confirmed it since, or has another life by now, which takes no frame meant for an earlier one.
+        question has confirmed it since, or has another epoch by now, which takes no frame meant for an earlier one.
         Those that did neither are asked again meanwhile, in a thread of its own."""
         if not self._unstopped:
             return []
@@ -320,7 +320,7 @@ class UnitConnections:
             except BaseException as error:
                 log.warning(
                     "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
-                    "%d): %s; the put's room stays reserved until it does, has another life, or this client closes",
+                    "%d): %s; the put's room stays reserved until it does, has another epoch, or this client closes",
                     unit,
                     reservation,
                     self._session,
@@ -374,7 +374,7 @@ class UnitConnections:
     @contextlib.contextmanager
     def _watching(self, units: set[int]) -> Iterator[None]:
         """Whichever of the units fails is asked about before it is used again; the loss of a connection to an earlier
-        life of one is told as what it is."""
+        epoch of one is told as what it is."""
         try:
             yield
         except (StorageUnitError, ServiceRestartedError):

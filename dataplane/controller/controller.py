@@ -1,4 +1,4 @@
-"""The controller: the ledger in its shell, behind the two doors."""
+"""The controller: the ledger in its shell, behind the two servers."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Controller:
     """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above;
     with `config.http_port`, HTTP there.
 
-    `epoch` must grow from one life of the service to the next (default: the time). With `config.state_dir` the ledger
-    is the one kept there, and port 0 stands for the port of the life before. A context manager.
+    `epoch` must grow from one epoch of the service to the next (default: the time). With `config.state_dir` the ledger
+    is the one kept there, and port 0 stands for the port of the epoch before. A context manager.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
@@ -88,7 +88,7 @@ class Controller:
 
     @property
     def recovered(self) -> bool:
-        """Whether it went on with the state of an earlier life."""
+        """Whether it went on with the state of an earlier epoch."""
         return self._durable is not None and self._durable.recovered
 
     @property
@@ -98,9 +98,10 @@ class Controller:
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both doors answer. Raises ValueError for a host beyond loopback that nothing guards or a session
-        timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that cannot be
-        gone on from, `LimitError` where this process may have too few open files; nothing is left running then."""
+        """Returns when both servers answer. Raises ValueError for a host beyond loopback that nothing guards or a
+        session timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that
+        cannot be gone on from, `LimitError` where this process may have too few open files; nothing is left running
+        then."""
         config = self._config
         token = config.secret()
         if config.session_timeout_s < config.heartbeat_s:
@@ -131,32 +132,32 @@ class Controller:
         self._keys = ServerKeys() if config.tls else None
         grpc_server = import_with_grpc("dataplane.controller.grpc_server")
         self._grpc = grpc = grpc_server.GrpcServer(Secret(token, ticket), config.tls)
-        port, door = self._bind(grpc, ticket)
+        port, zmq_server = self._bind(grpc, ticket)
         self._address = join_address(reachable_host(config.host), port)
-        self._listens_at = [port, port + 1, *(each for each in door.endpoints if each.startswith("ipc://"))]
+        self._listens_at = [port, port + 1, *(each for each in zmq_server.endpoints if each.startswith("ipc://"))]
         listens_at(self._listens_at)
         facts = Facts(
             address=self._address,
             epoch=self._epoch,
             host=boot_id(),
-            doors=door.endpoints,
+            endpoints=zmq_server.endpoints,
             heartbeat_s=config.heartbeat_s,
             put_timeout_s=PUT_TIMEOUT_S if config.put_timeout_s is None else config.put_timeout_s,
             durable=self._durable is not None,
-            forced=self._durable is not None and self._durable.forced,
+            fsynced=self._durable is not None and self._durable.fsynced,
             curve_key="" if self._keys is None else self._keys.public,
             service=self._lasting("service", 16),
             instance=instance,
             secret=secret,
             told=token is None,
         )
-        door.introduce(facts)
+        zmq_server.introduce(facts)
         if self._durable is not None:
             self._durable.remember(port=port)
         hit("controller.bound")
-        sync = self._durable.sync if self._durable is not None and facts.forced else None
+        sync = self._durable.sync if self._durable is not None and facts.fsynced else None
         recorder = None if config.http_port is None else Recorder()
-        self._shell = LedgerThread(ledger, door, facts, sync=sync, watch=recorder)
+        self._shell = LedgerThread(ledger, zmq_server, facts, sync=sync, watch=recorder)
         self._shell.start()
         health = ServiceHealth(self._shell)
         grpc.serve(self._shell, facts, health.why_not)
@@ -172,7 +173,7 @@ class Controller:
             ).start()
 
     def _lasting(self, name: str, nbytes: int) -> str:
-        """A random word that a later life with the same state has, too: storage units and their clients need not hear
+        """A random word that a later epoch with the same state has, too: storage units and their clients need not hear
         of a new one at once."""
         before = None if self._durable is None else self._durable.recall_text(name)
         word = before or secrets.token_urlsafe(nbytes)
@@ -194,12 +195,12 @@ class Controller:
             return self._given
         if config.state_dir is None:
             return Ledger(self._epoch, **vars(settings))
-        self._durable = DurableLedger.open(config.state_dir, settings, forced=config.durability == "machine")
+        self._durable = DurableLedger.open(config.state_dir, settings, fsynced=config.durability == "machine")
         self._epoch = self._durable.epoch
         return self._durable
 
     def _bind(self, grpc: GrpcServer, ticket: Ticket | None) -> tuple[int, ZmqServer]:
-        """Both doors on neighboring ports."""
+        """Both servers on neighboring ports."""
         host = self._config.host
         if self._config.port:
             require_free_port(host, self._config.port)  # the port that was asked for is named first
@@ -226,17 +227,17 @@ class Controller:
                     raise _with_its_past(error, port) from error
                 time.sleep(PORT_PAUSE_S)
 
-    def _bind_pair(self, grpc: GrpcServer, door: ZmqServer) -> tuple[int, ZmqServer]:
+    def _bind_pair(self, grpc: GrpcServer, zmq_server: ZmqServer) -> tuple[int, ZmqServer]:
         try:
-            require_free_port(self._config.host, door.port - 1)  # gRPC would also print that it is not
-            grpc.bind(join_address(resolve_host(self._config.host), door.port - 1))
+            require_free_port(self._config.host, zmq_server.port - 1)  # gRPC would also print that it is not
+            grpc.bind(join_address(resolve_host(self._config.host), zmq_server.port - 1))
         except BaseException:
-            door.close()
+            zmq_server.close()
             raise
-        return door.port - 1, door
+        return zmq_server.port - 1, zmq_server
 
     def stop(self) -> None:
-        """End both doors and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
+        """End both servers and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
         seconds at most. Idempotent; in a forked child it does nothing."""
         if self._pid != os.getpid():
             return

@@ -1,6 +1,6 @@
 """A ledger that outlives its process: every input is in the journal before it is applied.
 
-The ledger is deterministic, so its inputs are also its answers: a life that begins anew applies them again and has
+The ledger is deterministic, so its inputs are also its answers: an epoch that begins anew applies them again and has
 every sample, session, reservation, pin, waiting call and unconfirmed answer as it was.
 """
 
@@ -45,7 +45,7 @@ _PASSING: tuple[type[c.Input | c.Command], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSettings:
-    """What a life of the service says of its ledger; see `Ledger`."""
+    """What an epoch of the service says of its ledger; see `Ledger`."""
 
     reserve_fraction: float
     heartbeat_s: float
@@ -56,18 +56,18 @@ class LedgerSettings:
 
 
 class DurableLedger:
-    """The ledger of the state in a directory, as the shell wants one. Its clock goes on where the last life's stopped.
+    """The ledger of the state in a directory, as the shell wants one. Its clock goes on where the last epoch's stopped.
 
-    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from; `forced` whether it
+    `epoch` is greater than any before; `recovered` tells whether there was a state to go on from; `fsynced` whether it
     survives the machine's end, too. Images of a large ledger are made by a process of their own, from the journal, so
     that nobody waits for them.
     """
 
-    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool, forced: bool) -> None:
+    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool, fsynced: bool) -> None:
         """Use `open`."""
         self.epoch = epoch
         self.recovered = recovered
-        self.forced = forced
+        self.fsynced = fsynced
         self._unforced = False
         self._tick: c.Tick | None = None
         self._journal = journal
@@ -76,32 +76,32 @@ class DurableLedger:
         self._images = _Images(journal, ledger)
 
     @classmethod
-    def open(cls, directory: str | Path, settings: LedgerSettings, *, forced: bool = False) -> DurableLedger:
+    def open(cls, directory: str | Path, settings: LedgerSettings, *, fsynced: bool = False) -> DurableLedger:
         """Take the state in `directory` over, or begin one there. Blocks while it is read: about a second for 20,000
-        commands. forced: what `sync` returned for survives the end of the machine.
+        commands. fsynced: what `sync` returned for survives the end of the machine.
 
         StateDirError if another process uses it, or it cannot be read, is damaged, or of another version. A state that
-        the machine's end may have damaged (not forced to the disk, no orderly stop, and another boot since) is set
+        the machine's end may have damaged (not fsynced, no orderly stop, and another boot since) is set
         aside, and a new one begun.
         """
         journal = Journal.open(directory)
         try:
             if _may_lack_its_end(journal):
                 journal = _set_aside(journal)
-            return cls._of(journal, settings, forced)
+            return cls._of(journal, settings, fsynced)
         except BaseException:
             journal.close()
             raise
 
     @classmethod
-    def _of(cls, journal: Journal, settings: LedgerSettings, forced: bool) -> DurableLedger:
+    def _of(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
-        booted_before, forced_before = journal.fact("boot"), journal.forced
-        if forced:
+        booted_before, fsynced_before = journal.fact("boot"), journal.fsynced
+        if fsynced:
             journal.force()
-        elif forced_before:
-            journal.set_facts(forced=0)
+        elif fsynced_before:
+            journal.set_facts(fsynced=0)
         if recovered:
             ledger = rebuild(journal)
             hit("journal.replayed")
@@ -111,11 +111,11 @@ class DurableLedger:
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
         hit("journal.taken_over")
-        durable = cls(journal, ledger, epoch, recovered=recovered, forced=forced)
+        durable = cls(journal, ledger, epoch, recovered=recovered, fsynced=fsynced)
         durable._images.begin()
         if recovered:
             durable._put_in(c.Restarted(epoch=epoch, **vars(settings)))
-            if booted_before != boot_id() and not forced_before:
+            if booted_before != boot_id() and not fsynced_before:
                 durable._drop_units_of(str(booted_before))
         durable.sync()
         return durable
@@ -131,7 +131,7 @@ class DurableLedger:
         self._journal.append(*appended)
         self._tick = None
         hit("journal.after_append")
-        self._unforced = self._unforced or (self.forced and not _is_told_again(item))
+        self._unforced = self._unforced or (self.fsynced and not _is_told_again(item))
         try:
             outputs = self._ledger.apply(item)
         finally:
@@ -159,7 +159,7 @@ class DurableLedger:
 
     def sync(self) -> None:
         """What was applied is on the disk when this returns, if it is to survive the machine's end, so that its outputs
-        may leave. StateDirError if that failed: nothing that was applied may be told, and this life has to end."""
+        may leave. StateDirError if that failed: nothing that was applied may be told, and this epoch has to end."""
         if self._unforced:
             self._journal.sync()
             self._unforced = False
@@ -176,7 +176,7 @@ class DurableLedger:
 
     @property
     def lag(self) -> int:
-        """How many records of the journal are not in its image: the next life has to go through them. Any thread."""
+        """How many records of the journal are not in its image: the next epoch has to go through them. Any thread."""
         return self._images.records
 
     @property
@@ -189,18 +189,18 @@ class DurableLedger:
         self._journal.set_facts(**facts)
 
     def recall(self, name: str) -> int | None:
-        """The number that this or an earlier life remembered."""
+        """The number that this or an earlier epoch remembered."""
         return self._journal.number(name)
 
     def recall_text(self, name: str) -> str | None:
-        """The text that this or an earlier life remembered."""
+        """The text that this or an earlier epoch remembered."""
         return self._journal.text(name)
 
     def close(self) -> None:
         """Let go of the directory, all of it on disk. Idempotent."""
         tick, self._tick = self._tick, None
         if tick is not None:
-            with contextlib.suppress(StateDirError):  # without it the next life's clock goes on a moment earlier
+            with contextlib.suppress(StateDirError):  # without it the next epoch's clock goes on a moment earlier
                 self._journal.append(journal_records.encode(tick))
         self._images.stop()
         self._journal.close()
@@ -242,7 +242,7 @@ class _Images:
         self._not_before = 0.0
 
     def begin(self) -> None:
-        """A life begins: the log, if there is much of it, was gone through once, and need not be again."""
+        """An epoch begins: the log, if there is much of it, was gone through once, and need not be again."""
         covered = self._journal.covered
         self._records = self._journal.last - covered
         self._small = self._journal.image_path(covered).stat().st_size <= SMALL_BYTES
@@ -322,7 +322,7 @@ class _Images:
 
 
 def _is_told_again(item: c.Input) -> bool:
-    """Whether nobody would miss the input in a life after the machine's end: it changes nothing that outlives this.
+    """Whether nobody would miss the input in an epoch after the machine's end: it changes nothing that outlives this.
     What a call names as confirmed its client does not name again once it is answered."""
     if isinstance(item, c.Call):
         return not item.confirmed and isinstance(item.command, _PASSING)
@@ -331,7 +331,7 @@ def _is_told_again(item: c.Input) -> bool:
 
 def _may_lack_its_end(journal: Journal) -> bool:
     booted = journal.fact("boot")
-    return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.forced
+    return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.fsynced
 
 
 def _set_aside(journal: Journal) -> Journal:

@@ -1,4 +1,5 @@
-"""The ledger's shell: the one thread that owns the ledger and the ZMQ door, and hands outputs to whom they are for."""
+"""The ledger's shell: the one thread that owns the ledger and the ZMQ server, and hands outputs to whom they are
+for."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.005
 """The ledger's clock is at most this old when it handles something."""
 FORGET_S = 300.0
-"""A caller of the ZMQ door repeats its unanswered calls far more often than this; older ones have nobody waiting."""
+"""A caller of the ZMQ server repeats its unanswered calls far more often than this; older ones have nobody waiting."""
 TOGETHER = 64
-"""How many messages of the door may share one wait for the disk."""
+"""How many messages of the server may share one wait for the disk."""
 _BEFORE = {"open": "controller.before_opened", "add": "controller.before_added"}
 COMPLAIN_S = 10.0
 """How often the log says that the journal cannot be written."""
@@ -68,21 +69,21 @@ class _Asked:
 
 
 class LedgerThread:
-    """Runs `ledger` in a thread of its own: inputs come from the ZMQ door and from `submit` (any thread).
+    """Runs `ledger` in a thread of its own: inputs come from the ZMQ server and from `submit` (any thread).
 
-    Every wake handles what `submit` brought and one message of the door, each in order of arrival, after a `Tick` if
+    Every wake handles what `submit` brought and one message of the server, each in order of arrival, after a `Tick` if
     the last is older than `TICK_S`; outputs leave in the ledger's order. An exception in the ledger is logged with its
     input and answered with `InternalError`; an input that its journal cannot take is refused and changes nothing.
 
     With `sync`, outputs leave once it has returned, for all that one wake brought, up to `TOGETHER` messages of the
-    door. When it fails, nobody learns what came of his call, and the shell ends. `ended` is set when it has.
+    server. When it fails, nobody learns what came of his call, and the shell ends. `ended` is set when it has.
     `watch` is told of every answer once it has left, and how long the thread was busy.
     """
 
     def __init__(
         self,
         ledger: LedgerLike,
-        door: ZmqServer,
+        zmq_server: ZmqServer,
         facts: Facts,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +94,7 @@ class LedgerThread:
         self._watch = watch
         self._sync = sync
         self._outgoing: list[c.Output] = []
-        self._door = door
+        self._zmq = zmq_server
         self._facts = facts
         self._clock = clock
         self._ticked = -math.inf
@@ -133,7 +134,7 @@ class LedgerThread:
         self._enqueue(lambda: self._detach(unit, orders))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread and its door. Calls still parked are answered with `ServiceUnavailableError`. Idempotent."""
+        """End the thread and its server. Calls still parked are answered with `ServiceUnavailableError`. Idempotent."""
         self._stopping.set()
         self._waker.wake()
         if self._thread.ident is not None:
@@ -142,7 +143,7 @@ class LedgerThread:
                 log.error("the ledger's thread did not end within %.1f s", timeout_s)
                 return
         else:
-            self._door.close()
+            self._zmq.close()
         self._waker.close()
 
     def _enqueue(self, job: Callable[[], None]) -> None:
@@ -158,7 +159,7 @@ class LedgerThread:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._waker.fd, self._door.socket, self._door.monitor):
+        for source in (self._waker.fd, self._zmq.socket, self._zmq.monitor):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
@@ -170,11 +171,11 @@ class LedgerThread:
                     self._waker.clear()
                     while self._inbox:
                         _guarded("what was submitted", self._inbox.popleft())
-                if self._door.socket in ready:
-                    _guarded("a message of the ZMQ door", self._serve_door)
-                if self._door.monitor in ready:
-                    _guarded("the end of a connection", lambda: self._door.notice_disconnects(self))
-                self._door.hang_up()
+                if self._zmq.socket in ready:
+                    _guarded("a message of the ZMQ server", self._serve_zmq)
+                if self._zmq.monitor in ready:
+                    _guarded("the end of a connection", lambda: self._zmq.notice_disconnects(self))
+                self._zmq.hang_up()
                 self._sweep()
                 self._send()
                 if self._watch is not None:
@@ -186,10 +187,10 @@ class LedgerThread:
         finally:
             self._end()
 
-    def _serve_door(self) -> None:
+    def _serve_zmq(self) -> None:
         """One message, or as many as are there to share a wait for the disk."""
         for _ in range(1 if self._sync is None else TOGETHER):
-            if not self._door.serve(self):
+            if not self._zmq.serve(self):
                 return
 
     def _send(self) -> None:
@@ -209,7 +210,7 @@ class LedgerThread:
         self._watch.synced(self._watch.clock() - began)
 
     def _patience_ms(self, deadline: float | None) -> int | None:
-        return self._door.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
+        return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:
         """The ledger's clock."""
@@ -332,7 +333,7 @@ class LedgerThread:
                 answer = c.UnitDropped(unit=int(first), error=error)
             for reply in asked.replies.values():
                 _hand_over(reply, answer)
-        self._door.close()
+        self._zmq.close()
         self.ended.set()
 
 

@@ -1,4 +1,4 @@
-"""What the gRPC door answers to callers that have shown nothing: GetKeys and health.
+"""What the gRPC server answers to callers that have shown nothing: GetKeys and health.
 
 Neither reads the body of a call, which a stranger could make as long as a message may be: gRPC keeps what it reads of
 one until it is whole. What they want of a caller is in its headers.
@@ -37,13 +37,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 WATCHES = 256
 WATCHES_PER_PEER = 16
-"""Watchers of health at once, in all and from one address: each holds a call of the door for as long as it likes."""
+"""Watchers of health at once, in all and from one address: each holds a call of the server for as long as it likes."""
 LOOK_S = 2.0
 """How soon a watcher learns that the service does not serve any more, or does again."""
 _STATUS: Any = message_class(HEALTH, "HealthCheckResponse")
 CALLS = 2048
 CALLS_PER_PEER = 512
-"""Calls without the token under way at once, in all and from one address: few of the calls that the door has."""
+"""Calls without the token under way at once, in all and from one address: few of the calls that the server has."""
 
 
 def is_public(method: str, keys: str) -> bool:
@@ -60,7 +60,7 @@ class PublicCalls:
     """Counts the calls without the token. One whose caller does not take the answer lasts as long as its connection."""
 
     def __init__(self) -> None:
-        self._under_way: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     def counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         """`handler`, made by `unread`, for as many calls as may be under way; others are a LimitError."""
@@ -76,7 +76,7 @@ class PublicCalls:
 
     async def _enter(self, context: Context) -> None:
         peer = context.peer().rpartition(":")[0]
-        here, what = self._under_way, "calls without the token under way"
+        here, what = self._in_flight, "calls without the token under way"
         for which, got, most in ((f" from {peer}", here[peer], CALLS_PER_PEER), ("", here.total(), CALLS)):
             if got >= most:
                 await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Try again."))
@@ -85,9 +85,9 @@ class PublicCalls:
         context.add_done_callback(leave)
 
     def _leave(self, peer: str, context: Context) -> None:
-        self._under_way[peer] -= 1
-        if not self._under_way[peer]:
-            del self._under_way[peer]
+        self._in_flight[peer] -= 1
+        if not self._in_flight[peer]:
+            del self._in_flight[peer]
 
 
 def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
@@ -127,7 +127,7 @@ def check_version(theirs: int) -> None:
 
 class Health:
     """The standard health service, for the whole process, whatever service a caller names. `why_not` says why the
-    process does not serve, "" if it does, and may block for some seconds; `ended`: set when the door closes."""
+    process does not serve, "" if it does, and may block for some seconds; `ended`: set when the server closes."""
 
     def __init__(self, address: str, why_not: Callable[[], str], ended: asyncio.Event) -> None:
         self._address = address

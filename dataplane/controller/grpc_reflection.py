@@ -1,4 +1,4 @@
-"""The standard reflection service: which services the gRPC door has, and their descriptors."""
+"""The standard reflection service: which services the gRPC server has, and their descriptors."""
 
 from __future__ import annotations
 

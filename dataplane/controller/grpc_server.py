@@ -1,4 +1,4 @@
-"""The gRPC door: every command for any language, health, reflection, and the links of storage units.
+"""The gRPC server: every command for any language, health, reflection, and the links of storage units.
 
 One thread with an event loop of its own. A parked command is an awaited future there: it holds no thread.
 """
@@ -50,7 +50,7 @@ GET_KEYS = f"/{CONTROL}/GetKeys"
 START_S = 30.0
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
-"""How long calls under way may take once the door closes."""
+"""How long calls under way may take once the server closes."""
 MAX_CALLS = 16384
 """Calls at once, streams included; one more is refused with RESOURCE_EXHAUSTED."""
 CONNECTIONS = 8192
@@ -91,7 +91,7 @@ class GrpcServer:
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
         if not self._ready.wait(START_S) or not self._thread.is_alive():
-            raise InternalError(what="the gRPC door could not be opened")
+            raise InternalError(what="the gRPC server could not be opened")
 
     def _connected(self) -> None:
         """A peer begins a handshake. Called in gRPC's threads."""
@@ -102,7 +102,7 @@ class GrpcServer:
         try:
             asyncio.run(self._main())
         except Exception:
-            log.critical("the gRPC door failed: nobody can use it any more", exc_info=True)
+            log.critical("the gRPC server failed: nobody can use it any more", exc_info=True)
         finally:
             logging.getLogger(LIBRARYS_LOG).removeFilter(self._quiet)
             self._ready.set()
@@ -154,7 +154,7 @@ class GrpcServer:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                log.error("the gRPC door did not close within %.1f s", timeout_s)
+                log.error("the gRPC server did not close within %.1f s", timeout_s)
 
     def _run(self, job: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
@@ -188,7 +188,7 @@ def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Me
 
 
 class _Service:
-    """The methods, by the same table as the ZMQ door's."""
+    """The methods, by the same table as the ZMQ server's."""
 
     def __init__(self, shell: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
         self._shell = shell
@@ -309,7 +309,7 @@ class _Service:
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("a storage unit says AddUnit first")
             check_version(request.add.protocol_version)
-            if self._facts.forced and not add.forced:
+            if self._facts.fsynced and not add.fsynced:
                 raise InvalidRequestError(
                     f"storage unit {add.name!r} was started without --durability machine, which this service promises"
                 )
@@ -389,7 +389,7 @@ def _failures(request: str) -> Complaints:
 
 async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
     """End the call with `error`, unless it is ended already, or its caller is gone: gRPC's own errors. One that nobody
-    expected is logged, and told as what it is; the door goes on."""
+    expected is logged, and told as what it is; the server goes on."""
     if isinstance(error, grpc.aio.BaseError):
         return
     if isinstance(error, DecodeError):

@@ -1,4 +1,4 @@
-"""The HTTP door: page, JSON, metrics and health, from a session of its own inside the process."""
+"""The HTTP server: page, JSON, metrics and health, from a session of its own inside the process."""
 
 from __future__ import annotations
 

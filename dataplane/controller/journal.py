@@ -1,4 +1,4 @@
-"""The journal of a ledger: a directory from which another life of the service goes on.
+"""The journal of a ledger: a directory from which another epoch of the service goes on.
 
     lock             held by the one process whose state this is
     journal.sqlite   `log`: a record for every input, in order; `facts`: what is known of the state as a whole
@@ -6,7 +6,7 @@
     image-N          the ledger as it was after record N; the log goes on from there
 
 What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. The
-death of the machine may take all that was not forced to the disk: in a forced journal nothing from before the last
+death of the machine may take all that was not fsynced: in an fsynced journal nothing from before the last
 `sync`, in another one all of it, unless the fact `clean` tells that it was closed in order.
 """
 
@@ -33,7 +33,7 @@ from dataplane.errors import StateDirError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
@@ -129,9 +129,9 @@ class Log:
         return number, content[4:]
 
     @property
-    def forced(self) -> bool:
-        """Whether what is in it may be forced to the disk, and is to survive the death of the machine."""
-        return bool(self.fact("forced"))
+    def fsynced(self) -> bool:
+        """Whether what is in it may be fsynced, and is to survive the death of the machine."""
+        return bool(self.fact("fsynced"))
 
     @property
     def covered(self) -> int:
@@ -175,12 +175,12 @@ class Log:
             with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
-                if self.forced:
+                if self.fsynced:
                     file.flush()
                     os.fsync(file.fileno())
             hit("image.before_rename")
             os.replace(aside, path)
-            if self.forced:
+            if self.fsynced:
                 sync_path(self.directory)
 
     def error(self, why: str, hint: str = "") -> StateDirError:
@@ -214,7 +214,7 @@ class Journal(Log):
         self._lock = lock
         self._last = 0
         self._droppable = 0
-        self._forced = False
+        self._fsynced = False
         self._log_fd = -1
         super().__init__(directory)
         try:
@@ -264,23 +264,23 @@ class Journal(Log):
     def force(self) -> None:
         """From now on `sync` forces what was appended to the disk. What is there already is forced now."""
         with self._named("cannot be written"):
-            self._forced = True
+            self._fsynced = True
             self._checkpoint()
-            self._end.forced(self._last)
+            self._end.fsynced(self._last)
             # SQLite orders its own writes so that the log is whole after the machine's end; `sync` does the rest.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._log_fd = os.open(self.directory / f"{LOG_NAME}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        self.set_facts(forced=1)
+        self.set_facts(fsynced=1)
 
     def sync(self) -> None:
         """All that was appended is on the disk when this returns. Blocks for as long as the disk takes, a millisecond
         on a fast one. StateDirError if it is not there, and maybe never will be: do not go on with this journal."""
-        with self._named("cannot be forced to the disk"):
+        with self._named("cannot be fsynced"):
             os.fdatasync(self._log_fd)
-            self._end.forced(self._last)
+            self._end.fsynced(self._last)
 
     def _tidy(self) -> None:
-        """Find where the log ends; remove what an interrupted life left aside."""
+        """Find where the log ends; remove what an interrupted epoch left aside."""
         with self._named("cannot be read"):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
@@ -350,11 +350,11 @@ class Journal(Log):
         self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
 
     def begin_from(self, number: int) -> None:
-        """From now on the image of record `number`, which is there, is where the next life begins."""
+        """From now on the image of record `number`, which is there, is where the next epoch begins."""
         hit("image.before_begin")
         before = self.number("image")
         self._set_facts(image=number)
-        if self._forced:
+        if self._fsynced:
             self.sync()
         self._droppable = number
         hit("image.begun")
@@ -369,7 +369,7 @@ class Journal(Log):
             try:
                 self._set_facts(**facts)
             finally:
-                self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._forced else 'OFF'}")
+                self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._fsynced else 'OFF'}")
 
     def _set_facts(self, **facts: int | str) -> None:
         with self._named("cannot be written"), self._transaction():
@@ -392,10 +392,10 @@ class Journal(Log):
         try:
             with self._named("cannot be closed"):
                 self._checkpoint()
-                self._end.forced(self._last)
+                self._end.fsynced(self._last)
             self.set_facts(clean=1)
         except StateDirError as error:
-            log.warning("%s; the next life takes it for that of a process that was killed", error)
+            log.warning("%s; the next epoch takes it for that of a process that was killed", error)
         self._let_go()
         self._lock.close()
 

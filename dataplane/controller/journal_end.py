@@ -15,7 +15,7 @@ MOST = 2**63 - 1
 
 
 class LogEnd:
-    """The numbers of the last record appended and of the last forced to the disk, in a file, each written after the log
+    """The numbers of the last record appended and of the last fsynced, in a file, each written after the log
     has the record. After the end of the machine only the second counts: of what nobody forced there, the disk may have
     taken this file and not the log. OSError if it cannot be used."""
 
@@ -24,18 +24,18 @@ class LogEnd:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._boot = boot_id().encode().ljust(36, b"\0")[:36]
         content = os.pread(self._fd, _CONTENT.size + 1, 0)
-        appended, self._forced, boot = _CONTENT.unpack(content) if len(content) == _CONTENT.size else (0, 0, b"")
-        self.damaged = max(appended, self._forced) > MOST or self._forced > appended
-        self.least = appended if boot == self._boot else self._forced
+        appended, self._fsynced, boot = _CONTENT.unpack(content) if len(content) == _CONTENT.size else (0, 0, b"")
+        self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
+        self.least = appended if boot == self._boot else self._fsynced
         """The record that the log must reach, unless the file is `damaged`."""
 
     def appended(self, number: int) -> None:
         """The log has all up to this record."""
-        os.pwrite(self._fd, _CONTENT.pack(number, self._forced, self._boot), 0)
+        os.pwrite(self._fd, _CONTENT.pack(number, self._fsynced, self._boot), 0)
 
-    def forced(self, number: int) -> None:
+    def fsynced(self, number: int) -> None:
         """So has the disk."""
-        self._forced = number
+        self._fsynced = number
         self.appended(number)
 
     def close(self) -> None:

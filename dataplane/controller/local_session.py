@@ -1,4 +1,4 @@
-"""A session of the service's own process, for those who look into it: no door, no socket."""
+"""A session of the service's own process, for those who look into it: no server, no socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service does with a request, whatever carried it: both doors use this and nothing else."""
+"""What the service does with a request, whatever carried it: both servers use this and nothing else."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a service tells of itself. `doors` are ZMQ endpoints, ipc first; a host `*` is for the client to fill in.
-    `durable`: it keeps its state over a restart; `forced`: over the end of its machine, too. `curve_key`: of its ZMQ
-    door, "" where that does not encrypt. `service`: a public name of its state; `instance`: of this start; `secret`:
-    what its proof and its ticket are made with, "" where it has none; `told`: holders of a certificate are told the
-    secret."""
+    """What a service tells of itself. `endpoints` are ZMQ endpoints, ipc first; a host `*` is for the client to fill
+    in. `durable`: it keeps its state over a restart; `fsynced`: over the end of its machine, too. `curve_key`: of its
+    ZMQ server, "" where that does not encrypt. `service`: a public name of its state; `instance`: of this start;
+    `secret`: what its proof and its ticket are made with, "" where it has none; `told`: holders of a certificate are
+    told the secret."""
 
     address: str
     epoch: int
     host: str
-    doors: tuple[str, ...]
+    endpoints: tuple[str, ...]
     heartbeat_s: float
     put_timeout_s: float = PUT_TIMEOUT_S
     durable: bool = False
-    forced: bool = False
+    fsynced: bool = False
     curve_key: str = ""
     service: str = ""
     instance: str = ""
@@ -93,7 +93,7 @@ def message_of(output: c.Output, facts: Facts) -> Message:
                 raise output.error
             wire = codec.to_pb(output)
             if isinstance(wire, pb.Opened):
-                wire.doors.extend(facts.doors)
+                wire.endpoints.extend(facts.endpoints)
                 wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
                 wire.put_timeout_s = facts.put_timeout_s
             return wire

@@ -1,4 +1,4 @@
-"""The ZMQ door: a ROUTER that our own clients send their commands to, and that notices when they are cut off."""
+"""The ZMQ server: a ROUTER that our own clients send their commands to, and that notices when they are cut off."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ZmqServer:
         return int(bound.rpartition(":")[2])
 
     def introduce(self, facts: Facts) -> None:
-        """What the door tells of the service; before `serve`."""
+        """What the server tells of the service; before `serve`."""
         self._facts = facts
 
     def serve(self, handler: Handler) -> bool:

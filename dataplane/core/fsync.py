@@ -1,4 +1,4 @@
-"""Bytes that are to survive the end of the machine: forced from the kernel's memory to the disk."""
+"""Bytes that are to survive the end of the machine: fsynced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 __all__ = ["force_ranges", "is_on_disk", "sync_path"]
 
 TOGETHER_BYTES = 1 << 20
-"""Ranges that lie no farther apart are forced by one call: what is between is most likely clean."""
+"""Ranges that lie no farther apart are fsynced by one call: what is between is most likely clean."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _MS_SYNC = 4
 

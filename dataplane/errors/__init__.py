@@ -35,7 +35,7 @@
     │   ├── TlsError                    the ends do not come together: one without TLS, or a certificate not taken
     │   ├── ProtocolVersionError        client and controller do not speak alike; names both versions
     │   ├── SessionExpiredError         the service gave this session up
-    │   ├── ServiceRestartedError       another life (epoch) of the service answers
+    │   ├── ServiceRestartedError       another epoch of the service answers
     │   ├── StorageUnitError            a storage unit refused or is gone
     │   └── CallCancelledError          the call was withdrawn before it took effect
     ├── ChecksumError (OSError)         what was read is not what was written; names sample, field and unit
@@ -393,7 +393,7 @@ class SessionExpiredError(ServiceError):
 
 
 class ServiceRestartedError(ServiceError):
-    """`lost` says what went with the life (epoch) that was expected; empty where it is not known to be lost."""
+    """`lost` says what went with the epoch that was expected; empty where it is not known to be lost."""
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
         since = f"it began anew, without what it held: {lost}" if lost else "that process was restarted since"

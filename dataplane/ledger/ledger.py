@@ -49,7 +49,7 @@ class Ledger:
     """`apply` takes the next input. `Tick` is its only clock: the shell ticks before it applies what came in, and at
     `next_deadline` at the latest.
 
-    epoch: this life of the service. reserve_fraction: the part of every arena that only updates may use.
+    epoch: this epoch of the service. reserve_fraction: the part of every arena that only updates may use.
     heartbeat_s, session_timeout_s: when a silent session is looked into, and when one that no unit can prove alive is
     given up. checksums: which rows get one. low_watermark, high_watermark: see `Pressure`.
     """
@@ -291,7 +291,7 @@ class Ledger:
     def _refuse_expired(self, call: c.Call, session: Session | None) -> None:
         result: c.Result | DataPlaneError = c.Done()
         if type(call.command) is not c.Bye:
-            why = "it ended, or was opened in another life of the service" if session is None else session.why
+            why = "it ended, or was opened in another epoch of the service" if session is None else session.why
             result = SessionExpiredError(session=call.session, why=why)
         self._state.out.append(c.Answer(session=call.session, number=call.number, result=result))
 

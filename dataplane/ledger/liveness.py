@@ -213,7 +213,7 @@ class Liveness:
         self.nonces.pop(session.nonce, None)
 
     def restarted(self) -> None:
-        """In a new life of the service nobody was heard yet, and nobody is overdue. Should the log have lost its end,
+        """In a new epoch of the service nobody was heard yet, and nobody is overdue. Should the log have lost its end,
         the sessions opened there are not opened again."""
         self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():

@@ -79,7 +79,7 @@ OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, *ge
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One command: its name on both doors, the type of its request, and the type of its result."""
+    """One command: its name on both servers, the type of its request, and the type of its result."""
 
     name: str
     command: type[c.Command]

@@ -1,6 +1,6 @@
 """CURVE, ZMQ's encryption, on the sockets of a service that uses TLS.
 
-A server has a key pair for its life, in memory only. Its public key is told over TLS and over the encrypted control
+A server has a key pair while it runs, in memory only. Its public key is told over TLS and over the encrypted control
 plane, and who does not know it cannot even begin to talk. Whether a client is one, its own key tells (see `zap`).
 """
 

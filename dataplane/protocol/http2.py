@@ -1,6 +1,6 @@
 """One unary gRPC call over a socket that is there already.
 
-Clients never load gRPC (see `opening`), and yet must ask the gRPC door of a service for its keys. Of the answer's
+Clients never load gRPC (see `opening`), and yet must ask the gRPC server of a service for its keys. Of the answer's
 headers only the status and its text are read, so the method must tell its errors in its answer.
 """
 

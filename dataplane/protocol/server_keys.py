@@ -1,7 +1,7 @@
-"""What the ZMQ doors of a service want of a client, and how a client comes to know it.
+"""What the ZMQ servers of a service want of a client, and how a client comes to know it.
 
-One small call to the gRPC door, before anything else is sent: the service proves that it knows the secret. The call is
-made without gRPC (see `opening`), and carries no body: what the service takes from strangers fits in its headers.
+One small call to the gRPC server, before anything else is sent: the service proves that it knows the secret. The call
+is made without gRPC (see `opening`), and carries no body: what the service takes from strangers fits in its headers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VERSION_KEY = "tq-protocol-version"
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionKeys:
-    """curve_key: the controller's public one; "": its doors do not encrypt. ticket: for this instance of the
+    """curve_key: the controller's public one; "": its endpoints do not encrypt. ticket: for this instance of the
     controller. secret: what tickets are derived from, storage units' too; "": the service has none. address: of the
     service in numbers: of several addresses that its host's name has, the one that it answers at. service: a name of
     its state, which it keeps with that."""

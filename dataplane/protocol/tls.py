@@ -1,4 +1,4 @@
-"""Mutual TLS on the gRPC door: the ends' certificates, and why two ends do not come together."""
+"""Mutual TLS on the gRPC server: the ends' certificates, and why two ends do not come together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _no_password() -> str:
 
 
 def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.ServerCredentials:
-    """What the gRPC door listens with: clients show a certificate of the authority. `connected` is called, in threads
+    """What the gRPC server listens with: clients show a certificate of the authority. `connected` is called, in threads
     of gRPC, before each handshake. ValueError as `client_context`."""
     import grpc  # noqa: PLC0415 (clients use this module and never load gRPC)
 
@@ -88,8 +88,8 @@ def _read(path: str) -> bytes:
 
 
 def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSLSocket:
-    """A connection to the gRPC door at `address`, both ends known to each other as far as TLS tells before anything is
-    read. Each step may take `rest()` seconds. Raises `TlsError` where the ends do not fit, OSError where there is
+    """A connection to the gRPC server at `address`, both ends known to each other as far as TLS tells before anything
+    is read. Each step may take `rest()` seconds. Raises `TlsError` where the ends do not fit, OSError where there is
     nothing to connect to, or it is silent or gone."""
     context = client_context(files)
     plain = dial(address, rest())

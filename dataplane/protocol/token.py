@@ -1,4 +1,4 @@
-"""The shared token, as the gRPC door checks it."""
+"""The shared token, as the gRPC server checks it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataplane.protocol.proof import Ticket
 
 
 class Secret:
-    """The service's token and the `ticket` of this instance, either of which opens the door; without a token every
-    caller is taken (doors bind loopback only)."""
+    """The service's token and the `ticket` of this instance, either of which opens the server; without a token every
+    caller is taken (endpoints bind loopback only)."""
 
     def __init__(self, token: str | None, ticket: Ticket | None = None) -> None:
         self._token = None if token is None else token.encode()

@@ -1,4 +1,4 @@
-"""Frames of the ZMQ door, as its two ends write and read them (see proto/control.proto)."""
+"""Frames of the ZMQ server, as its two ends write and read them (see proto/control.proto)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataplane.protocol import codec
 
 OK = b"ok"
 MAX_MESSAGE_BYTES = 256 << 20
-"""The largest message on either door."""
+"""The largest message on either server."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 """The same with what CURVE adds to it."""
 REQUEST_FRAME_BYTES = 256 << 10
@@ -58,7 +58,7 @@ class Reply:
     def parse(cls, frames: Sequence[bytes]) -> Reply:
         """From frames. `InternalError` if they are none of ours."""
         if len(frames) != 3 or len(frames[0]) != 8:
-            raise InternalError(what=f"a reply of {len(frames)} frames that is no reply of the ZMQ door")
+            raise InternalError(what=f"a reply of {len(frames)} frames that is no reply of the ZMQ server")
         return cls(int.from_bytes(frames[0], "little"), frames[1].decode(errors="replace"), frames[2])
 
     @property

@@ -1,7 +1,7 @@
 """The arena: one file of shared memory that holds every byte of a storage unit, and how clients map it.
 
 The file is `tq-arena-<random>` in a directory of shared memory (or any local directory), mode 0600, locked by the unit
-for its life. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes that
+while it runs. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes that
 prove a client maps it. The usable area follows; offsets count from its start. The file is as long as the capacity from
 the beginning, but only its first `backed_bytes` have memory behind them; `grow` adds memory, after asking whether
 there is any, so that a full file system is an error here and never a SIGBUS later.
@@ -98,11 +98,11 @@ class Arena:
         epoch: int,
         cookie: bytes,
         backed_bytes: int,
-        forced: bool,
+        fsynced: bool,
     ) -> None:
         """Use `create` or `adopt`."""
         self.path = path
-        self.forced = forced
+        self.fsynced = fsynced
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.backed_bytes = backed_bytes
@@ -131,11 +131,11 @@ class Arena:
         *,
         epoch: int,
         keeper: Path | None = None,
-        forced: bool = False,
+        fsynced: bool = False,
     ) -> Arena:
         """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
 
-        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. forced: it is to
+        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. fsynced: it is to
         outlive the machine too: its header is kept on the disk, and `force` puts the rest there. Raises
         ArenaSpaceError if that much could not be had in `directory` even now.
         """
@@ -151,10 +151,10 @@ class Arena:
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)
-            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0, forced)
+            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0, fsynced)
             arena._name_keeper(keeper)
             arena._force_header()
-            if forced:
+            if fsynced:
                 sync_path(path.parent)
             return arena
         except BaseException as error:
@@ -165,8 +165,8 @@ class Arena:
             raise
 
     @classmethod
-    def adopt(cls, path: str | Path, *, epoch: int, forced: bool = False) -> Arena:
-        """The arena that an earlier life of the unit left at `path`, with all that is in it, in a new epoch: `epoch`,
+    def adopt(cls, path: str | Path, *, epoch: int, fsynced: bool = False) -> Arena:
+        """The arena that an earlier epoch of the unit left at `path`, with all that is in it, in a new epoch: `epoch`,
         or the one after the last where that is greater (the machine's clock was set back).
 
         OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena of
@@ -184,7 +184,7 @@ class Arena:
             *_, cookie, before, _, backed = _HEADER.unpack(raw)
             if before >= LAST_EPOCH or backed > capacity:
                 raise ValueError(f"{path}: its epoch is {before} and {backed} of its {capacity} bytes are backed")
-            return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, forced)
+            return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, fsynced)
         except BaseException:
             file.close()
             raise
@@ -203,7 +203,7 @@ class Arena:
         self._force_header()
 
     def _force_header(self) -> None:
-        if self.forced and self._whole is not None:
+        if self.fsynced and self._whole is not None:
             force_ranges(self._whole, [0], [_HEADER.size])
 
     def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:

@@ -20,9 +20,9 @@ class ArenaOrders:
         self._copies = Copies(arena, report)
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether there is a step to make."""
-        return self._growth.under_way or self._copies.under_way
+        return self._growth.in_flight or self._copies.in_flight
 
     def begin(self, order: ArenaOrder) -> None:
         """Carry it out, or begin to."""
@@ -36,7 +36,7 @@ class ArenaOrders:
 
     def step(self) -> None:
         """A little more of everything."""
-        if self._growth.under_way:
+        if self._growth.in_flight:
             self._growth.step()
-        if self._copies.under_way:
+        if self._copies.in_flight:
             self._copies.step()

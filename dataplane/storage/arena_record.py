@@ -1,4 +1,4 @@
-"""What a storage unit leaves in a state directory, so that its next life goes on with the same memory.
+"""What a storage unit leaves in a state directory, so that its next epoch goes on with the same memory.
 
 `unit-NAME.json` names the arena and the number that the controller knows the unit by. The arena itself stays where it
 is, in shared memory or in a file, as long as this record does.
@@ -35,7 +35,7 @@ PAUSE_S = 0.05
 class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
     """arena: its path; cookie: what identifies it. unit: the unit's number. arena_dir: the directory that it was made
     with, and directory: which one that was. service: the name of the one that it belongs to, which was at the address
-    controller. locks: which directory had the session locks of its clients. forced: what
+    controller. locks: which directory had the session locks of its clients. fsynced: what
     was written there is on the disk, and outlives the machine."""
 
     arena: str
@@ -47,7 +47,7 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
     service: str = ""
     controller: str = ""
     cookie: str = ""
-    forced: bool = False
+    fsynced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Adopted:
 
 class UnitRecord:
     """The record of the unit `name` in `state_dir`. lock_directory: where its clients' session locks are, besides
-    `arena_dir`. controller: the address of the service that it is for. forced: the unit's arenas are to outlive the
+    `arena_dir`. controller: the address of the service that it is for. fsynced: the unit's arenas are to outlive the
     machine."""
 
     def __init__(
@@ -76,7 +76,7 @@ class UnitRecord:
         lock_directory: str | Path,
         *,
         controller: str = "",
-        forced: bool = False,
+        fsynced: bool = False,
     ) -> None:
         self.path = Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
         self._name = name
@@ -87,12 +87,12 @@ class UnitRecord:
         self._controller = controller
         self._service = ""
         self._kept: ArenaRecord | None = None
-        self._forced = forced
+        self._fsynced = fsynced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
-        """The arena of the life before; where there is none to go on with, which the log explains, what `create` makes
+        """The arena of the epoch before; where there is none to go on with, which the log explains, what `create` makes
         for the path of this record; then earlier ones made for it are removed, unless a process holds them. Waits up to
-        `HELD_S` for the life before to end; StateDirError if it does not, or if the arena of the life before is, or
+        `HELD_S` for the epoch before to end; StateDirError if it does not, or if the arena of the epoch before is, or
         may be, in another directory than `arena_dir`. PermissionError where the state directory is a link of another
         user."""
         refuse_link_of_another(self.path.parent)
@@ -148,7 +148,7 @@ class UnitRecord:
 
     def _adopt(self, kept: ArenaRecord, epoch: int) -> Arena | None:
         booted = kept.boot != self._boot
-        if booted and not kept.forced:
+        if booted and not kept.fsynced:
             log.warning("%s was left on another boot: beginning with an empty arena", kept.arena)
             return None
         moved = kept.directory != self._directory and kept.arena_dir != self._arena_dir
@@ -173,7 +173,7 @@ class UnitRecord:
         end = time.monotonic() + HELD_S
         while True:
             try:
-                arena = Arena.adopt(kept.arena, epoch=epoch, forced=self._forced)
+                arena = Arena.adopt(kept.arena, epoch=epoch, fsynced=self._fsynced)
                 hit("unit.adopted")
                 return arena
             except BlockingIOError:
@@ -181,7 +181,7 @@ class UnitRecord:
                     raise self._held(kept.arena) from None
                 time.sleep(PAUSE_S)
             except (OSError, ValueError) as error:
-                log.warning("cannot go on with the arena of the life before (%s): beginning with an empty one", error)
+                log.warning("cannot go on with the arena of the epoch before (%s): beginning with an empty one", error)
                 return None
 
     def _refusal(self, kept: ArenaRecord, why: str, hint: str) -> StateDirError:
@@ -200,11 +200,11 @@ class UnitRecord:
         )
 
     def remove(self) -> None:
-        """There is no next life."""
+        """Delete the record: the unit will not restart."""
         self.path.unlink(missing_ok=True)
 
     def write(self, arena: Arena, unit: int) -> None:
-        """From now on the next life goes on with this arena. Written whole or not at all."""
+        """From now on the next epoch goes on with this arena. Written whole or not at all."""
         kept = ArenaRecord(
             arena=str(arena.path),
             unit=unit,
@@ -215,7 +215,7 @@ class UnitRecord:
             service=self._service,
             controller=self._controller,
             cookie=arena.cookie.hex(),
-            forced=arena.forced,
+            fsynced=arena.fsynced,
         )
         aside = self.path.with_name(f"{self.path.name}.aside")
         with open(aside, "wb", opener=private) as file:

@@ -128,7 +128,7 @@ class UnitConnection:
         self._payloads: ClientPayloads = self._frames
         self._idle: list[Wire] = []
         self._guard = threading.Lock()
-        self._under_way = InFlight()
+        self._in_flight = InFlight()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._closed = False
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
@@ -391,7 +391,7 @@ class UnitConnection:
         (see `InFlight`)."""
         if os.getpid() != self._owner:
             raise ClientClosedError(why="it belongs to the process this one was forked from; open another here")
-        if not self._under_way.enter(call):
+        if not self._in_flight.enter(call):
             raise ClientClosedError
         wire: Wire | None = None
         try:
@@ -407,7 +407,7 @@ class UnitConnection:
         finally:
             if wire is not None:
                 wire.close()
-            self._under_way.leave(call)
+            self._in_flight.leave(call)
 
     def _borrow(self) -> Wire:
         while True:
@@ -446,9 +446,9 @@ class UnitConnection:
             if self._closed:
                 return
             self._closed = True
-        self._under_way.shut()
+        self._in_flight.shut()
         os.eventfd_write(self._wake, 1)
-        left = self._under_way.wait(CLOSE_WAIT_S)
+        left = self._in_flight.wait(CLOSE_WAIT_S)
         with self._guard:
             # Where no call is under way, with those that an interrupt left behind.
             wires, self._idle = (self._idle if left else list(self._wires)), []

@@ -29,7 +29,7 @@ class Copies:
         self._last: Compacted | None = None
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether there is a step to make."""
         return self._order is not None
 
@@ -65,7 +65,7 @@ class Copies:
         for step in _steps(sources, targets, sizes):
             for source, target, size in step:
                 self._arena.data[target : target + size] = self._arena.data[source : source + size]
-            if self._arena.forced:
+            if self._arena.fsynced:
                 self._arena.force([target for _, target, _ in step], [size for _, _, size in step])
             hit("unit.mid_compaction")
             yield True

@@ -25,7 +25,7 @@ class Growth:
         self._told = False
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether there is a step to make."""
         return bool(self._orders)
 

@@ -247,7 +247,7 @@ class BulkServer:
                 if self._monitor is not None:
                     self._unauthenticated.take_events(self._monitor)
                     self._unauthenticated.hang_up()
-                if self._arena_orders.under_way:
+                if self._arena_orders.in_flight:
                     self._guarded("an order", self._arena_orders.step)
         except BaseException:
             log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
@@ -256,7 +256,7 @@ class BulkServer:
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """What is there to do. Goes on with transfers meanwhile."""
         pause_s = None if self._engine is None else self._engine.step()
-        if self._arena_orders.under_way:
+        if self._arena_orders.in_flight:
             return dict(poller.poll(0))
         most_ms = None if pause_s is None else int(pause_s * 1000)
         ready = dict(poller.poll(self._unauthenticated.pause_ms(most_ms)))
@@ -453,7 +453,7 @@ class BulkServer:
         self._refuse_stopped(request)
         offsets, sizes = self._ranges(request.write.offsets, request.write.sizes)
         fill(self._arena.data.data, offsets, sizes)
-        if self._arena.forced:
+        if self._arena.fsynced:
             try:
                 self._arena.force(offsets, sizes)
             except OSError as error:

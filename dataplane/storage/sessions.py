@@ -88,7 +88,8 @@ class Sessions:
         )
 
     def _refuse_second_lock(self, session: int, lock: PeerLock) -> None:
-        """A session has one lock for its life: swapping it would give up the proof that its first process is gone."""
+        """A session has one lock from its start to its end: swapping it would give up the proof that its first process
+        is gone."""
         known = self._attached.get(session)
         if known is not None and not known.same_file(lock):
             lock.drop()
@@ -131,7 +132,7 @@ class Sessions:
         return True
 
     def _find_again(self, session: int, lock_path: str) -> PeerLock | None:
-        """The lock, if it is still held, of a session that attached in an earlier life of this unit."""
+        """The lock, if it is still held, of a session that attached in an earlier epoch of this unit."""
         if not lock_path or session in self._fenced:
             return None
         lock = PeerLock.open(lock_path, directories=self._directories)

@@ -1,4 +1,4 @@
-"""A storage unit: an arena, the server of its bulk door, and the link to the controller that registers it."""
+"""A storage unit: an arena, the server of its bulk server, and the link to the controller that registers it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FIRST_BACKING_BYTES = 64 * MIB
 class StorageUnit:
     """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
 
-    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp door binds) and the token. name: a random
+    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp server binds) and the token. name: a random
     one by default; with `state_dir`, ValueError without one: the next start finds the arena by it. Raises
     `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
     controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
@@ -113,7 +113,7 @@ class StorageUnit:
         self._started = True
 
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
-        """Arena and bulk door, and how the unit presents itself with them."""
+        """Arena and bulk server, and how the unit presents itself with them."""
         config = self._config
         keys = ServerKeys() if config.tls else None
         opened = self._open_arena(time.time_ns(), anew=anew)
@@ -144,7 +144,7 @@ class StorageUnit:
             endpoints=tuple(self._bulk.endpoints),
             arena_path=str(self._arena.path),
             unit=opened.unit,
-            forced=self._arena.forced,
+            fsynced=self._arena.fsynced,
             recheck=opened.recheck,
             instead_of=opened.lost,
             anew=opened.anew,
@@ -185,14 +185,14 @@ class StorageUnit:
             return self._begin(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
-        """The arena of the life before, or a new one."""
-        config, forced = self._config, self._config.durability == "machine"
+        """The arena of the epoch before, or a new one."""
+        config, fsynced = self._config, self._config.durability == "machine"
 
         def create(keeper: Path | None) -> Arena:
             capacity = config.capacity_bytes or default_capacity(config.arena_dir)
             return in_own_directory(
                 config.arena_dir,
-                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, forced=forced),
+                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, fsynced=fsynced),
             )
 
         if config.state_dir is None:
@@ -205,7 +205,7 @@ class StorageUnit:
             config.arena_dir,
             DEFAULT_LOCK_DIRECTORY,
             controller=self._controller,
-            forced=forced,
+            fsynced=fsynced,
         )
         opened = self._record.open(create, epoch=epoch)
         wanted = config.capacity_bytes
@@ -271,8 +271,8 @@ class StorageUnit:
             link.close()
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Leave the controller, end the door, unlink the arena unless a state directory keeps it for the unit's next
-        life; there is none after one that ends `for_good`. Idempotent; in a forked child it does nothing."""
+        """Leave the controller, end the server, unlink the arena unless a state directory keeps it for the unit's next
+        epoch; there is none after one that ends `for_good`. Idempotent; in a forked child it does nothing."""
         if self._pid != os.getpid():
             return
         with self._guard:

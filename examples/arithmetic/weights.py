@@ -23,13 +23,13 @@ class WeightLine:
         self._directory = DirectoryClient(directory)
         self._messenger = Messenger(me, self._directory, host=ray.util.get_node_ip_address())
         self._all = participants([(SOURCE, 0), (LISTENERS, list(range(listeners)))])
-        self._under_way: AsyncWork[None] | None = None
+        self._in_flight: AsyncWork[None] | None = None
 
     def send(self, weights: dict[str, Tensor]) -> None:
         """Send to all listeners, as the weights are now. Waits until all have what was sent before."""
-        if self._under_way is not None:
-            self._under_way.wait()
-        self._under_way = self._messenger.broadcast(weights, self._all, async_op=True)
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        self._in_flight = self._messenger.broadcast(weights, self._all, async_op=True)
 
     def receive(self) -> dict[str, Tensor]:
         """What the source sends next."""

@@ -1,6 +1,6 @@
 """A service that is to outlive its machine: what is left after everything was killed, on "another boot".
 
-The kernel's memory cannot be taken away from a test. That rows and records were forced to the disk in time is shown by
+The kernel's memory cannot be taken away from a test. That rows and records were fsynced in time is shown by
 what was asked of the kernel before the answer (`tests/test_journal.py`, `tests/test_forced.py`, and here).
 """
 

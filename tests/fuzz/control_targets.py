@@ -20,7 +20,7 @@ from tests.fuzz.target import Feed, FindingError, Target, piece
 from tests.ledger_driver import Driver
 from tests.test_ledger_replay import a_busy_day
 
-FACTS = Facts(address="here:1", epoch=7, host="host", doors=("ipc://@x",), heartbeat_s=1.0)
+FACTS = Facts(address="here:1", epoch=7, host="host", endpoints=("ipc://@x",), heartbeat_s=1.0)
 METHODS = sorted([*codec.METHODS, *CALLERS_REPORTS])
 MAX_SEEDS = 60
 LIMITS = Limits(samples=1 << 12, parked=64, sessions=16, partitions=16)
@@ -40,7 +40,8 @@ def _image() -> bytes:
 
 
 def requests(data: bytes) -> None:
-    """A series of requests, as the doors take them: parsed, applied, answered, and the answer read by the client."""
+    """A series of requests, as the endpoints take them: parsed, applied, answered, and the answer read by the
+    client."""
     feed, ledger = Feed(data), Ledger.restored(_image())
     refused: DataPlaneError | None = None
     while feed:
@@ -203,7 +204,7 @@ RESULTS = sorted(codec.METHODS)
 
 
 def answers(data: bytes) -> None:
-    """A reply of the ZMQ door as a client reads it: a result, or an error."""
+    """A reply of the ZMQ server as a client reads it: a result, or an error."""
     feed = Feed(data)
     method, number = RESULTS[feed.number(len(RESULTS))], feed.take(8)
     body = zmq_frames.Reply.parse([number, feed.piece(), feed.rest()]).good_body()

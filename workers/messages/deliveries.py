@@ -18,7 +18,7 @@ from workers.messages.wire import ObjectForm, PostMessage, TensorForm
 Key = tuple[str, bytes]
 """Where messages queue: by source and stream."""
 MessageId = tuple[str, bytes, int]
-"""Source, stream and number: one message of the source's present life."""
+"""Source, stream and number: one message of the source's present run."""
 
 
 @dataclass(eq=False)

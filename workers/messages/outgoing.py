@@ -148,7 +148,7 @@ class OutgoingMessages:
             self._next_number(peer.get_name(), stream)
 
     def _next_number(self, peer: str, stream: bytes) -> int:
-        """Of the next message to that peer in this stream, counted since the peer's life began."""
+        """Of the next message to that peer in this stream, counted since the peer started."""
         number = self._numbers.get((peer, stream), 0)
         self._numbers[peer, stream] = number + 1
         return number
@@ -194,7 +194,7 @@ class OutgoingMessages:
         self._transmit(peer, post, snapshot)
 
     def answered(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
-        """Of a message whose time is over, or that another life of this worker sent, nothing is to be done."""
+        """Of a message whose time is over, or that another run of this worker sent, nothing is to be done."""
         sending = self._found(peer, answer.stream, answer.number)
         if sending is None:
             return
@@ -259,7 +259,7 @@ class OutgoingMessages:
 
     def lose(self, peer: str, error: Exception) -> bool:
         """Fail all that was to go to the peer, and forget what was agreed with it; after a `WorkerLostError`, as its
-        life is over, messages are counted anew. Whether somebody waited for any of it."""
+        run is over, messages are counted anew. Whether somebody waited for any of it."""
         waited = False
         for sending in self._queued.pop(peer, []):
             waited |= sending.fail(error)

@@ -63,7 +63,7 @@ class ControllerActor(EndsWithItsPart):
         return self._controller.address
 
     def remember(self, asked: list[str], drained: list[str]) -> None:
-        """Which nodes the supervisor was told to take and to leave, for its next life."""
+        """Which nodes the supervisor was told to take and to leave, for its next run."""
         self._told = asked, drained
 
     def remembered(self) -> tuple[list[str], list[str]]:

@@ -387,7 +387,7 @@ class SupervisorActor:
         unit.minding = self._spawn(self._live(unit))
 
     async def _live(self, unit: _Unit) -> None:
-        """A unit's life, from its start to its end."""
+        """A unit from its start to its end."""
         try:
             await unit.actor.start.remote()
             unit.number = await unit.actor.number.remote()

@@ -109,8 +109,8 @@ def _protobuf() -> Iterator[Finding]:
 def _grpc() -> Iterator[Finding]:
     from dataplane.protocol.grpc_loader import import_with_grpc
 
-    door = import_with_grpc("dataplane.controller.grpc_server").GrpcServer
-    yield Finding(what="gRPC", found=f"{importlib.metadata.version('grpcio')}, {door.__name__} loads")
+    server = import_with_grpc("dataplane.controller.grpc_server").GrpcServer
+    yield Finding(what="gRPC", found=f"{importlib.metadata.version('grpcio')}, {server.__name__} loads")
 
 
 def _zmq() -> Iterator[Finding]:

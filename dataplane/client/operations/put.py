@@ -332,7 +332,7 @@ def _store_ahead(
 
 def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
     """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
-    reserved until those have another life, or the session ends: then the service has the unit fence it first."""
+    reserved until those have another epoch, or the session ends: then the service has the unit fence it first."""
     try:
         if unfinished:
             yield Work(lambda: session_state.connections.stop(reservation, unfinished))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from dataplane.client.rpc.channel import CLOSE_S, arrived, send
-from dataplane.client.rpc.handshake import OpenedSession, Socket, door_socket, open_session
+from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCalls
 from dataplane.config import DataPlaneConfig
@@ -59,7 +59,7 @@ class AsyncChannel(OpenChannel):
         self._left = asyncio.Event()
         self._left.set()
         self._closing = False
-        self._keeper = HeartbeatThread(
+        self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._ask_to_maintain, moved=self._ask_to_look_again
         )
 
@@ -137,8 +137,8 @@ class AsyncChannel(OpenChannel):
     def _send(self, frames: list[bytes]) -> None:
         """`ServiceUnavailableError`, naming the remedy, where the process may have no more open files."""
         if self._dealer is None:
-            with enough_for(self.door):
-                self._dealer = door_socket(self._context, self.door, self._calls.session.keys)
+            with enough_for(self.endpoint):
+                self._dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
             self._loop.add_reader(self._dealer.fileno(), self._receive)
         send(self._dealer, frames)
         # ZMQ's descriptor tells of changes only, and sending may have swallowed one.
@@ -177,7 +177,7 @@ class AsyncChannel(OpenChannel):
             waiting.answered.set_result(reply)
 
     def _ask_to_maintain(self) -> None:
-        """Called by the keeper's thread with every heartbeat."""
+        """Called by the heartbeat's thread with every heartbeat."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody makes calls any more
             self._loop.call_soon_threadsafe(self._maintain)
 
@@ -189,7 +189,7 @@ class AsyncChannel(OpenChannel):
                 self.post(command)
 
     def _ask_to_look_again(self) -> None:
-        """Called by the keeper's thread: the session is elsewhere, or over, or not waited for any longer."""
+        """Called by the heartbeat's thread: the session is elsewhere, or over, or not waited for any longer."""
         session = self._calls.session
         if not self._calls.pointless:
             self.learned(session.units)
@@ -223,7 +223,7 @@ class AsyncChannel(OpenChannel):
                 closing.close()
                 self._let_go()
 
-        self._keeper.have_ended(end)
+        self._heartbeat.have_ended(end)
 
     def _let_go(self) -> None:
         """What `close` does for the process, without a loop; the service finds out by itself."""
@@ -251,7 +251,7 @@ class AsyncChannel(OpenChannel):
             await self._loop.run_in_executor(None, self._end)
 
     def _end(self) -> None:
-        if self._keeper.close(CLOSE_S):
+        if self._heartbeat.close(CLOSE_S):
             self._context.term()
 
     async def _say_bye(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from dataplane.client.rpc.handshake import OpenedSession, Socket, door_socket, open_session
+from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCalls
 from dataplane.client.rpc.socket_pool import SocketPool
@@ -47,11 +47,11 @@ class ControllerChannel(OpenChannel):
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._door = SocketPool(context, session.door, session.keys)
+        self._pool = SocketPool(context, session.endpoint, session.keys)
         self._left: list[SocketPool] = []
         self._guard = threading.Lock()
         self._closing = False
-        self._keeper = HeartbeatThread(
+        self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._maintain, moved=self._look_again
         )
 
@@ -115,14 +115,14 @@ class ControllerChannel(OpenChannel):
         sent = answered = False
         while True:
             with (using := threading.Lock()):
-                door, dealer = self._take(using)
+                pool, dealer = self._take(using)
                 try:
                     send(dealer, outgoing.frames)
                     if not sent:
                         sent = True
                         meanwhile()
-                    while not door.shut:
-                        reply = self._await(door, dealer, outgoing)
+                    while not pool.shut:
+                        reply = self._await(pool, dealer, outgoing)
                         if reply is not None:
                             answered = True
                             return reply
@@ -130,13 +130,13 @@ class ControllerChannel(OpenChannel):
                         if time.monotonic() >= outgoing.wake_at:
                             send(dealer, self._calls.again(outgoing))
                 finally:
-                    door.put_back(dealer, using, sound=answered)
+                    pool.put_back(dealer, using, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
-    def _await(self, door: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
+    def _await(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
         """The call's answer, if it comes before the call must be looked at."""
         patience_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
-        zmq.zmq_poll([(dealer, zmq.POLLIN), (door.waker.fd, zmq.POLLIN)], patience_ms)
+        zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], patience_ms)
         for reply in arrived(dealer):
             if reply.number not in (outgoing.number, 0):
                 self._calls.heard(reply)
@@ -154,7 +154,7 @@ class ControllerChannel(OpenChannel):
         """What finds no socket, as this process may open no more files, is repeated like what got lost."""
         with (using := threading.Lock()):
             try:
-                door, dealer = self._take(using)
+                pool, dealer = self._take(using)
             except ServiceUnavailableError as error:
                 log.warning("%s: sent later: %s", outgoing.method, error)
                 return
@@ -163,11 +163,11 @@ class ControllerChannel(OpenChannel):
                 send(dealer, outgoing.frames)
                 sent = True
             finally:
-                door.put_back(dealer, using, sound=sent)
+                pool.put_back(dealer, using, sound=sent)
 
     def _maintain(self) -> None:
         """With every heartbeat: take in answers to posted calls, and repeat what has none."""
-        self._door.serve_idle(self._take_in)
+        self._pool.serve_idle(self._take_in)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             for command in [] if self._calls.pointless else self.leftovers():
@@ -185,25 +185,25 @@ class ControllerChannel(OpenChannel):
     # --- sockets
 
     def _take(self, using: threading.Lock) -> tuple[SocketPool, Socket]:
-        """A socket to the door there is now, to be put back there."""
+        """A socket to the pool there is now, to be put back there."""
         while True:
-            door = self._door
-            dealer = door.take(using)
+            pool = self._pool
+            dealer = pool.take(using)
             if dealer is not None:
-                return door, dealer
+                return pool, dealer
             if self._closing:
                 raise ClientClosedError()
 
     def _look_again(self) -> None:
-        """The session is elsewhere, or over, or not waited for any longer: calls under way leave the door they wait
+        """The session is elsewhere, or over, or not waited for any longer: calls under way leave the pool they wait
         at."""
         session = self._calls.session
         with self._guard:
             if self._closing:
                 return
-            left, self._door = self._door, SocketPool(self._context, session.door, session.keys)
+            left, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
             left.close()
-            self._left = [door for door in [*self._left, left] if door.wait(0.0)]
+            self._left = [pool for pool in [*self._left, left] if pool.wait(0.0)]
         if not self._calls.pointless:
             self.learned(session.units)
             self._repeat_posted(self._calls.due(all_of_them=True))
@@ -212,7 +212,7 @@ class ControllerChannel(OpenChannel):
 
     def have_ended(self, end: Callable[[], None]) -> None:
         """See `HeartbeatThread.have_ended`."""
-        self._keeper.have_ended(end)
+        self._heartbeat.have_ended(end)
 
     def close(self) -> None:
         """Say Bye and let go of everything. Blocks for some seconds at most, also when the service does not answer.
@@ -228,21 +228,21 @@ class ControllerChannel(OpenChannel):
             self._closing = True
         silent = self._calls.pointless
         self._calls.end(ClientClosedError())
-        self._door.close()
+        self._pool.close()
         end = time.monotonic() + CLOSE_S
-        under_way = sum(door.wait(max(0.0, end - time.monotonic())) for door in [self._door, *self._left])
+        in_flight = sum(pool.wait(max(0.0, end - time.monotonic())) for pool in [self._pool, *self._left])
         if not silent:
             self._say_bye()
-        ended = self._keeper.close(CLOSE_S)
-        if under_way:
-            log.error("closed with %d calls under way that did not end in %.1f s", under_way, CLOSE_S)
+        ended = self._heartbeat.close(CLOSE_S)
+        if in_flight:
+            log.error("closed with %d calls under way that did not end in %.1f s", in_flight, CLOSE_S)
         elif ended:
             self._context.destroy()  # with sockets that an interrupt left behind
 
     def _say_bye(self) -> None:
         try:
-            with enough_for(self.door):
-                dealer = door_socket(self._context, self.door, self._calls.session.keys)
+            with enough_for(self.endpoint):
+                dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
         except ServiceUnavailableError as error:
             log.warning("goodbye is not said: %s", error)
             return

@@ -1,11 +1,12 @@
-"""How a client gets its session, and how it goes on with it: through the ZMQ door one port above the service's address.
+"""How a client gets its session, and how it goes on with it: through the ZMQ server one port above the service's
+address.
 
 Not over gRPC, because clients live in training processes, which fork (data loaders do), and gRPC does not bear that: a
 process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
 support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child use one road.
 
-First of all the client asks the gRPC door, in the one small call that `http2` makes, to prove that it is the service,
-and for the keys of the ZMQ doors.
+First of all the client asks the gRPC server, in the one small call that `http2` makes, to prove that it is the service,
+and for the keys of the ZMQ servers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dataplane.protocol.zap import present
 log = logging.getLogger(__name__)
 
 IPC_WAIT_S = 1.0
-"""An ipc door that does not answer in this time is not reachable from here (another network namespace)."""
+"""An ipc endpoint that does not answer in this time is not reachable from here (another network namespace)."""
 REPEAT_S = 0.5
 GO_ON_S = 2.0
 """How long each step of finding the service again may take; then it is tried again."""
@@ -60,19 +61,19 @@ Socket = zmq.Socket[bytes]
 
 
 class _ChangedError(Exception):
-    """The door does not take the keys that the service gave out just now: it has been started anew since."""
+    """The zmq_address does not take the keys that the service gave out just now: it has been started anew since."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSession:
-    """An open session. `door` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
+    """An open session. `endpoint` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
     `durable`: the service keeps it over a restart; `put_timeout_s`: how long it has puts wait for room."""
 
     number: int
     epoch: int
     units: tuple[c.UnitInfo, ...]
     address: str
-    door: str
+    endpoint: str
     heartbeat_s: float
     nonce: str
     durable: bool
@@ -80,8 +81,8 @@ class OpenedSession:
     put_timeout_s: float = PUT_TIMEOUT_S
 
 
-def door_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys = OPEN) -> Socket:
-    """A socket that talks to a controller's ZMQ door."""
+def dealer_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys = OPEN) -> Socket:
+    """A socket that talks to a controller's ZMQ server."""
     dealer = _dealer(context, endpoint, keys)
     dealer.connect(endpoint)
     return dealer
@@ -196,15 +197,15 @@ def _enter_once(
             raise ClientClosedError()
 
     keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
-    door = door_address(keys.address)
-    probe(address, door, max(deadline - time.monotonic(), LOOK_S))
-    dealer = _dealer(context, f"tcp://{door}", keys)
+    zmq_address = zmq_address_of(keys.address)
+    probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))
+    dealer = _dealer(context, f"tcp://{zmq_address}", keys)
     try:
         with _refusals(dealer) as refused:
-            dealer.connect(f"tcp://{door}")
-            reply = _ask(dealer, refused, zmq_frames.request(wanted), address, door, deadline, check)
+            dealer.connect(f"tcp://{zmq_address}")
+            reply = _ask(dealer, refused, zmq_frames.request(wanted), address, zmq_address, deadline, check)
         opened, value = _opened(reply.good_body(), address)
-        endpoint, dealer = _nearest(dealer, opened, keys, context, door)
+        endpoint, dealer = _nearest(dealer, opened, keys, context, zmq_address)
     except BaseException:
         dealer.close()
         raise
@@ -213,7 +214,7 @@ def _enter_once(
         epoch=value.epoch,
         units=value.units,
         address=address,
-        door=endpoint,
+        endpoint=endpoint,
         heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
         nonce=wanted.nonce,
         durable=opened.durable,
@@ -236,18 +237,19 @@ def is_slow(error: ServiceUnavailableError) -> bool:
     return isinstance(error.__cause__, TimeoutError)
 
 
-def door_address(address: str) -> str:
-    """Where the ZMQ door of the service at `address` is: one port above."""
+def zmq_address_of(address: str) -> str:
+    """Where the ZMQ server of the service at `address` is: one port above."""
     host, port = split_address(address)
     return join_address(host, port + 1)
 
 
-def probe(address: str, door: str, timeout_s: float) -> None:
-    """`ServiceUnavailableError` unless something listens at `door`, the ZMQ door of the service at `address`."""
+def probe(address: str, zmq_address: str, timeout_s: float) -> None:
+    """`ServiceUnavailableError` unless something listens at `zmq_address`, the ZMQ server of the service at
+    `address`."""
     try:
-        dial(door, timeout_s).close()
+        dial(zmq_address, timeout_s).close()
     except OSError as error:
-        raise unreached(address, f"its ZMQ door {door}", error) from error
+        raise unreached(address, f"its ZMQ server {zmq_address}", error) from error
 
 
 @contextlib.contextmanager
@@ -267,7 +269,7 @@ def _ask(
     refused: Socket,
     frames: list[bytes],
     address: str,
-    door: str,
+    zmq_address: str,
     deadline: float,
     check: Callable[[], None],
 ) -> zmq_frames.Reply:
@@ -278,7 +280,7 @@ def _ask(
         check()
         if now >= repeat_at:
             if now > began:
-                probe(address, door, deadline - now)
+                probe(address, zmq_address, deadline - now)
             # What refuses this client's keys may have hung up by now, and then nothing takes the message.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
@@ -301,13 +303,13 @@ def _reply(dealer: Socket, address: str) -> zmq_frames.Reply:
 
 
 def _nearest(
-    dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], door: str
+    dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
 ) -> tuple[str, Socket]:
-    """The best door that works from here, and a socket to it on which the session's heartbeat was answered."""
+    """The best zmq_address that works from here, and a socket to it on which the session's heartbeat was answered."""
     beat = zmq_frames.request(c.Heartbeat(session=opened.session))
     if opened.host == boot_id():
-        for endpoint in (each for each in opened.doors if each.startswith("ipc://")):
-            near = door_socket(context, endpoint, keys)
+        for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):
+            near = dealer_socket(context, endpoint, keys)
             _beat_once(near, beat)
             if near.poll(int(IPC_WAIT_S * 1000)):
                 near.recv_multipart()
@@ -315,7 +317,7 @@ def _nearest(
                 return endpoint, near
             near.close()
     _beat_once(dealer, beat)
-    return f"tcp://{door}", dealer
+    return f"tcp://{zmq_address}", dealer
 
 
 def _beat_once(dealer: Socket, beat: list[bytes]) -> None:

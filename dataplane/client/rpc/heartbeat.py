@@ -36,7 +36,7 @@ LONGEST_PAUSE_S = 2.0
 class HeartbeatThread:
     """A thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` with each.
 
-    When heartbeats stay unanswered, are answered by another life of the service, the connection to one that keeps its
+    When heartbeats stay unanswered, are answered by another epoch of the service, the connection to one that keeps its
     state breaks, or `calls` has a doubt, it looks for the session at its address, resolved anew, and tells `calls` what
     it found: the session, where it is now; that the service is lost, meanwhile; or that the session is over. Then, and
     when calls need not wait for the service any longer, it calls `moved`: whoever waits must look again.

@@ -130,7 +130,7 @@ class Calls:
         self._lost = why
 
     def adopt(self, session: OpenedSession) -> None:
-        """The session was found again, maybe elsewhere and in another life of the service."""
+        """The session was found again, maybe elsewhere and in another epoch of the service."""
         self.session = session
         self._lost = ""
 
@@ -290,6 +290,6 @@ class OpenChannel:
         return self._calls.session.address
 
     @property
-    def door(self) -> str:
+    def endpoint(self) -> str:
         """The ZMQ endpoint that commands go to."""
-        return self._calls.session.door
+        return self._calls.session.endpoint

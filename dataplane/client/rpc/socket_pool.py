@@ -1,4 +1,4 @@
-"""The sockets that the threads of one client share to get to one door of the controller."""
+"""The sockets that the threads of one client share to get to one pool of the controller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from dataplane.client.rpc.handshake import Socket, door_socket
+from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.core.in_flight import InFlight
 from dataplane.core.wakeup import Waker
 from dataplane.protocol.fd_limits import enough_for
@@ -23,9 +23,9 @@ IDLE_S = 30.0
 
 class SocketPool:
     """Each call takes a socket of its own and brings it back. There are never more than were taken at one time, and
-    those that are not needed any more are closed. Once the door is shut (its service is gone, or the client is
+    those that are not needed any more are closed. Once the pool is shut (its service is gone, or the client is
     closing), whoever polls `waker` with its socket wakes, and sockets brought back are closed. Thread-safe, and sound
-    after an interrupt at any place: a socket that was not brought back by then is closed with the door at the latest.
+    after an interrupt at any place: a socket that was not brought back by then is closed with the pool at the latest.
     """
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> None:
@@ -51,7 +51,7 @@ class SocketPool:
         return self._waker
 
     def take(self, call: threading.Lock) -> Socket | None:
-        """A socket, the last that was brought back; None once the door is shut. `ServiceUnavailableError`, naming the
+        """A socket, the last that was brought back; None once the pool is shut. `ServiceUnavailableError`, naming the
         remedy, where the process may have no more open files. call: what the caller holds until it is back, by a `with`
         statement (see `InFlight`)."""
         with self._guard:
@@ -64,7 +64,7 @@ class SocketPool:
             with enough_for(self.endpoint):
                 with self._guard:
                     self._waker = self._waker or Waker()
-                dealer = door_socket(self._context, self.endpoint, self._keys)
+                dealer = dealer_socket(self._context, self.endpoint, self._keys)
         except BaseException:
             self._using.leave(call)
             raise
@@ -109,7 +109,7 @@ class SocketPool:
                         self._using.leave(call)
 
     def close(self) -> None:
-        """Shut the door: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
+        """Shut the pool: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
         with self._guard:
             self.shut = True
             if self._waker is not None:
@@ -118,7 +118,7 @@ class SocketPool:
                 self._idle.pop()[0].close()
 
     def wait(self, timeout_s: float) -> int:
-        """Until all sockets of a shut door are back and closed; how many are not, after `timeout_s`."""
+        """Until all sockets of a shut pool are back and closed; how many are not, after `timeout_s`."""
         using = self._using.wait(timeout_s)
         if not using:
             with self._guard:

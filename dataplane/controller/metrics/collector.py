@@ -29,7 +29,7 @@ class AskLedger(Protocol):
 class JournalFacts(Protocol):
     """What a journal tells of itself."""
 
-    forced: bool
+    fsynced: bool
 
     @property
     def lag(self) -> int: ...
@@ -77,7 +77,7 @@ class ServiceMetrics(Collector):
         if self._journal is not None:
             sheet.set("journal_lag_records", self._journal.lag)
             sheet.set("journal_bytes", self._journal.journal_bytes)
-            if self._journal.forced:
+            if self._journal.fsynced:
                 sheet.histogram("journal_sync_seconds", self._recorder.syncs)
 
     def _counted(self, sheet: Sheet) -> None:

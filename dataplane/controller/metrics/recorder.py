@@ -139,7 +139,7 @@ class Recorder:
             self._reported(item, output, now - began)
 
     def synced(self, took_s: float) -> None:
-        """The journal was forced to the disk."""
+        """The journal was fsynced."""
         self.syncs.add(took_s)
 
     def lives(self, nbytes: int) -> None:

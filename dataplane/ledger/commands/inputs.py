@@ -26,9 +26,9 @@ class Call(Input, frozen=True, kw_only=True):
 
 class OpenSession(Input, frozen=True, kw_only=True):
     """`nonce` makes a retry find the same session. `host` is the client's boot id. A session that goes on, maybe in
-    another life of the service, says its number (`session`) and the `epoch` it knows: it is never given another number.
-    `lock_path` is the file whose lock is held as long as the client's process lives; "" for one that never uses shared
-    memory. Output: `Opened`."""
+    another epoch of the service, says its number (`session`) and the `epoch` it knows: it is never given another
+    number. `lock_path` is the file whose lock is held as long as the client's process lives; "" for one that never uses
+    shared memory. Output: `Opened`."""
 
     nonce: str
     host: str
@@ -55,7 +55,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, or with the
     number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
     unit that has a number from a service that lost its state. Another `host` than before is the same machine, started
-    anew. `forced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
+    anew. `fsynced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
     read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `anew`: it had one and
     cannot tell which; if that cookie is unknown too, it is what lost units of its name (those of its host, if there
     are some) had. `shrinks` is the number of the last `ShrinkArena` it has carried out, `compactions` that of the last
@@ -70,7 +70,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     unit: int = 0
-    forced: bool = False
+    fsynced: bool = False
     recheck: bool = False
     instead_of: str = ""
     curve_key: str = ""
@@ -159,9 +159,9 @@ class RowsChecked(Input, frozen=True, kw_only=True):
 
 
 class Restarted(Input, frozen=True, kw_only=True):
-    """The ledger was made again from its log, in a new life of the service: `epoch` is greater than any before. Units
+    """The ledger was made again from its log, in a new epoch of the service: `epoch` is greater than any before. Units
     have to offer themselves again, every session has its full time to be heard, and leases begin again in full. The
-    settings are those of the new life."""
+    settings are those of the new epoch."""
 
     epoch: int
     reserve_fraction: float

@@ -183,7 +183,7 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):
-    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp. `forced`: who writes into the
+    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp. `fsynced`: who writes into the
     mapped arena forces that to the disk before it commits. `curve_key`: the public key to talk to its endpoints with
     ("": in the clear)."""
 
@@ -194,5 +194,5 @@ class UnitInfo(Value, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     capacity_bytes: int
-    forced: bool = False
+    fsynced: bool = False
     curve_key: str = ""

@@ -231,7 +231,7 @@ class Partition:
         generations: Int64s = self.rows.generations[rows]
         return generations
 
-    # --- life of samples
+    # --- lifetime of samples
 
     def bear(self, ids: list[str], first_generation: int, now: float) -> Int64s:
         """New samples, unclaimed by every task."""

@@ -93,7 +93,7 @@ class Unit:
             endpoints=self.offer.endpoints,
             arena_path=self.offer.arena_path,
             capacity_bytes=self.offer.capacity_bytes,
-            forced=self.offer.forced,
+            fsynced=self.offer.fsynced,
             curve_key=self.offer.curve_key,
         )
 

@@ -267,7 +267,7 @@ class FieldLocations(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., serials: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
-    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "forced", "curve_key")
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "fsynced", "curve_key")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -275,7 +275,7 @@ class UnitInfo(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FORCED_FIELD_NUMBER: _ClassVar[int]
+    FSYNCED_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
@@ -284,9 +284,9 @@ class UnitInfo(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     capacity_bytes: int
-    forced: bool
+    fsynced: bool
     curve_key: str
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., forced: bool = ..., curve_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., fsynced: bool = ..., curve_key: _Optional[str] = ...) -> None: ...
 
 class NamedTexts(_message.Message):
     __slots__ = ("name", "values")
@@ -345,12 +345,12 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, nonce: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("nonce", "session", "epoch", "units", "doors", "host", "heartbeat_s", "durable", "put_timeout_s")
+    __slots__ = ("nonce", "session", "epoch", "units", "endpoints", "host", "heartbeat_s", "durable", "put_timeout_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
-    DOORS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
@@ -359,12 +359,12 @@ class Opened(_message.Message):
     session: int
     epoch: int
     units: _containers.RepeatedCompositeFieldContainer[UnitInfo]
-    doors: _containers.RepeatedScalarFieldContainer[str]
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
     host: str
     heartbeat_s: float
     durable: bool
     put_timeout_s: float
-    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., doors: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ..., put_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[str] = ..., session: _Optional[int] = ..., epoch: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitInfo, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., durable: bool = ..., put_timeout_s: _Optional[float] = ...) -> None: ...
 
 class GetKeysRequest(_message.Message):
     __slots__ = ()
@@ -441,7 +441,7 @@ class UnitOrder(_message.Message):
     def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ..., compact: _Optional[_Union[CompactArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "forced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew", "compactions")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "fsynced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew", "compactions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -451,7 +451,7 @@ class AddUnit(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
-    FORCED_FIELD_NUMBER: _ClassVar[int]
+    FSYNCED_FIELD_NUMBER: _ClassVar[int]
     RECHECK_FIELD_NUMBER: _ClassVar[int]
     INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -468,7 +468,7 @@ class AddUnit(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     unit: int
-    forced: bool
+    fsynced: bool
     recheck: bool
     instead_of: str
     curve_key: str
@@ -476,7 +476,7 @@ class AddUnit(_message.Message):
     shrinks: int
     anew: bool
     compactions: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., forced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ..., compactions: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., fsynced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ..., compactions: _Optional[int] = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit")

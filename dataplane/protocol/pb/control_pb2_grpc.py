@@ -252,7 +252,7 @@ class ControlServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """Opens a session; a repeated nonce finds the session it opened before, also in a later life of a service that kept
+        """Opens a session; a repeated nonce finds the session it opened before, also in a later epoch of a service that kept
         its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -260,7 +260,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKeys(self, request, context):
-        """Proves that this is the service, and tells what a client needs for the ZMQ doors. Wants no token. Tells its errors
+        """Proves that this is the service, and tells what a client needs for the ZMQ servers. Wants no token. Tells its errors
         in its answer, so that clients can ask it without a gRPC library.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

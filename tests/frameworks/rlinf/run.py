@@ -23,7 +23,7 @@ RLINF = Framework(
     name="rlinf",
     tests="tests/unit_tests",
     suites={name: (f"test_{name}.py",) for name in SUITES},
-    queues={"original": ("-m", "pytest"), "adapter": ("-m", "workers.rlinf", "-m", "pytest")},
+    queues={"original": ("-m", "pytest"), "adapter": ("-m", "workers.rlinf", "-m", "pytest", "-p", "public_channels")},
     python_path=(Path("tests/unit_tests"), Path(__file__).parent / "internals"),
 )
 

@@ -16,7 +16,7 @@ Why the client fetches what it reads, and the unit does not push: a client that 
 once, for nobody writes there but itself. What its own engine may still write to, a slot, it keeps until that is over.
 
 Why a Settle: only the unit knows whether the slot held that payload all the time, and the session was not fenced, nor
-the unit another life's. It refuses a Settle as it would refuse the read.
+the unit another epoch's. It refuses a Settle as it would refuse the read.
 
 A client reuses its slot as soon as its call has failed, though the unit may fetch from there later. Those bytes belong
 to a put that has failed: its room is nobody else's before the unit has confirmed to stop it, and is not read.

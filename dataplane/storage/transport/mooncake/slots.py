@@ -165,15 +165,15 @@ class Slots:
         under way, or a peer be tried (`trying`), memory and engine are left until this process ends, with a warning."""
         self.engine.unregister(self._address)
         until = time.monotonic() + CLOSE_S
-        while (under_way := self._under_way()) and time.monotonic() < until:
+        while (in_flight := self._in_flight()) and time.monotonic() < until:
             time.sleep(_PAUSES_S[-1])
-        left = under_way + trying
+        left = in_flight + trying
         if left:
             log.warning("%d transfers do not end: what they could touch is kept until this process ends", left)
             make_immortal(self._region)
         self.engine.close(reusable=not left)
 
-    def _under_way(self) -> int:
+    def _in_flight(self) -> int:
         with self._lock:
             self._collect()
             return sum(slot.transfer is not None for slot in self._left)
