@@ -28,7 +28,7 @@ def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
 def _claims(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
     found: dict[Name, Result | DataPlaneError] = {}
     for partition in list(ledger._state.partitions.values()):
-        for parked in list(partition.waiters.values()):
+        for parked in ledger._state.waiting_claims(partition):
             assert parked.interest is not None
             try:
                 result: Result | DataPlaneError | None = ledger._claims._attempt(parked, parked.interest)

@@ -8,7 +8,7 @@ import pytest
 from dataplane.errors import InvalidRequestError, StaleSampleError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.leases import SLACK
+from dataplane.ledger.state.tasks import SLACK
 from tests.ledger_driver import Client, Driver, by_ids, part_of
 
 ABC = ["a", "b", "c"]

@@ -157,7 +157,7 @@ class Liveness:
         for room in session.reservations.values():
             state.let_targets_go(room)
         for lease in state.leases.owned_by(session.number):
-            state.return_rows(lease.partition, lease.task, lease.left())
+            state.return_rows(state.partitions[lease.partition], lease.task, lease.left())
         session.fencing = {**self._holding(session), **session.attached}
         session.attached = {}
         session.probed = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dataplane.config import TlsFiles
-from dataplane.core.backoff import jittered
+from dataplane.core.backoff import Backoff
 from dataplane.core.failpoints import hit
 from dataplane.errors import (
     AuthenticationError,
@@ -41,7 +41,7 @@ OPENING_S = 60.0
 """How long the first answer may take: the machine of a service that is just starting may be very busy."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Pauses before the link is tried again: each twice the last, up to this, less some chance."""
+"""Pauses before the link is tried again: each twice the last, up to this, with jitter."""
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
 """Refusals that trying again would not change."""
 PASSING = (ServiceRestartedError, ServiceUnavailableError)
@@ -213,7 +213,7 @@ class UnitLink:
     def _run(self, link: GrpcLink | None) -> None:
         # `link` lives in this frame: a forked child has the frame for ever and never takes gRPC's objects apart.
         error: Exception | None = None
-        broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+        broke_at, backoff = time.monotonic(), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while True:
                 if link is not None:
@@ -222,12 +222,12 @@ class UnitLink:
                     if not self._answered.is_set() and not isinstance(error, PASSING):
                         return
                     if accepted:
-                        broke_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+                        broke_at = time.monotonic()
+                        backoff.reset()
                 if self._closed.is_set() or not self._worth_trying(error, time.monotonic() - broke_at):
                     return
-                if self._closed.wait(jittered(pause_s)):
+                if self._closed.wait(backoff.take()):
                     return
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._busy = error if isinstance(error, ServiceUnavailableError) else None
                 link, error = self._again()
         except Exception as failed:

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from dataplane.client.operations.steps import Operation, Send, Work
 from dataplane.client.session_state import SessionState
-from dataplane.core.backoff import jittered
+from dataplane.core.backoff import Backoff
 from dataplane.errors import ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
 
@@ -31,18 +31,16 @@ def with_retry(
 
     @functools.wraps(operation)
     def begun_again(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-        pause_s, end = PAUSE_S, float("inf")
+        backoff, end = Backoff(PAUSE_S, LONGEST_PAUSE_S), float("inf")
         while True:
             try:
                 return (yield from operation(session_state, *args, **kwargs))
             except (StorageUnitError, ServiceRestartedError) as error:
                 end = min(end, time.monotonic() + session_state.config.reconnect_s)
-                if not session_state.durable or error.facts.get("lost") or time.monotonic() + pause_s >= end:
+                if not session_state.durable or error.facts.get("lost") or time.monotonic() + backoff.next_s >= end:
                     raise
                 log.info("%s; %s begins anew", error, operation.__name__)
-            waits_s = jittered(pause_s)
-            yield Work(functools.partial(time.sleep, waits_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            yield Work(functools.partial(time.sleep, backoff.take()))
 
     return begun_again
 

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.client.rpc.handshake import Socket, go_on, is_slow
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
-from dataplane.core.backoff import jittered
+from dataplane.core.backoff import Backoff
 from dataplane.core.failpoints import hit
 from dataplane.core.wakeup import Waker
 from dataplane.core.zmq_io import readable
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Pauses before the service is looked for again: each twice the last, up to this or a heartbeat, less some chance."""
+"""Pauses before the service is looked for again: each twice the last, up to this or a heartbeat, with jitter."""
 
 
 class HeartbeatThread:
@@ -67,7 +67,8 @@ class HeartbeatThread:
         self._closing = False
         self._end_it: Callable[[], None] | None = None
         self._doubted = False
-        self._misses = 0
+        self._missed = False
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._told = False
         self._heard = time.monotonic()
         self._look_at = self._heard + calls.session.heartbeat_s
@@ -140,7 +141,7 @@ class HeartbeatThread:
         self._look_at = time.monotonic() + beat_s
         try:
             self._send()
-            if self._doubted or self._misses or time.monotonic() - self._heard >= 2 * beat_s:
+            if self._doubted or self._missed or time.monotonic() - self._heard >= 2 * beat_s:
                 self._doubted = False
                 self._find()
             self._maintain()
@@ -178,7 +179,8 @@ class HeartbeatThread:
     def _here(self) -> None:
         """The service is there."""
         self._heard = time.monotonic()
-        self._misses = 0
+        self._missed = False
+        self._backoff.reset()
         self._told = False
 
     # --- finding it again
@@ -216,10 +218,9 @@ class HeartbeatThread:
         """It is not there now, or at least does not answer."""
         if lost:
             self._calls.lose(why)
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(self._misses, 20), LONGEST_PAUSE_S, self._calls.session.heartbeat_s)
-        self._misses += 1
+        self._missed = True
         self._doubted = False
-        self._look_at = time.monotonic() + jittered(pause_s)
+        self._look_at = time.monotonic() + self._backoff.take(self._calls.session.heartbeat_s)
         if lost and not self._calls.waiting and not self._told:
             self._told = True
             self._moved()

@@ -19,17 +19,16 @@ from dataplane.errors import (
     TaskNotFoundError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.claims import partial_groups, selection, shares
+from dataplane.ledger.claims import partial_groups, selection, shares, waiting
 from dataplane.ledger.claims.samplers import SAMPLERS
 from dataplane.ledger.claims.why_blocked import blocked
 from dataplane.ledger.state.claim_terms import least_of
-from dataplane.ledger.state.leases import Lease
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedClaim, Session, UnconfirmedClaim
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tags import OPERATORS
-from dataplane.ledger.state.tasks import HELD, HELD_ON_LEASE, REPORTED, ReadyIndex, Selection, Task
+from dataplane.ledger.state.tasks import HELD, HELD_ON_LEASE, REPORTED, Lease, ReadyIndex, Selection, Task
 
 if TYPE_CHECKING:
     from dataplane.ledger.commands import Int64s
@@ -106,7 +105,7 @@ class Claims:
             watches = list(partition.watches.values())
             hopeful = self._hopeful(partition, watches)
             dealt, partition.dealt = partition.dealt, False
-            for parked in _in_turn(watches if dealt else hopeful, state.now - state.heartbeat_s):
+            for parked in self._in_turn(watches if dealt else hopeful):
                 watch = parked.watch
                 assert watch is not None, parked.key
                 over = parked.key not in watch.waiters
@@ -117,6 +116,15 @@ class Claims:
                 if not hopeful and not dealt:
                     break
 
+    def _in_turn(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
+        """The claims that wait there when it is begun: those whose client was heard within a heartbeat first, and of
+        these the oldest first."""
+        recent = self.state.now - self.state.heartbeat_s
+        parked = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
+        for late in (False, True):
+            lines = [[each for each in line if (each.session.heard < recent) is late] for line in parked]
+            yield from heapq.merge(*lines, key=operator.attrgetter("place"))
+
     def _hopeful(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
         """Those kinds of claims of which one may be served now. The others are judged again when their time comes."""
         found: dict[Watch, None] = {}
@@ -124,12 +132,12 @@ class Claims:
             if not watch.waiters:
                 continue
             try:
-                watch.refresh(partition)
+                waiting.refresh(watch, partition)
             except Exception as error:  # by what a sample is, or a claim asks for: not by whoever changed the sample
-                for parked in list(watch.waiters.values()):
-                    self.state.fail(parked, error)
+                for key in list(watch.waiters):
+                    self.state.fail(self.state.claim_waiters[key], error)
                 continue
-            if watch.hopeful(partition, self.state.now):
+            if waiting.hopeful(watch, partition, self.state.now):
                 found[watch] = None
             else:
                 self.state.wake_at(partition, watch.next_at)
@@ -143,9 +151,9 @@ class Claims:
         assert watch is not None, parked.key
         result: c.Claimed | DataPlaneError | None
         try:
-            watch.refresh(partition)
+            waiting.refresh(watch, partition)
             dealt = parked.command.step is not None
-            if not dealt and not watch.may_serve(partition, parked.command, self.state.now):
+            if not dealt and not waiting.may_serve(watch, partition, parked.command, self.state.now):
                 self.state.wake_at(partition, watch.next_at)
                 return False
             result = self._attempt(parked, interest)
@@ -247,7 +255,7 @@ class Claims:
             end = self.state.now + lease_s
             task.lease(rows, end)
             task.count_leased(owner, len(rows))
-            self.state.leases.begin(Lease(partition, task, rows.copy(), claim_id, owner, lease_s), end)
+            self.state.leases.begin(Lease(partition.name, task, rows.copy(), claim_id, owner, lease_s), end)
 
     def _check(self, partition: Partition, command: c.Claim) -> None:
         least, batch, group = command.min_batch_size, command.batch_size, command.group_size
@@ -351,7 +359,7 @@ class Claims:
         """Samples whose lease is over go back."""
         state = self.state
         for lease in state.leases.over(state.now):
-            state.return_rows(lease.partition, lease.task, lease.over(state.now))
+            state.return_rows(state.partitions[lease.partition], lease.task, lease.over(state.now))
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         interest, command = parked.interest, parked.command
@@ -371,15 +379,6 @@ class Claims:
     def task_gone(self, parked: ParkedClaim) -> DataPlaneError:
         command = parked.command
         return TaskNotFoundError(partition=command.partition, task=command.task, known=list(parked.partition.tasks))
-
-
-def _in_turn(watches: Iterable[Watch], recent: float) -> Iterator[ParkedClaim]:
-    """The claims that wait there when it is begun: those whose client was heard since `recent` first, and of these the
-    oldest first."""
-    waiting = [list(watch.waiters.values()) for watch in watches]
-    for late in (False, True):
-        lines = [[parked for parked in line if (parked.session.heard < recent) is late] for line in waiting]
-        yield from heapq.merge(*lines, key=operator.attrgetter("place"))
 
 
 def _check_lease(lease_s: float | None) -> None:

@@ -27,7 +27,6 @@ from dataplane.ledger.state import (
     extents,
     fields,
     free_space,
-    leases,
     limits,
     lost,
     number_set,
@@ -161,7 +160,7 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 _STORED = _by_name(
     (
         *(types, inputs, inspection, outputs, parts, requests, results),
-        *(evicted, eviction_outlook, extents, fields, free_space, leases, limits, lost, number_set, partition),
+        *(evicted, eviction_outlook, extents, fields, free_space, limits, lost, number_set, partition),
         *(preallocation, relocations, rows, sessions, snapshot, state, tags, tasks, units, wait_queues, watches),
     )
 )

@@ -78,7 +78,8 @@ class Commits:
         written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
         partition.changed(rows)
-        partition.wrote(session, self.state.now, [column.name for column in command.columns] if len(rows) else ())
+        fields = [column.name for column in command.columns] if len(rows) else ()
+        partition.wrote(session.number, session.name, self.state.now, fields)
         if written or len(named.unborn):
             partition.produced(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)

@@ -148,7 +148,7 @@ class Inspection:
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
         asked = [state.partition(command.partition)] if command.partition else state.partitions.values()
-        claims = (parked for partition in asked for parked in partition.waiters.values())
+        claims = (parked for partition in asked for parked in self.state.waiting_claims(partition))
         found: list[ParkedClaim | ParkedAllocate] = [
             parked for parked in claims if command.task in ("", parked.command.task)
         ]
@@ -181,7 +181,7 @@ def task_stats(partition: Partition, task: Task) -> c.TaskStats:
         leased=task.leased,
         held=task.held,
         claimed=task.claimed,
-        waiting=sum(parked.command.task == task.name for parked in partition.waiters.values()),
+        waiting=sum(len(watch.waiters) for watch in partition.watches.values() if watch.interest.task is task),
         lag=None if stalest is None or partition.version is None else partition.version - stalest,
         stalest_version=stalest,
     )

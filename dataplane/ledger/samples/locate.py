@@ -213,7 +213,7 @@ class Reads:
             live_bytes=account.live_bytes,
             produced={name: sum(each.live for each in partition.columns_of(name)) for name in partition.names()},
             claimed={name: task.claimed for name, task in partition.tasks.items()},
-            waiting_claims=len(partition.waiters),
+            waiting_claims=sum(len(watch.waiters) for watch in partition.watches.values()),
             version=partition.version,
             dropped=partition.dropped_partial,
             used_bytes=account.used_bytes,

@@ -59,7 +59,7 @@ class Partitions:
             partition.account.pressed = False
         else:
             state.budgeted[number] = partition
-        for parked in list(partition.waiters.values()):
+        for parked in state.waiting_claims(partition):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.task_gone(parked))
         state.touch(partition)
@@ -123,7 +123,7 @@ class Partitions:
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
         partition.changed(rows)
-        partition.wrote(session, state.now)
+        partition.wrote(session.number, session.name, state.now)
         state.touch(partition)
         return c.Done()
 

@@ -13,7 +13,7 @@ def drop(state: State, partition: Partition) -> int:
     del state.partitions[partition.name]
     state.budgeted.pop(partition.account.number, None)
     partition.drop()
-    for claim in list(partition.waiters.values()):
+    for claim in state.waiting_claims(partition):
         waiting = f"a claim of task {claim.command.task!r}"
         state.unpark(claim, PartitionDroppedError(partition=partition.name, waiting=waiting))
     for put in state.waiting_puts(partition):

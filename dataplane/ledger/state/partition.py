@@ -21,8 +21,7 @@ from dataplane.ledger.state.tasks import ReadyIndex, Task
 
 if TYPE_CHECKING:
     from dataplane.ledger.state.eviction_outlook import Outlook
-    from dataplane.ledger.state.leases import Leases
-    from dataplane.ledger.state.sessions import ParkedClaim, Session
+    from dataplane.ledger.state.tasks import Leases
     from dataplane.ledger.state.watches import Watch
 
 WRITERS = 16
@@ -30,14 +29,14 @@ WRITERS = 16
 
 
 class Partition:
-    """`born` counts the samples alive at the last Register and those born since. `waiters` are the parked claims by
-    (session, number), oldest first; `watches` has them by kind, and `dealt` says that a step was dealt since those were
-    judged that wait for their share. `outlook` is what eviction could bring, while puts wait for it.
-    `dropped` is set when it was cleared whole. `version` is the trainer's, None until it is set;
-    `dropped_partial` counts samples cleared as members of partial groups; `wakes_at` is when parked claims are judged
-    again because a group's time is over; `writers` has name and time of the sessions that wrote last, latest last.
-    `targets` counts the puts under way that name a sample, by its id: those samples are not evicted.
-    `owner` is the session that staged it and has not published it. `lost`: what went with storage units, if any did."""
+    """`born` counts the samples alive at the last Register and those born since. `watches` has the parked claims by
+    kind, and `dealt` says that a step was dealt since those were judged that wait for their share. `outlook` is what
+    eviction could bring, while puts wait for it. `dropped` is set when it was cleared whole. `version` is the
+    trainer's, None until it is set; `dropped_partial` counts samples cleared as members of partial groups; `wakes_at`
+    is when parked claims are judged again because a group's time is over; `writers` has name and time of the sessions
+    that wrote last, latest last. `targets` counts the puts under way that name a sample, by its id: those samples are
+    not evicted. `owner` is the session that staged it and has not published it. `lost`: what went with storage units,
+    if any did."""
 
     lost: Lost | None = None
 
@@ -51,7 +50,6 @@ class Partition:
         self.tags = Tags(0)
         self.tasks: dict[str, Task] = {}
         self.interests: dict[tuple[str, tuple[str, ...]], ReadyIndex] = {}
-        self.waiters: dict[tuple[int, int], ParkedClaim] = {}
         self.watches: dict[str, Watch] = {}
         self.dealt = False
         self.outlook: Outlook | None = None
@@ -289,14 +287,14 @@ class Partition:
             cells, nbytes = zip(*dead, strict=True)
             self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
 
-    def wrote(self, session: Session, now: float, names: Iterable[str] = ()) -> None:
-        """A session wrote, to these fields."""
-        self.writers.pop(session.number, None)
-        self.writers[session.number] = (session.name, now)
+    def wrote(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
+        """The session of that number and name wrote, to these fields."""
+        self.writers.pop(session, None)
+        self.writers[session] = (name, now)
         if len(self.writers) > WRITERS:
             del self.writers[next(iter(self.writers))]
-        for name in names:
-            self.fields[name].writer = (session.number, session.name, now)
+        for field in fields:
+            self.fields[field].writer = (session, name, now)
 
     # --- readiness
 

@@ -10,7 +10,6 @@ from dataplane.core.types import Checksums
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.state.extents import Extents
-from dataplane.ledger.state.leases import Leases
 from dataplane.ledger.state.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.relocations import Compaction
@@ -24,7 +23,7 @@ from dataplane.ledger.state.sessions import (
     ReservedSpace,
     Session,
 )
-from dataplane.ledger.state.tasks import Task
+from dataplane.ledger.state.tasks import Leases, Task
 from dataplane.ledger.state.units import Unit
 from dataplane.ledger.state.wait_queues import Line, Lines
 from dataplane.ledger.state.watches import Watch, kind_of
@@ -36,13 +35,13 @@ BIRTHS_APART_NS = 1000
 class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `generations` and `serials` only grow;
     generations begin where no state that began earlier can have come to, so that a sample of a lost state is never
-    taken for one
-     of this. `touched` are the partitions whose parked claims must be judged again. `room_waiters` are the puts that
-     wait, updates apart; those that move cells are in `moves`. `resting` are the accounts of lines whose first
-     put only a change of its account can help: its budget is used up. `compactions` are those under way, by unit; for
-     puts that wait since, one is looked for at `compact_at` at the earliest.
-     `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over when they come up.
-     `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may be over."""
+    taken for one of this. `touched` are the partitions whose parked claims must be judged again. `claim_waiters` are
+    the parked claims, by session and number. `room_waiters` are the puts that wait, updates apart; those that move
+    cells are in `moves`. `resting` are the accounts of lines whose first put only a change of its account can help: its
+    budget is used up. `compactions` are those under way, by unit; for puts that wait since, one is looked for at
+    `compact_at` at the earliest. `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over
+    when they come up. `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may
+    be over."""
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
@@ -77,6 +76,7 @@ class State:
         self.sessions: dict[int, Session] = {}
         self.parked = 0
         self.room_waiters: dict[bool, Lines] = {True: {}, False: {}}
+        self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
         self.resting: dict[bool, set[int]] = {True: set(), False: set()}
         self.moves: Line = {}
         self.compactions: dict[int, Compaction] = {}
@@ -126,6 +126,11 @@ class State:
         lines = chain.from_iterable([lines.values() for lines in self.room_waiters.values()])
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
 
+    def waiting_claims(self, partition: Partition) -> list[ParkedClaim]:
+        """The partition's parked claims, longest first."""
+        found = [self.claim_waiters[key] for watch in partition.watches.values() for key in watch.waiters]
+        return sorted(found, key=lambda claim: claim.place)
+
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
         """The partition's puts that wait for room, longest first."""
         number = partition.account.number
@@ -143,7 +148,7 @@ class State:
         return any(account in lines for lines in self.room_waiters.values())
 
     def touch(self, partition: Partition) -> None:
-        if partition.waiters:
+        if partition.watches:
             self.touched[partition.name] = partition
 
     def wake_at(self, partition: Partition, when: float) -> None:
@@ -232,20 +237,20 @@ class State:
     def _park_claim(self, parked: ParkedClaim) -> None:
         partition, interest = parked.partition, parked.interest
         assert interest is not None, parked.key
-        partition.waiters[parked.key] = parked
+        self.claim_waiters[parked.key] = parked
         interest.waiters += 1
         kind = kind_of(interest, parked.command)
         if kind not in partition.watches:
             partition.watches[kind] = Watch(kind, interest, parked.command)
         parked.watch = partition.watches[kind]
-        parked.watch.join(parked)
+        parked.watch.join(parked.key, parked.command)
 
     def _unpark_claim(self, parked: ParkedClaim) -> None:
         partition, watch = parked.partition, parked.watch
         assert watch is not None, parked.key
-        del partition.waiters[parked.key]
+        del self.claim_waiters[parked.key]
         watch.interest.waiters -= 1
-        watch.leave(parked)
+        watch.leave(parked.key, parked.command)
         if not watch.waiters:
             del partition.watches[watch.kind]
 

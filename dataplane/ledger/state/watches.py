@@ -6,7 +6,7 @@ the selection says.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,8 @@ import numpy.typing as npt
 from dataplane.core.types import Scalar
 from dataplane.ledger.commands import Claim
 from dataplane.ledger.state.arrays import Bools, Int64s, grown, room_for
-from dataplane.ledger.state.claim_terms import conditions, least_of
-from dataplane.ledger.state.tags import Tag
+from dataplane.ledger.state.claim_terms import least_of
 from dataplane.ledger.state.tasks import ReadyIndex
-
-if TYPE_CHECKING:
-    from dataplane.ledger.state.partition import Partition
-    from dataplane.ledger.state.sessions import ParkedClaim
 
 HIT, OPEN = 1, 2
 """A claim may take the row now; it cannot now, but may yet."""
@@ -38,28 +33,28 @@ def kind_of(interest: ReadyIndex, command: Claim) -> str:
 
 
 class Watch:
-    """The parked claims of one `kind`, by (session, number). `command` is one of theirs. Plain ones are counted by
-    their interest alone, the others by `counts`. `leasts` says how many wait for at least so many samples. `next_at`: a
-    partial group's time may be over from then on, not before."""
+    """The parked claims of one `kind`, by (session, number), oldest first. `command` is one of theirs. Plain ones are
+    counted by their interest alone, the others by `counts`. `leasts` says how many wait for at least so many samples.
+    `next_at`: a partial group's time may be over from then on, not before."""
 
     def __init__(self, kind: str, interest: ReadyIndex, command: Claim) -> None:
         self.kind = kind
         self.interest = interest
         self.command = command
-        self.waiters: dict[tuple[int, int], ParkedClaim] = {}
+        self.waiters: dict[tuple[int, int], None] = {}
         self.leasts: dict[int, int] = {}
         self.next_at = NEVER
         plain = not conditions_of(command) and command.group_size is None
         self.counts = None if plain else Counts(command)
 
-    def join(self, parked: ParkedClaim) -> None:
-        self.waiters[parked.key] = parked
-        least = least_of(parked.command)
+    def join(self, key: tuple[int, int], command: Claim) -> None:
+        self.waiters[key] = None
+        least = least_of(command)
         self.leasts[least] = self.leasts.get(least, 0) + 1
 
-    def leave(self, parked: ParkedClaim) -> None:
-        del self.waiters[parked.key]
-        least = least_of(parked.command)
+    def leave(self, key: tuple[int, int], command: Claim) -> None:
+        del self.waiters[key]
+        least = least_of(command)
         self.leasts[least] -= 1
         if not self.leasts[least]:
             del self.leasts[least]
@@ -73,43 +68,6 @@ class Watch:
         """Any row may have changed."""
         if self.counts is not None:
             self.counts.stale = True
-
-    def refresh(self, partition: Partition) -> None:
-        """Look at what changed. Costs nothing where nothing did."""
-        if self.counts is None:
-            return
-        again, earliest = self.counts.refresh(partition, self.interest)
-        after = self.command.partial_after_s
-        if again:
-            self.next_at = NEVER
-        if after is not None:
-            self.next_at = min(self.next_at, earliest + after)
-
-    def hopeful(self, partition: Partition, now: float) -> bool:
-        """Whether one of the claims may be served."""
-        return self._enough(min(self.leasts)) or self._due(partition, now)
-
-    def may_serve(self, partition: Partition, command: Claim, now: float) -> bool:
-        """Whether this one may be."""
-        return self._enough(least_of(command)) or self._due(partition, now)
-
-    def _enough(self, least: int) -> bool:
-        counts = self.counts
-        if counts is None:
-            return self.interest.count >= least
-        if counts.groups is not None:
-            return counts.groups.whole >= least // counts.groups.size
-        return counts.hits >= least
-
-    def _due(self, partition: Partition, now: float) -> bool:
-        """Whether a group's time is over, or no more can come."""
-        if self.next_at <= now:
-            return True
-        if not partition.complete:
-            return False
-        if self.counts is not None:
-            return not self.counts.open
-        return self.interest.count >= partition.rows.live - self.interest.task.claimed
 
 
 def conditions_of(command: Claim) -> bool:
@@ -140,54 +98,6 @@ class Counts:
         if self.noted_rows > len(self.states):
             self.stale = True
             self.noted, self.noted_rows = [], 0
-
-    def refresh(self, partition: Partition, interest: ReadyIndex) -> tuple[bool, float]:
-        """Count what changed. Whether everything was counted again, and the earliest generation in a group that
-        changed."""
-        tag = partition.tags.columns.get(self.command.group_by) if self.groups is not None else None
-        again = self.stale or (tag is not None and tag.values.dtype.str != self.typed)
-        if not again and not self.noted:
-            return False, NEVER
-        rows = np.unique(np.concatenate(self.noted)) if self.noted and not again else partition.rows.in_order()
-        self.noted, self.noted_rows = [], 0
-        self.stale = True  # until it is done: what cannot be counted is not taken for counted
-        if again:
-            self._begin(tag)
-        if len(self.states) < partition.rows.capacity:
-            self.states = grown(self.states, partition.rows.capacity)
-        earliest = self._count(partition, interest, rows, tag)
-        self.stale = False
-        return again, earliest
-
-    def _begin(self, tag: Tag | None) -> None:
-        self.states[:] = 0
-        self.hits = self.open = 0
-        self.typed = "" if tag is None else tag.values.dtype.str
-        if self.groups is not None:
-            self.groups = Groups(self.groups.size)
-
-    def _count(self, partition: Partition, interest: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
-        command, tags, task = self.command, partition.tags, interest.task
-        free = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
-        mine = rows[free]
-        where = conditions(partition.version, command)
-        ready, matching = partition.ready(task, interest.fields, mine), tags.matches(where, mine)
-        hit, may = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
-        if self.groups is not None:
-            tagged = tags.present(command.group_by, mine)
-            hit, may = hit & tagged, may | (matching & ~tagged)
-        old, new = self.states[rows], np.zeros(len(rows), np.int8)
-        new[free] = np.where(hit, HIT, np.where(may, OPEN, 0))
-        self.hits += int(np.count_nonzero(new == HIT)) - int(np.count_nonzero(old == HIT))
-        self.open += int(np.count_nonzero(new == OPEN)) - int(np.count_nonzero(old == OPEN))
-        self.states[rows] = new
-        if self.groups is None:
-            return NEVER
-        numbers = np.full(len(rows), -1)
-        if tag is not None:
-            places = np.flatnonzero(free)[tagged]
-            numbers[places] = self.groups.numbered(tag.values[rows[places]])
-        return self.groups.move(rows, numbers, old == HIT, new == HIT, partition.rows.since)
 
 
 class Groups:

@@ -1,0 +1,106 @@
+"""Whether parked claims may be served: their watches, brought up to date with what changed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.ledger.commands import Claim, Int64s
+from dataplane.ledger.state.arrays import grown
+from dataplane.ledger.state.claim_terms import conditions, least_of
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.tags import Tag
+from dataplane.ledger.state.tasks import ReadyIndex
+from dataplane.ledger.state.watches import HIT, NEVER, OPEN, Counts, Groups, Watch
+
+
+def refresh(watch: Watch, partition: Partition) -> None:
+    """Look at what changed. Costs nothing where nothing did."""
+    if watch.counts is None:
+        return
+    again, earliest = _recount(watch.counts, partition, watch.interest)
+    after = watch.command.partial_after_s
+    if again:
+        watch.next_at = NEVER
+    if after is not None:
+        watch.next_at = min(watch.next_at, earliest + after)
+
+
+def hopeful(watch: Watch, partition: Partition, now: float) -> bool:
+    """Whether one of the claims may be served."""
+    return _enough(watch, min(watch.leasts)) or _due(watch, partition, now)
+
+
+def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) -> bool:
+    """Whether this one may be."""
+    return _enough(watch, least_of(command)) or _due(watch, partition, now)
+
+
+def _enough(watch: Watch, least: int) -> bool:
+    counts = watch.counts
+    if counts is None:
+        return watch.interest.count >= least
+    if counts.groups is not None:
+        return counts.groups.whole >= least // counts.groups.size
+    return counts.hits >= least
+
+
+def _due(watch: Watch, partition: Partition, now: float) -> bool:
+    """Whether a group's time is over, or no more can come."""
+    if watch.next_at <= now:
+        return True
+    if not partition.complete:
+        return False
+    if watch.counts is not None:
+        return not watch.counts.open
+    return watch.interest.count >= partition.rows.live - watch.interest.task.claimed
+
+
+def _recount(counts: Counts, partition: Partition, interest: ReadyIndex) -> tuple[bool, float]:
+    """Count what changed. Whether everything was counted again, and the earliest generation in a group that
+    changed."""
+    tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
+    again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
+    if not again and not counts.noted:
+        return False, NEVER
+    rows = np.unique(np.concatenate(counts.noted)) if counts.noted and not again else partition.rows.in_order()
+    counts.noted, counts.noted_rows = [], 0
+    counts.stale = True  # until it is done: what cannot be counted is not taken for counted
+    if again:
+        _begin(counts, tag)
+    if len(counts.states) < partition.rows.capacity:
+        counts.states = grown(counts.states, partition.rows.capacity)
+    earliest = _count(counts, partition, interest, rows, tag)
+    counts.stale = False
+    return again, earliest
+
+
+def _begin(counts: Counts, tag: Tag | None) -> None:
+    counts.states[:] = 0
+    counts.hits = counts.open = 0
+    counts.typed = "" if tag is None else tag.values.dtype.str
+    if counts.groups is not None:
+        counts.groups = Groups(counts.groups.size)
+
+
+def _count(counts: Counts, partition: Partition, interest: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
+    command, tags, task = counts.command, partition.tags, interest.task
+    free = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
+    mine = rows[free]
+    where = conditions(partition.version, command)
+    ready, matching = partition.ready(task, interest.fields, mine), tags.matches(where, mine)
+    hit, may = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
+    if counts.groups is not None:
+        tagged = tags.present(command.group_by, mine)
+        hit, may = hit & tagged, may | (matching & ~tagged)
+    old, new = counts.states[rows], np.zeros(len(rows), np.int8)
+    new[free] = np.where(hit, HIT, np.where(may, OPEN, 0))
+    counts.hits += int(np.count_nonzero(new == HIT)) - int(np.count_nonzero(old == HIT))
+    counts.open += int(np.count_nonzero(new == OPEN)) - int(np.count_nonzero(old == OPEN))
+    counts.states[rows] = new
+    if counts.groups is None:
+        return NEVER
+    numbers = np.full(len(rows), -1)
+    if tag is not None:
+        places = np.flatnonzero(free)[tagged]
+        numbers[places] = counts.groups.numbered(tag.values[rows[places]])
+    return counts.groups.move(rows, numbers, old == HIT, new == HIT, partition.rows.since)
