@@ -15,7 +15,7 @@ from dataplane.ledger.state.tasks import Task
 from tests.ledger_claim_model import Held, Name, Selection
 from tests.ledger_model import Model
 
-LIMITS = Limits(ahead_part=4, steps=3)
+LIMITS = Limits(preallocated_part=4, steps=3)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
-    AllocateAhead,
     Claim,
     Clear,
     ColumnSizes,
@@ -21,6 +20,7 @@ from dataplane.ledger.commands import (
     Locate,
     Mode,
     OnFull,
+    Preallocate,
     Register,
     Release,
     Samples,
@@ -133,13 +133,13 @@ class LedgerEvictor(LedgerLives):
             self.withdraw((client.id, number), Abort(reservation=number))
 
     def put_room(self, chance: Random) -> None:
-        """A row into room ahead."""
+        """A row into preallocated space."""
         client = self.pick(chance)
         self.attach_all(client)
         if not client.attached or not client.speaks:
             return
         unit = min(client.attached)
-        self.call(client, AllocateAhead(unit=unit, nbytes=300))
+        self.call(client, Preallocate(unit=unit, nbytes=300))
         number = client.next - 1
         room = self.model.reserved.get((client.id, number))
         if room:

@@ -14,9 +14,7 @@ from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
-    AllocateAhead,
     Allocated,
-    AllocatedAhead,
     Answer,
     Bye,
     Call,
@@ -52,6 +50,8 @@ from dataplane.ledger.commands import (
     Opened,
     OpenSession,
     Output,
+    Preallocate,
+    Preallocated,
     Publish,
     ReadSaved,
     Register,
@@ -225,9 +225,9 @@ class LedgerDriver(RoomChecks):
             case Allocate(), Allocated():
                 assert name not in self.withdrawn
                 self.grant(name, command, result)
-            case AllocateAhead(), AllocatedAhead():
+            case Preallocate(), Preallocated():
                 assert name not in self.withdrawn
-                self.grant_ahead(name, command, result)
+                self.grant_preallocated(name, command, result)
             case Commit(), Committed():
                 model.committed(name, command, result)
                 if command.reservation is not None and command.offset is None:
@@ -369,7 +369,7 @@ class LedgerDriver(RoomChecks):
             free = {"CapacityTimeoutError", "RequestTooLargeError"} if isinstance(command, Allocate) else set()
             if isinstance(command, Commit) and command.offset is not None:
                 free = {"CapacityTimeoutError"}
-            if isinstance(command, AllocateAhead):
+            if isinstance(command, Preallocate):
                 free = {"CapacityTimeoutError"}
                 faults.must |= set() if command.unit in client.attached else {"InvalidRequestError"}
             gone = {"SessionExpiredError"} if client.suspect else set()

@@ -15,9 +15,7 @@ from dataplane.core.types import GRANULE_BYTES, Scalar
 from dataplane.ledger.commands import (
     Ack,
     Allocate,
-    AllocateAhead,
     Allocated,
-    AllocatedAhead,
     Claim,
     Claimed,
     Clear,
@@ -38,6 +36,8 @@ from dataplane.ledger.commands import (
     Moved,
     Nack,
     Placement,
+    Preallocate,
+    Preallocated,
     Register,
     Samples,
     SetTags,
@@ -246,7 +246,7 @@ class Model(CopyModel):
         self.granted[name] = result
         self.reserved_in[name] = self.partitions[command.partition].life
 
-    def allocated_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+    def preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
         self.reserved[name] = [(command.unit, result.offset, granules_of(command.nbytes))]
         self.ahead.add(name)
 
@@ -272,7 +272,7 @@ class Model(CopyModel):
             assert (sample.row, sample.generation) == (row, generation)
             samples.append(sample)
         if command.offset is not None:
-            self.cut_ahead(name, command)
+            self.cut_preallocated(name, command)
             self.switch(samples, name, command.columns)
         elif command.reservation is not None:
             self.switch(samples, (name[0], command.reservation), command.columns)
@@ -283,8 +283,8 @@ class Model(CopyModel):
             assert not result.fields
             assert not result.tags
 
-    def cut_ahead(self, name: Name, command: Commit) -> None:
-        """The commit's columns lie one after another from its offset, and no longer in the room ahead."""
+    def cut_preallocated(self, name: Name, command: Commit) -> None:
+        """The commit's columns lie one after another from its offset, and no longer in the preallocated space."""
         assert command.reservation is not None
         assert command.offset is not None
         room = (name[0], command.reservation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.ledger.commands import Allocate, AllocateAhead, Allocated, AllocatedAhead, CompactArena
+from dataplane.ledger.commands import Allocate, Allocated, CompactArena, Preallocate, Preallocated
 from tests.ledger_budget_books import EVICTING, wanted_bytes
 from tests.ledger_claim_checks import LIMITS
 from tests.ledger_claim_model import Name
@@ -59,15 +59,15 @@ class RoomChecks(SpaceChecks):
         self.model.allocated(name, command, result)
         self.check_granted(name, before)
 
-    def grant_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+    def grant_preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
         """The room is free by the model's books, a small part, and nobody who waits can miss it."""
         before = {unit: self.in_use(unit) for unit in self.units}
-        self.model.allocated_ahead(name, command, result)
+        self.model.preallocated(name, command, result)
         self.check_granted(name, before)
         for waiting in [self.model.commands[parked] for parked in self.parked]:
             if isinstance(waiting, Allocate) and (waiting.moving or not self.budgets.is_over(self.ledger, waiting)):
                 assert self.may_be_fragmented(waiting), f"{name} was served before {waiting}"
         unit = self.units[command.unit]
-        assert command.nbytes * LIMITS.ahead_part <= unit.capacity
+        assert command.nbytes * LIMITS.preallocated_part <= unit.capacity
         used = sum(size for at, _, size in self.ledger.held_ranges() if at == unit.id)
         assert used <= unit.capacity / 2

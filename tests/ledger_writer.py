@@ -13,7 +13,6 @@ from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
-    AllocateAhead,
     Blocked,
     Claim,
     Clear,
@@ -25,6 +24,7 @@ from dataplane.ledger.commands import (
     Mode,
     Nack,
     OnFull,
+    Preallocate,
     Predicate,
     Samples,
     SessionAttached,
@@ -113,13 +113,14 @@ class LedgerWriter(LedgerDriver):
         self.call(client, Abort(reservation=number) if fate == "abort" else commit)
 
     def write_ahead(self, data: st.DataObject, samples: Samples, names: list[str]) -> None:
-        """Room ahead if the client has none, then a commit that takes a part of it: the next free, another, or none."""
+        """Preallocated space if the client has none, then a commit that takes a part of it: the next free, another, or
+        none."""
         client = self.draw_client(data)
         rooms = [number for session, number in self.model.ahead & set(self.model.reserved) if session == client.id]
         if not rooms:
             self.attach_all(client)
             unit = data.draw(st.sampled_from(sorted(client.attached) or [1]))
-            self.call(client, AllocateAhead(unit=unit, nbytes=data.draw(st.sampled_from([1, 300, 700, 1500, 3000]))))
+            self.call(client, Preallocate(unit=unit, nbytes=data.draw(st.sampled_from([1, 300, 700, 1500, 3000]))))
             rooms = [client.next - 1]
         number = data.draw(st.sampled_from(sorted(rooms)))
         left = self.model.reserved.get((client.id, number), [])

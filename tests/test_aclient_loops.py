@@ -179,7 +179,7 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
     async def puts() -> None:
         async with connect_async(server.address) as client:
             await client.register_partition("copies", ["small", "large"], None, [])
-            for _ in range(600):  # until there is room ahead
+            for _ in range(600):  # until there is preallocated space
                 await client.put_samples(["s0"], "copies", {"small": torch.zeros(1, 100)})
                 if copied_by["small"] == threading.get_ident():
                     break

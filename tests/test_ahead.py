@@ -15,7 +15,7 @@ from dataplane.client.preallocated import (
     bytes_of,
 )
 from dataplane.data.columns import encode_fields
-from dataplane.ledger.commands import AllocateAhead
+from dataplane.ledger.commands import Preallocate
 
 UNIT = 3
 
@@ -40,7 +40,7 @@ def rooms(clock: Clock) -> PreallocatedBuffer:
 
 
 def add(rooms: PreallocatedBuffer, number: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
-    rooms.add(number, AllocateAhead(unit=UNIT, nbytes=nbytes), offset)
+    rooms.add(number, Preallocate(unit=UNIT, nbytes=nbytes), offset)
 
 
 def take(rooms: PreallocatedBuffer, nbytes: int) -> PreallocatedPart | None:
@@ -107,7 +107,7 @@ def test_room_that_several_puts_asked_for_is_used_by_the_next_ones(rooms: Preall
     assert list(rooms.returned) == []
 
 
-def test_of_puts_that_begin_at_once_some_ask_for_room_ahead(rooms: PreallocatedBuffer) -> None:
+def test_of_puts_that_begin_at_once_some_ask_for_preallocated_space(rooms: PreallocatedBuffer) -> None:
     assert [rooms.wish(64, UNIT) is not None for _ in range(ASKS + 1)] == [True] * ASKS + [False]
     rooms.answered()
     assert rooms.wish(64, UNIT) is not None

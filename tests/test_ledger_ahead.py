@@ -35,9 +35,9 @@ def client(driver: Driver) -> Client:
 
 def allocate(client: Client, nbytes: int = ROOM) -> tuple[int, int]:
     """Number of the room, and where it begins."""
-    number = client.post(c.AllocateAhead(unit=1, nbytes=nbytes))
+    number = client.post(c.Preallocate(unit=1, nbytes=nbytes))
     got = client.result(number)
-    assert isinstance(got, c.AllocatedAhead), got
+    assert isinstance(got, c.Preallocated), got
     return number, got.offset
 
 
@@ -140,34 +140,34 @@ def test_shared_values_and_rows_of_no_bytes(client: Client) -> None:
     client.call(c.Committed, commit(room, start + 64, "e"))
 
 
-def test_only_a_session_local_to_the_unit_gets_room_ahead(driver: Driver) -> None:
+def test_only_a_session_local_to_the_unit_gets_preallocated_space(driver: Driver) -> None:
     remote = driver.client()
     with pytest.raises(InvalidRequestError, match="not local"):
-        remote.raise_(c.AllocateAhead(unit=1, nbytes=64))
+        remote.raise_(c.Preallocate(unit=1, nbytes=64))
     with pytest.raises(InvalidRequestError, match="not local"):
-        driver.client(attach=[1]).raise_(c.AllocateAhead(unit=9, nbytes=64))
+        driver.client(attach=[1]).raise_(c.Preallocate(unit=9, nbytes=64))
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 63])
 def test_room_of_an_impossible_size_is_refused(client: Client, nbytes: int) -> None:
-    with pytest.raises(InvalidRequestError, match="bytes of room ahead"):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=nbytes))
+    with pytest.raises(InvalidRequestError, match="bytes of preallocated space"):
+        client.raise_(c.Preallocate(unit=1, nbytes=nbytes))
 
 
 def test_a_large_part_is_refused_and_so_is_any_once_half_is_used() -> None:
-    driver = Driver(capacity=100 * 64, limits=Limits(ahead_part=8), reserve_fraction=0.2)
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.2)
     client = driver.client(attach=[1])
     client.register(fields=["x"])
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=11 * 64))
+        client.raise_(c.Preallocate(unit=1, nbytes=11 * 64))
     for _ in range(4):
         allocate(client, 10 * 64)
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=64))
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
     client.put(["a"], {"x": [40 * 64]})
 
 
-def test_nobody_gets_room_ahead_while_puts_wait_for_memory(driver: Driver, client: Client) -> None:
+def test_nobody_gets_preallocated_space_while_puts_wait_for_memory(driver: Driver, client: Client) -> None:
     # Only what is beyond the reserve waits: a little room for others is left.
     client.put(["a"], {"x": [MIB * 84 // 100]})
     client.waits(client.allocate({"x": [MIB // 4]}))
@@ -175,10 +175,10 @@ def test_nobody_gets_room_ahead_while_puts_wait_for_memory(driver: Driver, clien
     client.put(["b"], {"x": [64]})
     client.waits(client.allocate({"x": [MIB * 4 // 5]}))
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=64))
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
 
 
-def test_a_put_that_waits_for_its_budget_keeps_nobody_from_room_ahead(client: Client) -> None:
+def test_a_put_that_waits_for_its_budget_keeps_nobody_from_preallocated_space(client: Client) -> None:
     client.register("full", budget_bytes=128)
     client.put(["a"], {"x": [64]}, partition="full")
     waiting = client.waits(client.allocate({"x": [64]}, "full"))
@@ -190,7 +190,7 @@ def test_a_put_that_waits_for_its_budget_keeps_nobody_from_room_ahead(client: Cl
 
 
 def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_wants_only() -> None:
-    driver = Driver(capacity=100 * 64, limits=Limits(ahead_part=8), reserve_fraction=0.0)
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(fields=["x"])
     for i in range(10):
@@ -198,7 +198,7 @@ def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_want
     client.clear("s0", "s2", "s4", "s6", "s8", "s9")
     waiting = client.waits(client.allocate({"x": [55 * 64]}))
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=6 * 64))
+        client.raise_(c.Preallocate(unit=1, nbytes=6 * 64))
     allocate(client, 5 * 64)
     assert client.result(waiting) is None
 
@@ -220,7 +220,7 @@ def test_room_of_a_lost_unit_takes_nothing(driver: Driver, client: Client) -> No
     with pytest.raises(StorageUnitError):
         client.raise_(commit(room, start, "a"))
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=64))
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
     driver.add_unit(name="unit0", epoch=2)
     with pytest.raises(ServiceRestartedError):
         client.raise_(commit(room, start, "a"))
@@ -236,7 +236,7 @@ def test_overflowing_lengths_are_refused(client: Client) -> None:
         client.raise_(command)
 
 
-def test_the_log_of_commits_into_room_ahead_replays(driver: Driver, client: Client) -> None:
+def test_the_log_of_commits_into_preallocated_space_replays(driver: Driver, client: Client) -> None:
     room, start = allocate(client)
     client.call(c.Committed, commit(room, start + 64, "a", x=100, y=3))
     client.call(c.Committed, commit(room, start, "b"))

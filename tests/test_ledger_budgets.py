@@ -181,13 +181,13 @@ def ahead(client: Client, *ids: str, size: int, offset: int, reservation: int) -
     )
 
 
-def test_room_ahead_counts_from_the_commit_that_takes_it() -> None:
+def test_preallocated_space_counts_from_the_commit_that_takes_it() -> None:
     driver = Driver(capacity=64 * KIB * 64, reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(budget_bytes=4 * KIB)
-    room = client.post(c.AllocateAhead(unit=1, nbytes=16 * KIB))
+    room = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
     got = client.result(room)
-    assert isinstance(got, c.AllocatedAhead)
+    assert isinstance(got, c.Preallocated)
     assert part(client).used_bytes == 0
     assert isinstance(ahead(client, "a", size=3 * KIB, offset=got.offset, reservation=room), c.Committed)
     refused = ahead(client, "b", size=2 * KIB, offset=got.offset + 3 * KIB, reservation=room)

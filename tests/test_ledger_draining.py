@@ -80,7 +80,7 @@ def test_a_unit_that_is_drained_gets_nothing_new() -> None:
     assert places(client, "a")[0][0] == 2
     driver.apply(c.SessionAttached(unit=1, session=client.session))
     with pytest.raises(CapacityTimeoutError):
-        client.raise_(c.AllocateAhead(unit=1, nbytes=100))
+        client.raise_(c.Preallocate(unit=1, nbytes=100))
     client.do(c.Drain(unit=1, undo=True))
     client.put(["b"], {"x": [KIB]}, unit_wish=1)
     assert places(client, "b")[0][0] == 1

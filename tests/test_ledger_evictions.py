@@ -247,13 +247,13 @@ def test_what_is_remembered_is_bounded() -> None:
     assert part(client).evicted_unconsumed == 2 * REMEMBERED - 1024
 
 
-def test_room_ahead_evicts_at_its_commit_and_spares_what_it_updates() -> None:
+def test_preallocated_space_evicts_at_its_commit_and_spares_what_it_updates() -> None:
     driver = Driver(capacity=4 << 20, reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(budget_bytes=2 * KIB, when_full=c.WhenFull.EVICT_OLDEST)
-    room = client.post(c.AllocateAhead(unit=1, nbytes=16 * KIB))
+    room = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
     got = client.result(room)
-    assert isinstance(got, c.AllocatedAhead)
+    assert isinstance(got, c.Preallocated)
     client.put(["a"], {"x": [KIB]})
     client.put(["b"], {"x": [KIB]})
     commit = c.Commit(

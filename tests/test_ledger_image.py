@@ -74,7 +74,7 @@ def test_a_rooms_ahead_and_pins_are_kept() -> None:
     client.register()
     client.put(["a", "b"], {"x": [10, 200]})
     client.locate(by_ids("a"))
-    client.call(c.AllocatedAhead, c.AllocateAhead(unit=1, nbytes=1000))
+    client.call(c.Preallocated, c.Preallocate(unit=1, nbytes=1000))
     made = Ledger.restored(driver.ledger.image())
     assert made.held_ranges() == driver.ledger.held_ranges()
     assert made.free_ranges(1) == driver.ledger.free_ranges(1)

@@ -58,7 +58,7 @@ def test_on_one_host_only_puts_that_travel_are_to_have_them() -> None:
     local = driver.client(attach=[1])
     assert granted(remote)
     assert not granted(local)
-    assert not local.call(c.AllocatedAhead, c.AllocateAhead(unit=1, nbytes=64)).checksums
+    assert not local.call(c.Preallocated, c.Preallocate(unit=1, nbytes=64)).checksums
 
 
 def test_a_client_that_has_not_copied_yet_counts_as_local_where_it_has_a_lock() -> None:
@@ -76,7 +76,7 @@ def test_all_are_to_have_them_while_there_are_several_hosts() -> None:
     local = driver.client(attach=[1])
     guest = driver.client(host="there")
     assert granted(local)
-    assert local.call(c.AllocatedAhead, c.AllocateAhead(unit=1, nbytes=64)).checksums
+    assert local.call(c.Preallocated, c.Preallocate(unit=1, nbytes=64)).checksums
     guest.do(c.Bye())
     assert not granted(local)
     driver.add_unit(name="far", host="there")

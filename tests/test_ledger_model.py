@@ -345,7 +345,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
 
     @precondition(LedgerWriter.speaking)
     @rule(data=st.data(), kind=st.sampled_from(["allocate", "locate", "claim"]))
-    def withdraw_ahead(self, data: st.DataObject, kind: str) -> None:
+    def withdraw_preallocated(self, data: st.DataObject, kind: str) -> None:
         """The withdrawal overtakes its call: the call never takes effect."""
         client = self.draw_client(data)
         number = client.next

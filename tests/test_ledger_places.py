@@ -50,12 +50,12 @@ def test_bytes_at_the_same_place_have_another_serial() -> None:
     assert len(offsets) == 2, "room is used again"
 
 
-def test_parts_of_room_ahead_have_serials_of_their_own() -> None:
+def test_parts_of_preallocated_space_have_serials_of_their_own() -> None:
     driver, client = made(capacity=64 * MIB)
     driver.apply(c.SessionAttached(unit=1, session=client.session))
-    room = client.post(c.AllocateAhead(unit=1, nbytes=1024))
+    room = client.post(c.Preallocate(unit=1, nbytes=1024))
     granted = client.result(room)
-    assert isinstance(granted, c.AllocatedAhead)
+    assert isinstance(granted, c.Preallocated)
     for number, name in enumerate(("a", "b")):
         client.call(
             c.Committed,

@@ -267,7 +267,7 @@ def test_puts_that_wait_for_budgets_of_many_partitions_cost_others_nothing(
         client.put(["one"], {"x": [64]}, partition="q")
         client.put(["two"], {"x": [64]}, partition="q")
         client.clear("two", partition="q")
-        local.call(c.AllocatedAhead, c.AllocateAhead(unit=1, nbytes=64))
+        local.call(c.Preallocated, c.Preallocate(unit=1, nbytes=64))
     assert not {parked.number for parked in looked_at} & set(waiting)
     assert [client.result(number) for number in waiting] == [None] * CROWD
     client.clear("first", partition="p7")

@@ -72,7 +72,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The commands sent, in order; not those by which room ahead of small puts goes back with a heartbeat."""
+    """The commands sent, in order; not those by which preallocated space of small puts goes back with a heartbeat."""
     sent: list[str] = []
 
     def counted(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from dataplane.core.types import GRANULE_BYTES
 from dataplane.data.columns import EncodedColumn
-from dataplane.ledger.commands import AllocateAhead, Placement
+from dataplane.ledger.commands import Placement, Preallocate
 
 SMALL_BYTES = 256 << 10
 """Larger puts ask for their own room: their copy takes longer than the question."""
@@ -24,7 +24,7 @@ MOST_BYTES = 2 << 20
 SOON_S = 1.0
 """Small puts further apart than this ask for their own room, and a refusal stands so long."""
 ASKS = 4
-"""How many puts that begin at the same time ask for room ahead; the others ask for their own."""
+"""How many puts that begin at the same time ask for preallocated space; the others ask for their own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +87,7 @@ class PreallocatedBuffer:
             room.parts.add(part)
             return True
 
-    def wish(self, nbytes: int, unit: int | None) -> AllocateAhead | None:
+    def wish(self, nbytes: int, unit: int | None) -> Preallocate | None:
         """The command that asks for room in `unit`, for a put of `nbytes` that could not `take` any; None: the put asks
         for its own. Rooms that are too small for the put are given up."""
         if not 0 < nbytes <= SMALL_BYTES:
@@ -100,7 +100,7 @@ class PreallocatedBuffer:
             self._asks += 1
             for room in [room for room in self._open if room.end - room.offset < nbytes]:
                 self._give_up(room)
-        return AllocateAhead(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
+        return Preallocate(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
 
     def refused(self) -> None:
         """The service had no room to spare."""
@@ -112,7 +112,7 @@ class PreallocatedBuffer:
         with self._lock:
             self._asks = max(self._asks - 1, 0)
 
-    def add(self, number: int, granted: AllocateAhead, offset: int, *, checksums: bool = False) -> None:
+    def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
         """Call `number` allocated room at `offset`."""
         room = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:

@@ -19,12 +19,12 @@ from dataplane.client.session_state import SessionState, check_pickles
 from dataplane.config import DataPlaneConfig
 from dataplane.core.in_flight import InFlight
 from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
-from dataplane.ledger.commands import Allocate, AllocateAhead, Claim, Command, FindCells, Locate, Save
+from dataplane.ledger.commands import Allocate, Claim, Command, FindCells, Locate, Preallocate, Save
 from dataplane.storage.session_lock import SessionLock
 
 log = logging.getLogger(__name__)
 
-_GIVING = frozenset({Allocate, AllocateAhead, Claim, Locate, Save, FindCells})
+_GIVING = frozenset({Allocate, Preallocate, Claim, Locate, Save, FindCells})
 """Commands whose answer gives an operation something that it has to give back."""
 
 
@@ -207,8 +207,8 @@ class Connection:
         finally:
             with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
                 for number, command in given:
-                    if isinstance(command, AllocateAhead):
-                        self.session_state.ahead.forsake(number)
+                    if isinstance(command, Preallocate):
+                        self.session_state.preallocated.forsake(number)
                     elif (undo := undo_of(number, command)) is not None:
                         self._channel.post(undo)
                 self._post_leftovers()

@@ -1,5 +1,5 @@
-"""What one session of a client keeps between operations: connections to units, remembered schemas, room ahead of small
-puts, and the pins of views handed out."""
+"""What one session of a client keeps between operations: connections to units, remembered schemas, preallocated space
+of small puts, and the pins of views handed out."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class SessionState:
         self.schemas = Schemas()
         self.warned = Warned()
         self.pins = Pins()
-        self.ahead = PreallocatedBuffer()
+        self.preallocated = PreallocatedBuffer()
         self.memory = BufferPool(config.result_memory_bytes)
         self.copier = Copier(config.copy_threads or default_threads())
         self.connections = UnitConnections(
@@ -222,14 +222,14 @@ class SessionState:
         next is asked for: what an interrupt keeps from being posted comes again."""
         for number in self.pins.dropped():
             yield Release(located=number)
-        for number in taken_one_by_one(self.ahead.returned):
+        for number in taken_one_by_one(self.preallocated.returned):
             yield Abort(reservation=number)
         for number in self.connections.settled():
             yield Abort(reservation=number)
 
     def idle_leftovers(self) -> Iterator[Command]:
         """The same with every heartbeat."""
-        self.ahead.idle()
+        self.preallocated.idle()
         return self.leftovers()
 
     def forked(self) -> None:

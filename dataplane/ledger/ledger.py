@@ -203,7 +203,7 @@ class Ledger:
             c.Seal: self._partitions.seal,
             c.Describe: self._reads.describe,
             c.Allocate: self._rooms.allocate,
-            c.AllocateAhead: self._rooms.allocate_ahead,
+            c.Preallocate: self._rooms.preallocate,
             c.Abort: self._abort,
             c.Commit: self._commits.commit,
             c.Locate: self._reads.locate,
@@ -298,7 +298,7 @@ class Ledger:
     # --- withdrawing calls
 
     def _abort(self, session: Session, number: int, command: c.Abort) -> c.Done:
-        self._withdraw(session, number, command.reservation, c.Allocated | c.AllocatedAhead)
+        self._withdraw(session, number, command.reservation, c.Allocated | c.Preallocated)
         if command.reservation in session.reservations:
             self._state.free_reservation(session, command.reservation)
         return c.Done()

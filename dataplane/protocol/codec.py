@@ -22,7 +22,7 @@ RESULTS: dict[type[c.Command], type[c.Result]] = {
     c.Seal: c.Done,
     c.Describe: c.Described,
     c.Allocate: c.Allocated,
-    c.AllocateAhead: c.AllocatedAhead,
+    c.Preallocate: c.Preallocated,
     c.Abort: c.Done,
     c.Commit: c.Committed,
     c.Locate: c.Located,

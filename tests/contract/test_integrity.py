@@ -163,7 +163,7 @@ def test_restored_rows_have_checksums(client, partition, cell, tmp_path) -> None
         client.get_samples(IDS, partition, ["f"])
 
 
-def test_small_puts_into_room_ahead_have_checksums(client, partition, cell) -> None:
+def test_small_puts_into_preallocated_space_have_checksums(client, partition, cell) -> None:
     client.register_partition(partition, ["f"], None, ["task"])
     for name in IDS:
         client.put_samples([name], partition, {"f": torch.arange(5).reshape(1, 5)})

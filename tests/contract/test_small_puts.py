@@ -45,7 +45,7 @@ class Commands(Counter[str]):
                         self.writers.add(session)
 
     def wait_until_writers_are_attached(self) -> None:
-        """The service hears of it from the storage unit: without that it grants no room ahead."""
+        """The service hears of it from the storage unit: without that it grants no preallocated space."""
         until(lambda: self.writers <= self.attached, "the storage unit has not reported that the client attached")
 
 
@@ -98,11 +98,11 @@ def test_a_small_local_put_is_one_command(
         put(client, partition, number)
     assert commands["Commit"] == PUTS
     if road.startswith("local"):
-        assert commands["AllocateAhead"] == 1
+        assert commands["Preallocate"] == 1
         assert commands["Allocate"] == 0
     else:
         assert commands["Allocate"] == PUTS
-        assert commands["AllocateAhead"] == 0
+        assert commands["Preallocate"] == 0
     read = client.get_samples([f"s{n}" for n in range(PUTS)], partition, ["x", "y"])
     assert torch.equal(read["y"], torch.arange(PUTS, dtype=torch.float32))
     assert torch.equal(read["x"], torch.arange(PUTS).repeat_interleave(8).view(PUTS, 8))
@@ -117,7 +117,7 @@ def test_a_large_put_asks_for_room_of_its_own(client: DataPlaneClient, partition
 
 
 @pytest.mark.usefixtures("steady")
-def test_threads_share_room_ahead(client: DataPlaneClient, partition: str) -> None:
+def test_threads_share_preallocated_space(client: DataPlaneClient, partition: str) -> None:
     client.register_partition(partition, ["x", "y"], None, [])
     failed: list[BaseException] = []
 
@@ -162,7 +162,7 @@ def test_idle_room_goes_back_by_itself(
     client.register_partition(partition, ["x", "y"], None, [])
     for number in range(3):
         put(client, partition, number)
-    until(lambda: onlooker.stats().units[0].reserved_bytes == 0, "room ahead of an idle client is still reserved")
+    until(lambda: onlooker.stats().units[0].reserved_bytes == 0, "space of an idle client is still reserved")
     put(client, partition, 3)
 
 

@@ -96,8 +96,8 @@ def schedules() -> st.SearchStrategy[bytes]:
 
 
 def new_ledger() -> Ledger:
-    """One that grants room ahead in these small arenas too."""
-    return Ledger(1, limits=Limits(ahead_part=2))
+    """One that grants preallocated space in these small arenas too."""
+    return Ledger(1, limits=Limits(preallocated_part=2))
 
 
 def small_pages() -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[
 
 
 def extent(command: Commit) -> tuple[int, int]:
-    """Where a commit's part of room ahead begins, and its bytes."""
+    """Where a commit's part of preallocated space begins, and its bytes."""
     assert command.offset is not None
     return command.offset, sum(granules_up(int(c.lengths.sum()) * c.spec.unit_bytes) for c in command.columns)
 

@@ -19,9 +19,7 @@ from dataplane.ledger.commands import (
     Abort,
     AddUnit,
     Allocate,
-    AllocateAhead,
     Allocated,
-    AllocatedAhead,
     Answer,
     Bye,
     Call,
@@ -39,6 +37,8 @@ from dataplane.ledger.commands import (
     Move,
     Opened,
     Output,
+    Preallocate,
+    Preallocated,
     Release,
     Restarted,
     Samples,
@@ -85,7 +85,7 @@ class Memory:
 
 class Recorder:
     """The real ledger, watched. `plans` says what each reservation will hold, `parts` what lies from each offset of
-    room ahead; clients fill them in before they commit."""
+    preallocated space; clients fill them in before they commit."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -243,8 +243,8 @@ class Recorder:
         match command, answer.result:
             case Allocate(), Allocated():
                 self.allocated(name, command, answer.result)
-            case AllocateAhead(), AllocatedAhead():
-                self.allocated_ahead(name, command, answer.result)
+            case Preallocate(), Preallocated():
+                self.preallocated(name, command, answer.result)
             case Commit(), Committed():
                 self.committed(name, command, answer.result)
             case Locate(), Located():
@@ -257,7 +257,7 @@ class Recorder:
         self.granted(name, placement_ranges([column.sizes.tolist() for column in command.columns], result))
         self.placements[name] = result
 
-    def allocated_ahead(self, name: Name, command: AllocateAhead, result: AllocatedAhead) -> None:
+    def preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
         assert name not in self.withdrawn, f"{name} was aborted, then granted"
         self.granted(name, [(command.unit, result.offset, granules_up(command.nbytes))])
 
@@ -325,7 +325,7 @@ class Recorder:
         assert command.reservation is not None
         reservation = (session, command.reservation)
         allocate = self.calls[reservation]
-        if isinstance(allocate, AllocateAhead):
+        if isinstance(allocate, Preallocate):
             assert command.offset is not None
             plan = self.parts[session, command.reservation, command.offset]
             return plan, part_places(plan, allocate.unit, command.offset)

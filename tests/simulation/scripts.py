@@ -25,7 +25,6 @@ from dataplane.ledger.commands import (
     Abort,
     Ack,
     Allocate,
-    AllocateAhead,
     CheckConsumption,
     Claim,
     Claimed,
@@ -39,6 +38,7 @@ from dataplane.ledger.commands import (
     Locate,
     Mode,
     Nack,
+    Preallocate,
     Publish,
     ReadSaved,
     Register,
@@ -185,7 +185,7 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
     if not client.local:
         return
     unit = min(client.local)
-    reply = yield Ask(AllocateAhead(unit=unit, nbytes=room_bytes))
+    reply = yield Ask(Preallocate(unit=unit, nbytes=room_bytes))
     room, offset = (client.session, reply.number), reply.result.offset
     end = offset + room_bytes
     try:

@@ -136,7 +136,7 @@ class Pump:
                 return request.number, full
             room = NOWHERE
             if not must_wait and not parcel.carried:
-                room = self._line.take_ahead(parcel.nbytes)
+                room = self._line.take_preallocated(parcel.nbytes)
                 must_wait = room == NOWHERE
             if must_wait and self._later_bytes + parcel.nbytes > LATER_BYTES:
                 raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for room already; wait for some")
@@ -344,7 +344,7 @@ class Pump:
         if entry is None:
             return
         if isinstance(answer, wire.BrokerDone) and answer.room != NOWHERE:
-            self._line.take_ahead(LARGER_THAN_ANY)
+            self._line.take_preallocated(LARGER_THAN_ANY)
             self._line.ahead = (answer.room, entry.want)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
             self._send(wire.encode(wire.NackItems(number)))

@@ -224,7 +224,7 @@ class Line:
             self.stream.receive_into(payload.data, until)
         return ArrivedItems(answer, self, payload, send)
 
-    def take_ahead(self, nbytes: int) -> int:
+    def take_preallocated(self, nbytes: int) -> int:
         """The room that came with an answer, if it is as large as that; one that is not is given back."""
         room, have = self.ahead
         if room == NOWHERE:

@@ -98,7 +98,7 @@ class Link:
             return reply
         with self._line(what) as line:
             begun = time.monotonic()
-            room = NOWHERE if parcel.carried else line.take_ahead(parcel.nbytes)
+            room = NOWHERE if parcel.carried else line.take_preallocated(parcel.nbytes)
             if room == NOWHERE and not parcel.carried:
                 queue = (request.channel, request.key)
                 reserve = wire.Reserve(line.number(), *queue, parcel.nbytes, request.nowait)

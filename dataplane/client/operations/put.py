@@ -216,15 +216,15 @@ def _outdated(
 def store(
     session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
 ) -> Operation[c.Committed]:
-    """Ask for room, copy, and commit the columns with what `commit` says beside them; where the client has room ahead,
-    without asking. ids: what the caller knows the samples by."""
+    """Ask for room, copy, and commit the columns with what `commit` says beside them; where the client has preallocated
+    space, without asking. ids: what the caller knows the samples by."""
     committed: c.Committed
     taken: list[PreallocatedPart] = []
     try:
-        yield from _take_ahead(session_state, bytes_of(encoded), taken)
+        yield from _take_preallocated(session_state, bytes_of(encoded), taken)
         if taken:
-            committed = yield from _store_ahead(session_state, taken[0], commit, ids, encoded)
-            session_state.ahead.finish(taken[0], failed=False)
+            committed = yield from _store_preallocated(session_state, taken[0], commit, ids, encoded)
+            session_state.preallocated.finish(taken[0], failed=False)
             taken.clear()
             return committed
     except (ServiceRestartedError, StorageUnitError) as error:
@@ -233,7 +233,7 @@ def store(
         log.debug("partition %r is full: waiting for room as its policy says", commit.partition)
     finally:
         for part in taken:
-            session_state.ahead.finish(part, failed=True)
+            session_state.preallocated.finish(part, failed=True)
     room = yield Send(
         c.Allocate(
             partition=commit.partition,
@@ -292,26 +292,26 @@ def _with_columns(
     return replace(commit, reservation=reservation, offset=offset, columns=columns)
 
 
-def _take_ahead(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
+def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
     """`taken` gets room for a small put, of what the session allocated ahead; nothing where it has none and gets
     none."""
-    if session_state.ahead.take(nbytes, taken):
+    if session_state.preallocated.take(nbytes, taken):
         return
-    wish = session_state.ahead.wish(nbytes, session_state.connections.local_unit())
+    wish = session_state.preallocated.wish(nbytes, session_state.connections.local_unit())
     if wish is None:
         return
     try:
         granted = yield Send(wish)
-        session_state.ahead.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
+        session_state.preallocated.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
     except (CapacityTimeoutError, InvalidRequestError):
-        session_state.ahead.refused()
+        session_state.preallocated.refused()
         return
     finally:
-        session_state.ahead.answered()
-    session_state.ahead.take(nbytes, taken)
+        session_state.preallocated.answered()
+    session_state.preallocated.take(nbytes, taken)
 
 
-def _store_ahead(
+def _store_preallocated(
     session_state: SessionState,
     part: PreallocatedPart,
     commit: c.Commit,

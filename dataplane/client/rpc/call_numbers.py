@@ -12,7 +12,6 @@ from itertools import chain, islice
 from dataplane.ledger.commands import (
     Abort,
     Allocate,
-    AllocateAhead,
     Call,
     Claim,
     Command,
@@ -20,6 +19,7 @@ from dataplane.ledger.commands import (
     FindCells,
     Locate,
     Move,
+    Preallocate,
     Release,
     Save,
     Unclaim,
@@ -170,7 +170,7 @@ class CallNumbers:
 def undo_of(number: int, command: Command) -> Command | None:
     """What takes back a call whose fate is unknown, if it may hold something."""
     match command:
-        case Allocate() | AllocateAhead():
+        case Allocate() | Preallocate():
             return Abort(reservation=number)
         case Commit(reservation=int(reservation), offset=None):
             # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.

@@ -22,7 +22,7 @@ class PreallocatedPut(PutReservation):
     def __init__(self, state: State, room: Preallocation, partition: Partition, command: Commit) -> None:
         if command.offset is None or command.offset % GRANULE_BYTES:
             raise InvalidRequestError(
-                f"offset {command.offset}: a commit into room ahead names a multiple of {GRANULE_BYTES} to begin at"
+                f"offset {command.offset}: a commit into preallocated space begins at a multiple of {GRANULE_BYTES}"
             )
         sizes = [column.lengths * column.spec.unit_bytes for column in command.columns]
         names = [column.name for column in command.columns]
@@ -40,7 +40,9 @@ class PreallocatedPut(PutReservation):
         for place, (_, _, extent, start) in enumerate(self.room.pieces[0]):
             if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
                 return place
-        raise InvalidRequestError(f"{nbytes} bytes at {self.offset} are not, or no longer, within the room ahead")
+        raise InvalidRequestError(
+            f"{nbytes} bytes at {self.offset} are not, or no longer, within the preallocated space"
+        )
 
     def cut(self, extents: Extents) -> None:
         """Take the bytes out of the room, as an extent for each column."""

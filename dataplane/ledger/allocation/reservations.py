@@ -1,4 +1,5 @@
-"""Room for puts: reservations, waiting for room, room ahead of small puts, and growing arenas ahead of demand."""
+"""Room for puts: reservations, waiting for room, preallocated space of small puts, and growing arenas ahead of
+demand."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from dataplane.ledger.allocation.placement import Piece, give_back, growth, grow
 from dataplane.ledger.allocation.shortage import out_of_room, waits_for_larger_piece, waits_for_memory
 from dataplane.ledger.commands import (
     Allocate,
-    AllocateAhead,
     Allocated,
-    AllocatedAhead,
     GrowArena,
     Int64s,
     OnFull,
     Placement,
+    Preallocate,
+    Preallocated,
     WhenFull,
 )
 from dataplane.ledger.liveness import Liveness
@@ -156,15 +157,15 @@ class Rooms:
             return None
         return self._reserve(parked, pieces)
 
-    def allocate_ahead(self, session: Session, number: int, command: AllocateAhead) -> AllocatedAhead:
-        """Room ahead, only where it takes nothing from a put that waits."""
+    def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
+        """Preallocated space, only where it takes nothing from a put that waits."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to a storage unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
-            raise InvalidRequestError(f"{command.nbytes} bytes of room ahead: must be in [1, {MAX_BYTES}]")
+            raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
-        plenty = nbytes * self.state.limits.ahead_part <= limit and unit.used_bytes + nbytes <= limit // 2
+        plenty = nbytes * self.state.limits.preallocated_part <= limit and unit.used_bytes + nbytes <= limit // 2
         spare = plenty and unit.open and self._is_spare(nbytes)
         offset = unit.space.take(nbytes) if spare else None
         if offset is None:
@@ -174,7 +175,7 @@ class Rooms:
         extent = self.state.extents.reserve(unit.number, offset, nbytes)
         session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
         self.grow_ahead(unit)
-        return AllocatedAhead(offset=offset, checksums=are_wanted(self.state, session, [unit]))
+        return Preallocated(offset=offset, checksums=are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
         """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is

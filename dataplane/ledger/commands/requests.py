@@ -40,9 +40,9 @@ class Register(Command, frozen=True, kw_only=True):
     `fields` maps names to specs, which may be open; which columns are jagged by name is the client's business.
 
     `budget_bytes` bounds what extents of the partition occupy: reserved for its puts, live, or cleared and still read;
-    shared values once; room ahead from the commit that takes it. New rows get it less the reserve, updates all of it. A
-    budget below what is there is no error: puts wait until there is less. `when_full` holds for the budget, and when
-    the units are full. Puts that wait are judged by what was registered last.
+    shared values once; preallocated space from the commit that takes it. New rows get it less the reserve, updates all
+    of it. A budget below what is there is no error: puts wait until there is less. `when_full` holds for the budget,
+    and when the units are full. Puts that wait are judged by what was registered last.
 
     With `extend`, a partition that lives only gets the fields and tasks that it has not; the rest is not looked at.
     """
@@ -97,9 +97,9 @@ class Allocate(Command, frozen=True, kw_only=True):
     samples: Samples | None = None
 
 
-class AllocateAhead(Command, frozen=True, kw_only=True):
+class Preallocate(Command, frozen=True, kw_only=True):
     """Reserves `nbytes` in one piece for small puts to come, in a unit that proved the session local to it: each of
-    their commits cuts its part off, so that it is their only command. Answered `AllocatedAhead`.
+    their commits cuts its part off, so that it is their only command. Answered `Preallocated`.
 
     Never parks: `CapacityTimeoutError` at once when puts wait for room, or half of what new rows may take is in use, or
     `nbytes` is a large part of it. `Abort` gives back what no commit has taken.
@@ -120,7 +120,7 @@ class Commit(Command, frozen=True, kw_only=True):
     """Makes rows visible: validates everything, then switches all, or changes nothing and frees the reservation.
 
     `columns` are those of the Allocate, in its order; none (and `reservation` None) for a tags-only put.
-    With `offset`, `reservation` is an `AllocateAhead`: the columns lie one after another from that byte of the arena,
+    With `offset`, `reservation` is an `Preallocate`: the columns lie one after another from that byte of the arena,
     each from a granule of its own, and a fault leaves the room reserved.
     Samples given by handles imply mode update. Answered `Committed`.
 

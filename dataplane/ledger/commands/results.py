@@ -53,7 +53,7 @@ class Allocated(Result, frozen=True, kw_only=True):
     evicted: tuple[str, ...] = ()
 
 
-class AllocatedAhead(Result, frozen=True, kw_only=True):
+class Preallocated(Result, frozen=True, kw_only=True):
     """Where the room begins: bytes from the start of the arena, at a granule. `checksums`: commits into it are to have
     them."""
 
@@ -62,8 +62,8 @@ class AllocatedAhead(Result, frozen=True, kw_only=True):
 
 
 class Committed(Result, frozen=True, kw_only=True):
-    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for room ahead. `born` of the
-    samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples.
+    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space. `born` of
+    the samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples.
     `fields` and `tags` are as in `Listed`, if they were asked for."""
 
     rows: Int64s

@@ -53,7 +53,7 @@ class Commits:
         self.state = state
 
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
-        """A fault changes nothing but that the reservation is freed, unless it is room ahead."""
+        """A fault changes nothing but that the reservation is freed, unless it is preallocated space."""
         held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
@@ -97,8 +97,8 @@ class Commits:
     # --- checks
 
     def _admit(self, partition: Partition, reservation: PutReservation | None, named: Named) -> tuple[str, ...]:
-        """Room ahead counts for the partition's budget from now on. CapacityTimeoutError if it is used up, and a put
-        waits for it already or eviction does not help; else the ids of unconsumed samples that were evicted."""
+        """Preallocated space counts for the partition's budget from now on. CapacityTimeoutError if it is used up, and
+        a put waits for it already or eviction does not help; else the ids of unconsumed samples that were evicted."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)

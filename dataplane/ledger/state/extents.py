@@ -67,7 +67,7 @@ class Several:
 
 class Extents:
     """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
-    empty values holds none. `owners` are numbers of accounts (0: room ahead, which is no partition's yet).
+    empty values holds none. `owners` are numbers of accounts (0: preallocated space, which is no partition's yet).
     `serials` tell extents of one number apart, one after another (`made` counts them).
     `freed` says that bytes came back, or could, since it was last reset; `moved` are the accounts (0 too) of which any
     were taken or came back since;

@@ -20,11 +20,10 @@ class Limits:
     and fields, tasks, tags or enumerations of a partition.
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or unit. tag_bytes:
     characters of one string tag. path_bytes: characters of a path or endpoint that a client or unit tells.
-    ahead_part: one request of a session for room ahead is for at most this part (1/ahead_part) of what new rows may
-    take in a unit.
-    steps: steps of a task whose shares are remembered.
-    saves: what one session has taken with `Save` and not released, at once; each holds 20 bytes a cell.
-    interests: (task, fields) combinations per partition whose ready samples are tracked; more are tracked in turns.
+    preallocated_part: one request of a session for preallocated space is for at most this part (1/preallocated_part) of
+    what new rows may take in a unit. steps: steps of a task whose shares are remembered. saves: what one session has
+    taken with `Save` and not released, at once; each holds 20 bytes a cell. interests: (task, fields) combinations per
+    partition whose ready samples are tracked; more are tracked in turns.
     """
 
     in_flight: int = 4096
@@ -38,7 +37,7 @@ class Limits:
     id_bytes: int = 1024
     tag_bytes: int = 1 << 16
     path_bytes: int = 4096
-    ahead_part: int = 64
+    preallocated_part: int = 64
     steps: int = 256
     saves: int = 4
     interests: int = 64

@@ -191,7 +191,7 @@ class State:
             partition.targets[name] = partition.targets.get(name, 0) + 1
 
     def let_targets_go(self, put: ParkedAllocate | ReservedSpace) -> None:
-        """The put is over: what no other names may be evicted. Room ahead names nothing."""
+        """The put is over: what no other names may be evicted. Preallocated space names nothing."""
         if not isinstance(put, ParkedAllocate | PutReservation):
             return
         partition, ids, put.targets = put.partition, put.targets, ()

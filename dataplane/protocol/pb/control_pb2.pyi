@@ -774,7 +774,7 @@ class Allocated(_message.Message):
     evicted: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., checksums: bool = ..., evicted: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class AllocateAheadRequest(_message.Message):
+class PreallocateRequest(_message.Message):
     __slots__ = ("header", "unit", "nbytes")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
@@ -784,7 +784,7 @@ class AllocateAheadRequest(_message.Message):
     nbytes: int
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., unit: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
-class AllocatedAhead(_message.Message):
+class Preallocated(_message.Message):
     __slots__ = ("offset", "checksums")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]

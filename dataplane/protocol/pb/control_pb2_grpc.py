@@ -95,10 +95,10 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocateRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Allocated.FromString,
                 _registered_method=True)
-        self.AllocateAhead = channel.unary_unary(
-                '/tq.v1.Control/AllocateAhead',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocateAheadRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocatedAhead.FromString,
+        self.Preallocate = channel.unary_unary(
+                '/tq.v1.Control/Preallocate',
+                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.PreallocateRequest.SerializeToString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Preallocated.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tq.v1.Control/Abort',
@@ -339,7 +339,7 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AllocateAhead(self, request, context):
+    def Preallocate(self, request, context):
         """Reserves room for small puts to come; never waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -612,10 +612,10 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocateRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Allocated.SerializeToString,
             ),
-            'AllocateAhead': grpc.unary_unary_rpc_method_handler(
-                    servicer.AllocateAhead,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocateAheadRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocatedAhead.SerializeToString,
+            'Preallocate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preallocate,
+                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.PreallocateRequest.FromString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Preallocated.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -1099,7 +1099,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def AllocateAhead(request,
+    def Preallocate(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1112,9 +1112,9 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tq.v1.Control/AllocateAhead',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocateAheadRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.AllocatedAhead.FromString,
+            '/tq.v1.Control/Preallocate',
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.PreallocateRequest.SerializeToString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.Preallocated.FromString,
             options,
             channel_credentials,
             insecure,
