@@ -58,8 +58,9 @@ test-fast: setup ## its tests without sockets, processes and Ray: the ones to ru
 test-floors: $(FLOORS_VENV)/.ready ## contract, columns, compat, mixin and their like on the oldest versions that pyproject.toml allows, and Python 3.11
 	@$(FLOORS_VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FLOORS_TESTS)
 
-FLOORS_TESTS ?= tests/contract tests/compat $(wildcard $(addprefix tests/test_,columns*.py column_api.py \
-	workers_mixin*.py workers_exports.py checkpoint*.py cli*.py control_http2.py metrics*.py events.py checksums.py))
+FLOORS_TESTS ?= tests/contract tests/compat tests/cli tests/workers/test_exports.py $(wildcard $(addprefix tests/, \
+	data/test_columns*.py client/test_columns.py client/test_checkpoint*.py client/test_events.py core/test_checksums.py \
+	controller/test_metrics.py controller/test_recorder.py protocol/test_http2.py workers/training/test_mixin*.py))
 
 $(FLOORS_VENV)/.ready: pyproject.toml constraints.txt tests/floors.py
 	@echo "setting up $(FLOORS_VENV) (some gigabytes: this torch has CUDA)"
@@ -107,7 +108,7 @@ soak: setup $(VERL_VENV)/.ready ## half an hour of faults under rising load, ten
 	@$(BIN)/python -m tests.faults.storm --minutes $(or $(MINUTES),30) $(ARGS)
 	@$(BIN)/python -m tests.faults.workers_storm --minutes $(or $(WORKERS_MINUTES),10) $(ARGS)
 	@TQ_EXAMPLES=20 $(BIN)/python -m pytest -o timeout=0 -o faulthandler_timeout=0 -m "not soak" -n 2 \
-		tests/simulation tests/test_ledger_model.py tests/test_ledger_space.py
+		tests/simulation tests/ledger/test_model.py tests/ledger/test_space.py
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -m soak -n 2
 	@TQ_EXAMPLES=1 PYTHONPATH=tests/delays:$(CURDIR) $(BIN)/python -m pytest \
 		-m "not slow or (integration and not ray and not browser and not soak)" $(PYTEST_ARGS)

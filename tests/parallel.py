@@ -9,7 +9,12 @@ RAY = (
     ("service", "builder", "channels", "start", "cluster"),
 )
 """Tests that share a Ray cluster, by the first word of their module's name: two clusters are enough."""
-GLOO = ("test_workers_broadcast", "test_workers_mixin", "test_workers_mixin_packing", "test_streaming_siblings")
+GLOO = (
+    "tests/workers/training/test_replica_fetch",
+    "tests/workers/training/test_mixin",
+    "tests/workers/training/test_mixin_packing",
+    "tests/training/test_data_loader_siblings",
+)
 """Modules that share the ranks of `tests/gloo.py`."""
 SHARING = ("tests/ui/", "tests/compat/test_nemo_rl", "tests/compat/test_transfer_queue")
 """Modules of a folder that share a browser, or what both packages were seen to do."""
@@ -17,18 +22,18 @@ ALONE = (
     "tests/simulation/test_teeth",
     "tests/contract/test_drain",
     "tests/test_interrupts",
-    "tests/test_workers_channel_processes",
+    "tests/workers/channels/test_processes",
 )
 """Long modules without fixtures of their own: each of their tests may run in another process."""
 FIRST = (
     "tests/ray/",
-    "tests/test_workers_",
+    "tests/workers/",
     "tests/test_docs",
     "tests/compat/",
     "tests/simulation/",
     "tests/deploy/",
     "tests/test_interrupts",
-    "tests/test_ledger_model",
+    "tests/ledger/test_model",
 )
 """What takes long begins first."""
 
@@ -44,7 +49,7 @@ def place(nodeid: str) -> str:
         return f"ray {next((at for at, words in enumerate(RAY) if word in words), 0)}"
     if module.startswith(SHARING):
         return module.rpartition("/")[0]
-    return "gloo" if name in GLOO else module
+    return "gloo" if module in GLOO else module
 
 
 def rank(nodeid: str) -> int:

@@ -19,7 +19,7 @@ from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from tests.ledger_driver import part_of
+from tests.ledger.driver import part_of
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from dataplane.core.types import FieldKind
 from dataplane.ledger import commands as c
 from dataplane.storage.arena import HEADER_BYTES
 from tests.alone import alone
-from tests.ledger_driver import Client, Driver
+from tests.ledger.driver import Client, Driver
 from tests.lives import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]

@@ -43,7 +43,7 @@ class AsyncDataPlaneClient:
 
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
         self._config = config
-        self._teller = EventEmitter(on_event)
+        self._emitter = EventEmitter(on_event)
         self._opening: asyncio.Task[AsyncConnection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -57,11 +57,11 @@ class AsyncDataPlaneClient:
     @property
     def on_event(self) -> OnEvent | None:
         """See `DataPlaneClient.on_event`; called in the event loop."""
-        return self._teller.on_event
+        return self._emitter.on_event
 
     @on_event.setter
     def on_event(self, on_event: OnEvent | None) -> None:
-        self._teller.on_event = on_event
+        self._emitter.on_event = on_event
 
     async def connect(self) -> Self:
         """Open the session now rather than at the first call."""
@@ -82,7 +82,7 @@ class AsyncDataPlaneClient:
         when_full: str = "wait",
     ) -> None:
         """See `DataPlaneClient.register_partition`."""
-        await self._run(
+        await self.perform(
             register,
             partition_id,
             fields,
@@ -105,22 +105,22 @@ class AsyncDataPlaneClient:
         mode: str = "upsert",
     ) -> KVBatchMeta:
         """See `DataPlaneClient.put_samples`."""
-        return await self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
+        return await self.perform(ops.put, sample_ids, partition_id, fields, tags, mode)
 
     async def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        return await self._run(get.get, sample_ids, partition_id, select_fields, copy)
+        return await self.perform(get.get, sample_ids, partition_id, select_fields, copy)
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
         fields = get.chosen_fields(meta, select_fields)
-        return await self._run(get.get, meta, meta.partition_id, fields, True)
+        return await self.perform(get.get, meta, meta.partition_id, fields, True)
 
     async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """See `DataPlaneClient.locate`."""
-        return await self._run(get.locate, meta, get.chosen_fields(meta, select_fields))
+        return await self.perform(get.locate, meta, get.chosen_fields(meta, select_fields))
 
     async def get_batch(
         self,
@@ -133,7 +133,7 @@ class AsyncDataPlaneClient:
         device: torch.device | str | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
-        batch = await self._run(
+        batch = await self.perform(
             get.get_batch,
             meta,
             get.chosen_fields(meta, select_fields),
@@ -190,43 +190,43 @@ class AsyncDataPlaneClient:
             partial_after_s=partial_after_s,
             partial=partial,
         )
-        return await self._run(claim.claim, command, dp_rank)
+        return await self.perform(claim.claim, command, dp_rank)
 
     async def ack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.ack`."""
-        return await self._run(claim.about_claimed, c.Ack, meta)
+        return await self.perform(claim.about_claimed, c.Ack, meta)
 
     async def nack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.nack`."""
-        return await self._run(claim.about_claimed, c.Nack, meta)
+        return await self.perform(claim.about_claimed, c.Nack, meta)
 
     async def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """See `DataPlaneClient.extend`."""
-        return await self._run(claim.extend, meta, lease_s)
+        return await self.perform(claim.extend, meta, lease_s)
 
     async def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient.check_consumption_status`."""
-        return await self._run(claim.consumed, partition_id, task_names)
+        return await self.perform(claim.consumed, partition_id, task_names)
 
     async def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """See `DataPlaneClient.clear_samples`."""
-        await self._run(ops.clear, sample_ids, partition_id)
+        await self.perform(ops.clear, sample_ids, partition_id)
 
     async def seal(self, partition_id: str) -> None:
         """See `DataPlaneClient.seal`."""
-        await self._run(ops.ask, c.Seal(partition=partition_id))
+        await self.perform(ops.ask, c.Seal(partition=partition_id))
 
     async def list_samples(self, partition_id: str) -> KVBatchMeta:
         """See `DataPlaneClient.list_samples`."""
-        return await self._run(ops.list_samples, partition_id)
+        return await self.perform(ops.list_samples, partition_id)
 
     async def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
         """See `DataPlaneClient.set_tags`."""
-        await self._run(ops.set_tags, sample_ids, partition_id, tags)
+        await self.perform(ops.set_tags, sample_ids, partition_id, tags)
 
     async def set_version(self, partition_id: str, version: int) -> None:
         """See `DataPlaneClient.set_version`."""
-        await self._run(ops.ask, c.SetVersion(partition=partition_id, version=version))
+        await self.perform(ops.ask, c.SetVersion(partition=partition_id, version=version))
 
     async def why_blocked(
         self,
@@ -241,7 +241,7 @@ class AsyncDataPlaneClient:
         version_tag: str = WEIGHT_VERSION,
     ) -> c.Blocked:
         """See `DataPlaneClient.why_blocked`."""
-        return await self._run(
+        return await self.perform(
             claim.why_blocked,
             partition_id,
             task_name,
@@ -255,51 +255,51 @@ class AsyncDataPlaneClient:
 
     async def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
         """See `DataPlaneClient.checkpoint`."""
-        return await self._run(checkpoint, path, partitions)
+        return await self.perform(checkpoint, path, partitions)
 
     async def restore(
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
     ) -> CheckpointInfo:
         """See `DataPlaneClient.restore`."""
-        return await self._run(restore, path, partitions, replace=replace)
+        return await self.perform(restore, path, partitions, replace=replace)
 
     async def stats(self) -> c.StatsReport:
         """See `DataPlaneClient.stats`."""
-        return await self._run(ops.stats)
+        return await self.perform(ops.stats)
 
     async def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """See `DataPlaneClient.matrix`."""
-        return await self._run(inspect.matrix, partition_id, columns)
+        return await self.perform(inspect.matrix, partition_id, columns)
 
     async def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
         """See `DataPlaneClient.show_sample`."""
-        return await self._run(inspect.show_sample, sample_id, partition_id)
+        return await self.perform(inspect.show_sample, sample_id, partition_id)
 
     async def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
         """See `DataPlaneClient.memory_map`."""
-        return await self._run(inspect.memory_map, unit, cells)
+        return await self.perform(inspect.memory_map, unit, cells)
 
     async def waits(self) -> c.WaitList:
         """See `DataPlaneClient.waits`."""
-        return await self._run(inspect.waits)
+        return await self.perform(inspect.waits)
 
     async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """See `DataPlaneClient.shrink`."""
-        return await self._run(ops.shrink, timeout_s)
+        return await self.perform(ops.shrink, timeout_s)
 
     async def drain(
         self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
     ) -> Drained:
         """See `DataPlaneClient.drain`."""
-        return await self._run(drain_unit.drain, unit, timeout_s, force, on_progress)
+        return await self.perform(drain_unit.drain, unit, timeout_s, force, on_progress)
 
     async def undrain(self, unit: int) -> None:
         """See `DataPlaneClient.undrain`."""
-        await self._run(drain_unit.undrain, unit)
+        await self.perform(drain_unit.undrain, unit)
 
     async def drop_unit(self, unit: int, *, force: bool = False) -> None:
         """See `DataPlaneClient.drop_unit`."""
-        await self._run(drain_unit.forget, unit, force)
+        await self.perform(drain_unit.forget, unit, force)
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
@@ -338,11 +338,12 @@ class AsyncDataPlaneClient:
             raise ClientClosedError(why="it belongs to another event loop; open a client of its own in this one")
         return await asyncio.shield(self._opening)
 
-    async def _run(
+    async def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
+        """See `DataPlaneClient.perform`."""
         connection = await self._connection()
-        return await connection.run(self._teller.told(operation, connection.session_state, *args, **kwargs))
+        return await connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))
 
 
 def _failed(opening: asyncio.Task[AsyncConnection]) -> bool:

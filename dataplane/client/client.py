@@ -57,7 +57,7 @@ class DataPlaneClient:
 
     def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None, on_event: OnEvent | None = None) -> None:
         self._config = config
-        self._teller = EventEmitter(on_event)
+        self._emitter = EventEmitter(on_event)
         self._owns = owns
         self._connections = ForkLocal(lambda: Connection(config))
 
@@ -76,11 +76,11 @@ class DataPlaneClient:
     def on_event(self) -> OnEvent | None:
         """Called with an `OpEvent` at the end of every operation, in its thread; None: nobody is. What it raises is
         logged once and nothing else. A pickled client's copy has none, a forked child's is the parent's."""
-        return self._teller.on_event
+        return self._emitter.on_event
 
     @on_event.setter
     def on_event(self, on_event: OnEvent | None) -> None:
-        self._teller.on_event = on_event
+        self._emitter.on_event = on_event
 
     def register_partition(
         self,
@@ -122,7 +122,7 @@ class DataPlaneClient:
         A new registration replaces both; what waits is judged by it, and a budget below what is there just lets puts
         wait. Checkpoints keep both.
         """
-        self._run(
+        self.perform(
             register,
             partition_id,
             fields,
@@ -169,7 +169,7 @@ class DataPlaneClient:
         kind, dtype or inner shape differs from its live rows, TypeError for arguments of another type and values no
         column can hold; `StaleSchemaError` (a ValueError) if others clear or register the partition anew at each try.
         """
-        return self._run(ops.put, sample_ids, partition_id, fields, tags, mode)
+        return self.perform(ops.put, sample_ids, partition_id, fields, tags, mode)
 
     def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
@@ -181,13 +181,13 @@ class DataPlaneClient:
         (do not write to them); their room is not reused while any view lives. Raises KeyError naming what is missing:
         partition, sample, field, or a field not produced for a sample.
         """
-        return self._run(get.get, sample_ids, partition_id, select_fields, copy)
+        return self.perform(get.get, sample_ids, partition_id, select_fields, copy)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """`get_samples` of the meta's samples; `select_fields` defaults to `meta.fields` (ValueError if both are
         empty)."""
         fields = get.chosen_fields(meta, select_fields)
-        return self._run(get.get, meta, meta.partition_id, fields, True)
+        return self.perform(get.get, meta, meta.partition_id, fields, True)
 
     def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """The meta, carrying where its samples' fields (default: `meta.fields`) are now, also through pickle, `subset`,
@@ -197,7 +197,7 @@ class DataPlaneClient:
         to the service is long: locate once, after a claim, what many ranks then read. Objects are looked up first in
         any case, and so does an async client. KeyError as `get_samples`.
         """
-        return self._run(get.locate, meta, get.chosen_fields(meta, select_fields))
+        return self.perform(get.locate, meta, get.chosen_fields(meta, select_fields))
 
     def get_batch(
         self,
@@ -215,7 +215,7 @@ class DataPlaneClient:
         `materialize`; `meta.sequence_lengths` are the tokens), `pad_to_seqlen` if that is more (ValueError if less),
         filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested. device: where the tensors end.
         """
-        batch = self._run(
+        batch = self.perform(
             get.get_batch,
             meta,
             get.chosen_fields(meta, select_fields),
@@ -313,50 +313,50 @@ class DataPlaneClient:
             partial_after_s=partial_after_s,
             partial=partial,
         )
-        return self._run(claim.claim, command, dp_rank)
+        return self.perform(claim.claim, command, dp_rank)
 
     def ack(self, meta: KVBatchMeta) -> list[str]:
         """Mark the leased samples of `meta` as consumed. Returns the ids of those that were cleared meanwhile.
         StaleSampleError: the claim of `meta` has lost its lease on `error.samples`; the others are acknowledged.
         ValueError: no claim returned `meta`."""
-        return self._run(claim.about_claimed, c.Ack, meta)
+        return self.perform(claim.about_claimed, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> list[str]:
         """Give claimed samples back; the task may claim them again. Gives the ids of those cleared meanwhile.
         StaleSampleError, once the others are back, has those that were acknowledged, or are another claim's now."""
-        return self._run(claim.about_claimed, c.Nack, meta)
+        return self.perform(claim.about_claimed, c.Nack, meta)
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """Let the leases of `meta` end `lease_s` seconds from now. Cleared and stale samples: see `ack`."""
-        return self._run(claim.extend, meta, lease_s)
+        return self.perform(claim.extend, meta, lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the
         claim had a `lease_s`, acknowledged it. KeyError for an unknown task."""
-        return self._run(claim.consumed, partition_id, task_names)
+        return self.perform(claim.consumed, partition_id, task_names)
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
         room is reused when nobody reads them any more. Idempotent."""
-        self._run(ops.clear, sample_ids, partition_id)
+        self.perform(ops.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:
         """No new ids from now on: the partition is complete. KeyError if unknown."""
-        self._run(ops.ask, c.Seal(partition=partition_id))
+        self.perform(ops.ask, c.Seal(partition=partition_id))
 
     def list_samples(self, partition_id: str) -> KVBatchMeta:
         """All live samples, oldest first, with tags; `fields` are those produced for every one of them."""
-        return self._run(ops.list_samples, partition_id)
+        return self.perform(ops.list_samples, partition_id)
 
     def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
         """Merge one mapping of tags per sample into live samples, all or none. KeyError for samples that are not
         there."""
-        self._run(ops.set_tags, sample_ids, partition_id, tags)
+        self.perform(ops.set_tags, sample_ids, partition_id, tags)
 
     def set_version(self, partition_id: str, version: int) -> None:
         """The trainer's weights are at this version now: claims with `max_lag` count from it (from 0 until it was set;
         it may go back). Waiting claims are looked at again. KeyError for an unknown partition."""
-        self._run(ops.ask, c.SetVersion(partition=partition_id, version=version))
+        self.perform(ops.ask, c.SetVersion(partition=partition_id, version=version))
 
     def why_blocked(
         self,
@@ -374,7 +374,7 @@ class DataPlaneClient:
         leased, held, or turned away by each predicate, and which sessions wrote last and how long ago. `why` says it in
         a sentence. The same facts are attributes of every claim's TimeoutError. KeyError for an unknown partition or
         task."""
-        return self._run(
+        return self.perform(
             claim.why_blocked,
             partition_id,
             task_name,
@@ -401,7 +401,7 @@ class DataPlaneClient:
         `CheckpointWriteError` (an OSError) that names the file where the disk fails, `CheckpointError` (a ValueError)
         if something else is at `path`.
         """
-        return self._run(checkpoint, path, partitions)
+        return self.perform(checkpoint, path, partitions)
 
     def restore(
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
@@ -415,29 +415,29 @@ class DataPlaneClient:
         `PartitionDroppedError`): there must be room for both. Too little is `RequestTooLargeError` or
         `CapacityTimeoutError`. All become visible at once; a failure leaves nothing. Metas from before are stale.
         """
-        return self._run(restore, path, partitions, replace=replace)
+        return self.perform(restore, path, partitions, replace=replace)
 
     def stats(self) -> c.StatsReport:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""
-        return self._run(ops.stats)
+        return self.perform(ops.stats)
 
     def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
         (up to 4,096), and how many of each part have each field and are claimed by each task (estimated for many)."""
-        return self._run(inspect.matrix, partition_id, columns)
+        return self.perform(inspect.matrix, partition_id, columns)
 
     def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
         """Everything about one sample: where each field is, how long, its tags, how each task stands to it. Without a
         partition, in the first that has it. `SampleNotFoundError` if none has."""
-        return self._run(inspect.show_sample, sample_id, partition_id)
+        return self.perform(inspect.show_sample, sample_id, partition_id)
 
     def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
         """What the bytes of a storage unit's arena are, by address in `cells` parts at most (up to 4,096)."""
-        return self._run(inspect.memory_map, unit, cells)
+        return self.perform(inspect.memory_map, unit, cells)
 
     def waits(self) -> c.WaitList:
         """Claims and puts that wait now, longest first: whose, what for, since when and until when."""
-        return self._run(inspect.waits)
+        return self.perform(inspect.waits)
 
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
@@ -445,7 +445,7 @@ class DataPlaneClient:
         Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
         each (with an `error` where one is not connected, did not answer, or has a file system without holes).
         """
-        return self._run(ops.shrink, timeout_s)
+        return self.perform(ops.shrink, timeout_s)
 
     def drain(
         self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
@@ -460,17 +460,17 @@ class DataPlaneClient:
         force: also where no other unit has room for new rows, else a `DrainError` at once, which changes nothing.
         on_progress: called with a `DrainProgress` after each part that was moved.
         """
-        return self._run(drain_unit.drain, unit, timeout_s, force, on_progress)
+        return self.perform(drain_unit.drain, unit, timeout_s, force, on_progress)
 
     def undrain(self, unit: int) -> None:
         """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
-        self._run(drain_unit.undrain, unit)
+        self.perform(drain_unit.undrain, unit)
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:
         """Forget a storage unit for good, so that its process can end. With rows living there it is a ValueError, or
         with `force=True` clears them: `drain` it first. Whoever asks for one is told (`lost` and `causes` of the
         KeyError; the last 4,096 of a partition are remembered). ValueError for an unknown unit, too."""
-        self._run(drain_unit.forget, unit, force)
+        self.perform(drain_unit.forget, unit, force)
 
     def close(self) -> None:
         """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this
@@ -494,8 +494,10 @@ class DataPlaneClient:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._config.address!r})"
 
-    def _run(
+    def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
+        """Perform an operation of `dataplane.client.operations`, or one that is written like these, as every method
+        does: with events, deadlines and retries. For adapters to other interfaces. Blocks as the operation does."""
         connection = self._connections.get()
-        return connection.run(self._teller.told(operation, connection.session_state, *args, **kwargs))
+        return connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))

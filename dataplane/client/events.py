@@ -61,7 +61,7 @@ class EventEmitter:
         self.on_event = on_event
         self._complained = False
 
-    def told(
+    def instrumented(
         self,
         operation: Callable[Concatenate[Any, P], Operation[T]],
         session_state: Any,
@@ -69,7 +69,7 @@ class EventEmitter:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Operation[T]:
-        """The operation; its end is told, if anybody listens."""
+        """The operation, with an event at its end if a listener or a tracer is installed."""
         made = operation(session_state, *args, **kwargs)
         if self.on_event is None and tracer() is None:
             return made

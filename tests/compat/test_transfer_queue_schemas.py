@@ -18,6 +18,6 @@ def test_a_field_that_went_with_its_partition_is_declared_again() -> None:
             two.register_partition("p", [], None, [])
             for name, shapes in (("a", [(2, 3)]), ("b", [(2, 3)]), ("c", [(4, 5)])):
                 images = {"image": [torch.full(shape, float(turn)) for shape in shapes]}
-                one._run(operations.put, [name], "p", images)
+                one.perform(operations.put, [name], "p", images)
         rows = two.get_samples(["a", "c"], "p", ["image"])["image"]
         assert [tuple(row.shape) for row in rows] == [(2, 3), (4, 5)]

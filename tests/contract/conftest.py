@@ -14,7 +14,7 @@ import pytest
 from dataplane import Server, connect, connect_async, serve
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.unit_connections import UnitConnections
-from tests.engine import require_engine, use_at_once, why_not
+from tests.storage.engine_under_test import require_engine, use_at_once, why_not
 
 MIB = 1 << 20
 

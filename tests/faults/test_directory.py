@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.lives import wait_until
-from tests.messengers import address, elsewhere
+from tests.workers.messages.messengers import address, elsewhere
 from workers.directory import Directory, DirectoryClient
 from workers.errors import DirectoryLostError, WorkerLostError
 from workers.messages import Messenger

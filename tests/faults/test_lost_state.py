@@ -108,7 +108,11 @@ def test_every_verb_tells_that_the_service_lost_its_state(ask: Asker, verb: str)
 
 def test_every_verb_of_the_client_is_asked() -> None:
     public = {name for name in vars(DataPlaneClient) if not name.startswith("_")}
-    assert public - {"close", "config", "connect", "on_event"} == VERBS.keys() - {"write back", "views", "clear all"}
+    assert public - {"close", "config", "connect", "on_event", "perform"} == VERBS.keys() - {
+        "write back",
+        "views",
+        "clear all",
+    }
 
 
 def test_a_unit_that_dies_while_it_starts_over_leaves_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A service that is to outlive its machine: what is left after everything was killed, on "another boot".
 
 The kernel's memory cannot be taken away from a test. That rows and records were fsynced in time is shown by
-what was asked of the kernel before the answer (`tests/test_journal.py`, `tests/test_forced.py`, and here).
+what was asked of the kernel before the answer (`tests/controller/test_journal.py`, `tests/core/test_fsync.py`, and
+here).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataplane import connect, serve
 from dataplane.core.file_locks import file_system
 from dataplane.storage.arena import Arena, MappedArena
 from dataplane.storage.arena_record import discard
-from tests.cli_service import Service, services
+from tests.cli.service import Service, services
 from tests.conftest import litter, our_files
 from tests.lives import wait_until
 

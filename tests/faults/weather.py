@@ -92,9 +92,9 @@ ELSEWHERE = {
     "move.mid_copy": "tests/contract/test_drain.py",
     "put.before_force": "tests/faults/test_client_death.py",
     "unit.start_over": "tests/faults/test_lost_state.py",
-    "unit.mid_compaction": "tests/test_compaction.py",
-    "unit.before_compacted": "tests/test_compaction.py",
-    "fetch.between_header_and_payload": "tests/test_workers_mixin.py",
+    "unit.mid_compaction": "tests/storage/test_compaction.py",
+    "unit.before_compacted": "tests/storage/test_compaction.py",
+    "fetch.between_header_and_payload": "tests/workers/training/test_mixin.py",
 }
 """Places that no process of a storm comes by, and the tests that do."""
 UNITS = {"north": ("unit.read.copied",), "south": ("unit.write.between_frames",)}

@@ -14,8 +14,8 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, SessionExpiredError, from_wire, to_wire
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.transport.connection import Wire, WireLostError
-from tests.bulk_unit import EPOCH, WAIT_S, Peer, Unit
 from tests.fuzz.target import Feed, FindingError, Standing, Target, piece
+from tests.storage.unit_under_test import EPOCH, WAIT_S, Peer, Unit
 
 BACKED_BYTES = 1 << 20
 LAST_CALL = 1 << 40

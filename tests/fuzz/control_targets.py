@@ -15,10 +15,10 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import journal_records
 from dataplane.protocol import codec, unit_stream, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
-from tests.control_values import plain
 from tests.fuzz.target import Feed, FindingError, Target, piece
-from tests.ledger_driver import Driver
-from tests.test_ledger_replay import a_busy_day
+from tests.ledger.driver import Driver
+from tests.ledger.test_replay import a_busy_day
+from tests.protocol.values import plain
 
 FACTS = Facts(address="here:1", epoch=7, host="host", endpoints=("ipc://@x",), heartbeat_s=1.0)
 METHODS = sorted([*codec.METHODS, *CALLERS_REPORTS])

@@ -14,7 +14,7 @@ from dataplane.errors import DataPlaneError, InvalidRequestError, UnsupportedVal
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec
 from dataplane.storage.transport.request_chunks import plan_read
-from tests.columns_helpers import encode_one, store
+from tests.data.columns_helpers import encode_one, store
 from tests.fuzz.target import Feed, FindingError, Target, piece
 
 KINDS = list(FieldKind)

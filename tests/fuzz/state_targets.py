@@ -21,11 +21,11 @@ from dataplane.storage import arena_record as kept_module
 from dataplane.storage.arena import Arena, sweep_kept
 from dataplane.storage.arena_record import UnitRecord
 from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY
-from tests.control_values import plain
 from tests.fuzz.control_targets import day
 from tests.fuzz.target import Feed, FindingError, Target, piece
-from tests.ledger_driver import Driver
-from tests.test_ledger_replay import a_busy_day
+from tests.ledger.driver import Driver
+from tests.ledger.test_replay import a_busy_day
+from tests.protocol.values import plain
 
 SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.messengers import Here, address, here
+from tests.workers.messages.messengers import Here, address, here
 from workers.errors import MessageMismatchError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.lives import wait_until
-from tests.messengers import until_it_fails
 from tests.ray.talkers import Talker
+from tests.workers.messages.messengers import until_it_fails
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchError, WorkerLostError

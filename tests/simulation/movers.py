@@ -7,7 +7,7 @@ from random import Random
 from dataplane.client.operations.drain_unit import move_of
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
-from tests.ledger_values import value_places
+from tests.ledger.values import value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.scripts import PIECE, Make, rounds
 

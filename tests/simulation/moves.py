@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataplane.ledger.commands import Allocate, Command, CompactArena, Compacted, FindCells, FoundCells, Move, Moved
-from tests.ledger_values import value_places
+from tests.ledger.values import value_places
 from tests.simulation.places import granules
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ from dataplane.ledger.commands import (
     UnitLost,
 )
 from dataplane.ledger.state.free_space import granules_up
-from tests.ledger_values import canonical, placement_ranges, value_places
+from tests.ledger.values import canonical, placement_ranges, value_places
 from tests.simulation.claims import ClaimBooks
 from tests.simulation.moves import MoveBooks
 from tests.simulation.places import PlannedColumn, extent, granules, part_places, without

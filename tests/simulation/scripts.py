@@ -55,7 +55,7 @@ from dataplane.ledger.commands import (
     UInt32s,
 )
 from dataplane.ledger.state.free_space import granules_up
-from tests.ledger_values import BYTES, WORDS, by_ids, int64s, value_places
+from tests.ledger.values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.places import PlannedColumn, part_places
 from tests.simulation.rows import Value, checksum, content

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from tests.ledger_values import canonical
+from tests.ledger.values import canonical
 from tests.profiles import LONG, budget
 from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate, small_pages
 

@@ -1,7 +1,7 @@
 """The simulator finds what it is there to find: with a defect planted in the ledger, a unit or a client, it fails.
 
-Not here, as the simulator hardly comes by them: staged partitions that outlive their session (`test_ledger_saves.py`),
-and cells that change while they are compacted (`test_ledger_compaction.py`)."""
+Not here, as the simulator hardly comes by them: staged partitions that outlive their session (`test_saves.py`),
+and cells that change while they are compacted (`test_compaction.py`)."""
 
 from __future__ import annotations
 

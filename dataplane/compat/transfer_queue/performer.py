@@ -32,7 +32,7 @@ class Performer:
     def do(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
         """Perform it in this thread."""
         with translated():
-            return self.client._run(operation, *args)
+            return self.client.perform(operation, *args)
 
     async def later(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
         """Perform it and await the outcome. Cancelling detaches as `AsyncDataPlaneClient` says."""
@@ -55,7 +55,7 @@ class _Background:
         self._thread.start()
 
     def submit(self, operation: Callable[..., Operation[T]], *args: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(self._client._run(operation, *args), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
     def close(self) -> None:
         try:

@@ -3,7 +3,7 @@ of what passes:
 
     git --git-dir=RLINF.git archive HEAD | tar x -C /tmp/rlinf
     python -m tests.frameworks.rlinf.run /tmp/rlinf
-    python -m tests.frameworks.rlinf.run /tmp/rlinf --suite channel --queue adapter
+    python -m tests.frameworks.rlinf.run /tmp/rlinf --suite comm --queue adapter
 
 `original` is `rlinf.scheduler`; `adapter` is `workers.rlinf` by its switch.
 """
@@ -15,15 +15,16 @@ from pathlib import Path
 
 from tests.frameworks.suites import Framework, main
 
-SUITES = ("worker", "channel", "comm", "comm_mapper", "auto_placement", "weight_syncer")
+SUITES = ("worker", "comm", "comm_mapper", "auto_placement", "weight_syncer")
 """Each file is a session of its own, as in RLinf's CI: a file's cluster is the whole process's. Files that test RLinf's
-internals alone (`test_cluster_config.py`, `test_placement.py`, `test_broadcast_sync.py`) are left out."""
+internals alone (`test_cluster_config.py`, `test_placement.py`, `test_broadcast_sync.py`), or make every channel from
+them (`test_channel.py`), are left out."""
 
 RLINF = Framework(
     name="rlinf",
     tests="tests/unit_tests",
     suites={name: (f"test_{name}.py",) for name in SUITES},
-    queues={"original": ("-m", "pytest"), "adapter": ("-m", "workers.rlinf", "-m", "pytest", "-p", "public_channels")},
+    queues={"original": ("-m", "pytest"), "adapter": ("-m", "workers.rlinf", "-m", "pytest")},
     python_path=(Path("tests/unit_tests"), Path(__file__).parent / "internals"),
 )
 

@@ -1,6 +1,6 @@
 """On PYTHONPATH of RLinf's tests under the switch, in Ray's workers too.
 
-Some of RLinf's tests import classes of its internals (manager actors, channel workers, process groups), which this
+Some of RLinf's tests import classes of its internals (manager actors, process groups), which this
 project does not have. Here these are None, so that the other tests of their files can be collected; those that use one
 fail.
 """
@@ -12,7 +12,6 @@ import types
 INTERNALS = {
     "manager.coll_manager": ("CollectiveManager",),
     "manager.manager": ("Manager",),
-    "channel.channel_worker": ("ChannelWorker", "LocalChannel"),
     "collective.collective_group": ("CollectiveGroup",),
     "collective.multi_channel_pg": ("MultiChannelProcessGroup",),
 }

@@ -1,0 +1,217 @@
+"""The async channel: what differs from the sync one, cancelling above all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+
+from dataplane.client.rpc import async_channel, pending_calls
+from dataplane.client.rpc.async_channel import AsyncChannel
+from dataplane.config import DataPlaneConfig
+from dataplane.controller.controller import Controller
+from dataplane.core import failpoints
+from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
+from dataplane.ledger import commands as c
+from tests.controller.service import QUICK, STILL, ScriptedLedger, ledger, scripted, unhurried  # noqa: F401
+from tests.open_files import exhausted
+
+pytestmark = pytest.mark.integration
+
+CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1, timeout_s=60.0)
+
+Script = Callable[[AsyncChannel], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def real() -> Iterator[Controller]:
+    with Controller(QUICK, epoch=1) as controller:
+        yield controller
+
+
+def run(controller: Controller, script: Script, config: DataPlaneConfig = QUICK) -> None:
+    """Run `script` with a channel, in a loop of its own."""
+
+    async def main() -> None:
+        channel = await AsyncChannel.open(replace(config, address=controller.address))
+        try:
+            await script(channel)
+        finally:
+            await channel.close()
+            await channel.close()
+
+    asyncio.run(main(), debug=True)
+
+
+async def seen(ledger: ScriptedLedger, kind: type[Any], count: int = 1) -> list[Any]:
+    return await asyncio.get_running_loop().run_in_executor(None, ledger.wait_for, kind, count)
+
+
+def test_many_calls_at_once(real: Controller) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        await channel.call(c.Register(partition="p", fields={}, num_samples=None, tasks=("t",)))
+        outcomes = await asyncio.gather(*[channel.call(c.Describe(partition="p")) for _ in range(100)])
+        assert len({number for number, _ in outcomes}) == 100
+        with pytest.raises(PartitionNotFoundError):
+            await channel.call(c.Describe(partition="other"))
+        assert (channel.session, channel.address, channel.units) == (1, real.address, ())
+
+    run(real, script)
+
+
+def test_cancelling_a_call_undoes_it(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
+        waiting = asyncio.create_task(channel.call(CLAIM))
+        await seen(ledger, c.Claim)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        (undo,) = await seen(ledger, c.Unclaim)
+        assert (undo.command.claimed, undo.watermark) == (1, 1)
+
+    run(scripted, script, STILL)
+
+
+def test_a_lost_answer_is_asked_for_again(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
+    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
+
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: (
+            c.Done() if isinstance(call.command, c.Bye) or len(ledger.of(type(call.command))) >= 2 else None
+        )
+        number, _ = await channel.call(c.Seal(partition="p"))
+        assert {call.number for call in ledger.of(c.Seal)} == {number}
+        channel.post(c.Release(located=1))
+        assert len({call.number for call in await seen(ledger, c.Release, 2)}) == 1
+
+    run(scripted, script)
+
+
+def test_no_answer_in_time(scripted: Controller, ledger: ScriptedLedger) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: None if isinstance(call.command, c.Locate) else c.Done()
+        with pytest.raises(CallTimeoutError, match="Locate: no answer"):
+            await channel.call(c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("f",)), timeout_s=0.05)
+        await seen(ledger, c.Release)
+
+    run(scripted, script)
+
+
+def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
+        waiting = [asyncio.create_task(channel.call(CLAIM)) for _ in range(2)]
+        await seen(ledger, c.Claim, 2)
+        await channel.close()
+        for task in waiting:
+            with pytest.raises(ClientClosedError):
+                await task
+        with pytest.raises(ClientClosedError):
+            channel.post(c.Release(located=1))
+
+    run(scripted, script, STILL)
+    assert len(ledger.of(c.Bye)) == 1
+
+
+def test_failpoints_stand_around_every_command(scripted: Controller) -> None:
+    reached: list[str] = []
+    names = ["call.Seal.before", "call.Seal.after", "call.Release.before", "call.Release.after"]
+    for name in names:
+        failpoints.arm(name, lambda name=name: reached.append(name))  # type: ignore[misc]
+
+    async def script(channel: AsyncChannel) -> None:
+        await channel.call(c.Seal(partition="p"))
+        channel.post(c.Release(located=1))
+
+    run(scripted, script)
+    assert reached == names
+
+
+def test_cancelling_while_it_opens_leaves_nothing(
+    scripted: Controller, ledger: ScriptedLedger, unhurried: None
+) -> None:
+    async def main() -> None:
+        opening = asyncio.create_task(AsyncChannel.open(replace(QUICK, address=scripted.address)))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    asyncio.run(main())
+    assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [1]
+
+
+def test_a_dead_address_is_an_error_at_once() -> None:
+    async def main() -> None:
+        with pytest.raises(ServiceUnavailableError, match="no data plane service at 127"):
+            await AsyncChannel.open(replace(QUICK, address="127.0.0.1:1"))
+
+    asyncio.run(main())
+
+
+def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
+    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
+    controller = Controller(QUICK, ledger=ledger, epoch=1).start()
+
+    async def script(channel: AsyncChannel) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, controller.stop)
+        with pytest.raises(ServiceUnavailableError, match=controller.address):
+            await channel.call(c.Units())
+
+    run(controller, script)
+
+
+def test_too_few_open_files_are_a_named_error_and_lose_no_post(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+                await channel.call(c.Seal(partition="p"))
+            channel.post(c.Release(located=1))
+            assert not ledger.of(c.Release)
+        await channel.call(c.Seal(partition="p"))
+        channel._look_again()
+        await seen(ledger, c.Release)
+
+    run(scripted, script)
+
+
+def test_too_few_open_files_when_the_session_moved(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told; the next call finds the session where it is now."""
+
+    async def script(channel: AsyncChannel) -> None:
+        ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
+        waiting = asyncio.create_task(channel.call(CLAIM))
+        await seen(ledger, c.Claim)
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+            channel._look_again()
+            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+                await waiting
+        await channel.call(c.Seal(partition="p"))
+        channel._look_again()
+        await seen(ledger, c.Unclaim)
+
+    run(scripted, script)
+
+
+def test_too_few_open_files_to_say_goodbye(
+    scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch, unhurried: None
+) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+            await channel.close()
+
+    run(scripted, script, STILL)
+    assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [1]

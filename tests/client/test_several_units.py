@@ -1,0 +1,124 @@
+"""Several remote units: read from, and written to, at the same time."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dataplane.client.unit_connections import UnitConnections
+from dataplane.config import MIB, DataPlaneConfig
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns import EncodedColumn, FlatValues, assemble
+from dataplane.errors import ServiceRestartedError, StorageUnitError
+from dataplane.ledger import commands as c
+from dataplane.storage.server import BulkServer
+from tests.storage.unit_under_test import TOKEN, Unit, changed, noise
+
+pytestmark = pytest.mark.integration
+
+UNITS = 3
+WAIT_S = 60.0
+BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
+
+
+@pytest.fixture
+def units():
+    made = {number: Unit(number=number) for number in range(1, UNITS + 1)}
+    for number, unit in made.items():
+        unit.arena.data[: 16 * MIB] = noise(16 * MIB, seed=number)
+    yield made
+    for unit in made.values():
+        unit.close()
+
+
+@pytest.fixture
+def roads(units):
+    config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN, call_timeout_s=WAIT_S)
+    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(64 * MIB))
+    roads.learn([changed(unit.info, unit=number) for number, unit in units.items()])
+    yield roads
+    roads.close()
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Every read and write waits until as many units as there are have one."""
+    barrier = threading.Barrier(UNITS)
+
+    def waiting(original):
+        def wrapped(server, *arguments):
+            barrier.wait(WAIT_S)
+            return original(server, *arguments)
+
+        return wrapped
+
+    for name in ("_read", "_write"):
+        monkeypatch.setattr(BulkServer, name, waiting(getattr(BulkServer, name)))
+    return barrier
+
+
+def rows(count=9, size=5000, units=UNITS):
+    """Rows dealt to the units in turn."""
+    where = np.array([place % units + 1 for place in range(count)], np.int32)
+    offsets = np.array([64 * (place + 1) * 100 for place in range(count)], np.int64)
+    return c.FieldLocations(name="a", spec=BYTES, units=where, offsets=offsets, lengths=np.full(count, size))
+
+
+def stored(units, field):
+    return [
+        units[unit].arena.data[at : at + size].tolist()
+        for unit, at, size in zip(field.units.tolist(), field.offsets, field.lengths, strict=True)
+    ]
+
+
+def test_all_units_are_read_at_the_same_time(units, roads, meeting):
+    field = rows()
+    batch = assemble(roads.gather([field], {1, 2, 3}))
+    assert [row.tolist() for row in batch["a"].unbind()] == stored(units, field)
+
+
+def test_all_units_are_written_at_the_same_time(units, roads, meeting):
+    values = noise(3 * 1000, seed=9)
+    sizes = np.full(3, 1000)
+    column = EncodedColumn("a", BYTES, sizes, sizes, None, FlatValues(values, np.arange(3) * 1000, sizes))
+    placements = [c.Placement(column=0, first=k, last=k + 1, unit=k + 1, offset=640) for k in range(3)]
+    unfinished: set[int] = set()
+    roads.write(placements, [column], 5, unfinished)
+    assert not unfinished
+    for k in range(3):
+        assert units[k + 1].arena.data[640:1640].tolist() == values[1000 * k : 1000 * (k + 1)].tolist()
+
+
+def test_one_connection_to_each_unit_is_kept(units, roads):
+    field = rows()
+    for _ in range(5):
+        roads.gather([field], {1, 2, 3})
+    kept = [roads.connection(unit) for unit in (1, 2, 3)]
+    assert [len(connection._idle) for connection in kept] == [1, 1, 1]
+
+
+def test_when_one_fails_the_others_have_ended_and_are_good_for_more(units, roads):
+    field = rows()
+    roads.gather([field], {1, 2, 3})
+    units[2].server.stop()
+    with pytest.raises((StorageUnitError, ServiceRestartedError)):
+        roads.gather([field], {1, 2, 3})
+    assert all(not len(roads.connection(unit)._in_flight) for unit in (1, 2, 3))
+    assert roads.unknown({1}), "whichever failed is asked about"
+    rest = rows(units=1)
+    assert [row.tolist() for row in assemble(roads.gather([rest], {1}))["a"].unbind()] == stored(units, rest)
+
+
+def test_writes_that_failed_are_named_and_no_others(units, roads):
+    roads.gather([rows()], {1, 2, 3})
+    units[2].server.stop()
+    sizes = np.full(3, 1000)
+    column = EncodedColumn("a", BYTES, sizes, sizes, None, FlatValues(noise(3000), np.arange(3) * 1000, sizes))
+    placements = [c.Placement(column=0, first=k, last=k + 1, unit=k + 1, offset=640) for k in range(3)]
+    unfinished: set[int] = set()
+    with pytest.raises(StorageUnitError):
+        roads.write(placements, [column], 5, unfinished)
+    assert unfinished == {2}

@@ -1,0 +1,234 @@
+"""Roads to a storage unit that fails, or that has another life than the client knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import UnitConnections
+from dataplane.config import DataPlaneConfig
+from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.errors import ClientClosedError, ServiceRestartedError, StorageUnitError
+from dataplane.ledger import commands as c
+from dataplane.storage.client import UnitConnection
+from dataplane.storage.server import BulkServer
+from dataplane.storage.session_lock import SessionLock
+from tests.lives import wait_until
+from tests.storage.unit_under_test import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
+
+pytestmark = pytest.mark.integration
+
+ROW = c.FieldLocations(
+    name="x",
+    spec=FieldSpec(FieldKind.DENSE, "uint8", (64,)),
+    units=np.full(1, UNIT, np.int32),
+    offsets=np.zeros(1, np.int64),
+    lengths=np.ones(1, np.int64),
+)
+
+
+@pytest.fixture
+def unit() -> Iterator[Unit]:
+    with Unit() as made:
+        yield made
+
+
+@pytest.fixture
+def roads(unit: Unit) -> Iterator[UnitConnections]:
+    config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
+    made = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
+    made.learn([unit.info])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A unit that reads nothing: (a read came, go on)."""
+    came, go_on = threading.Event(), threading.Event()
+    read = BulkServer._read
+
+    def slow(server: BulkServer, request: Any) -> Any:
+        came.set()
+        assert go_on.wait(WAIT_S)
+        return read(server, request)
+
+    monkeypatch.setattr(BulkServer, "_read", slow)
+    yield came, go_on
+    go_on.set()
+
+
+def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, roads: UnitConnections) -> None:
+    roads.gather([ROW], {UNIT})
+    assert not roads.unknown({UNIT})
+    unit.server.stop()
+    with pytest.raises(StorageUnitError):
+        roads.gather([ROW], {UNIT})
+    assert roads.unknown({UNIT})
+    roads.learn([unit.info])
+    assert not roads.unknown({UNIT})
+
+
+def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
+    config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
+    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
+    roads.learn([changed(unit.info, epoch=EPOCH - 1)])
+    with pytest.raises(StorageUnitError, match="started anew"):
+        roads.gather([ROW], {UNIT})
+    assert roads.unknown({UNIT})
+    roads.learn([unit.info])
+    roads.gather([ROW], {UNIT})
+    roads.close()
+
+
+@pytest.mark.parametrize(
+    ("later", "kind", "message"),
+    [
+        ({"epoch": EPOCH + 1}, ServiceRestartedError, f"storage unit {UNIT} belongs to epoch 4, expected 3"),
+        ({"unit": UNIT + 1}, StorageUnitError, "does not list it"),
+    ],
+    ids=["another life", "let go of"],
+)
+def test_a_call_under_way_at_a_unit_that_is_over_says_so(
+    unit: Unit,
+    roads: UnitConnections,
+    held_up: tuple[threading.Event, threading.Event],
+    later: dict[str, int],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    came, _ = held_up
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        roads.learn([changed(unit.info, **later)])
+        with pytest.raises(kind, match=message):
+            reading.result(WAIT_S)
+
+
+def test_a_call_under_way_when_the_client_closes_says_so(
+    roads: UnitConnections, held_up: tuple[threading.Event, threading.Event]
+) -> None:
+    came, _ = held_up
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        roads.close()
+        with pytest.raises(ClientClosedError):
+            reading.result(WAIT_S)
+    with pytest.raises(ClientClosedError):
+        roads.gather([ROW], {UNIT})
+
+
+def test_learning_does_not_wait_for_a_handshake(
+    unit: Unit, roads: UnitConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats bring what is learned."""
+    came, go_on = threading.Event(), threading.Event()
+    attach = BulkServer._answer
+
+    def slow(server: BulkServer, peer: bytes, request: Any) -> None:
+        came.set()
+        assert go_on.wait(WAIT_S)
+        attach(server, peer, request)
+
+    monkeypatch.setattr(BulkServer, "_answer", slow)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        assert came.wait(WAIT_S)
+        other = changed(unit.info, unit=UNIT + 1)
+        roads.learn([unit.info, other])
+        assert not roads.unknown({UNIT + 1})
+        go_on.set()
+        assert set(reading.result(WAIT_S)) == {"x"}
+
+
+def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(
+    unit: Unit, roads: UnitConnections
+) -> None:
+    roads.gather([ROW], {UNIT})
+    unit.server.stop()
+    unfinished = {UNIT}
+    roads.stop(5, unfinished)
+    assert unfinished == {UNIT}
+    assert roads.settled() == []
+    roads.learn([unit.info])
+    assert roads.settled() == []
+    roads.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert roads.settled() == [5]
+    assert roads.settled() == []
+
+
+def test_a_desk_gives_such_room_back(unit: Unit) -> None:
+    session_state = SessionState(
+        DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None
+    )
+    session_state.connections.learn([unit.info])
+    unit.server.stop()
+    session_state.connections.stop(5, {UNIT})
+    session_state.connections.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert [command.reservation for command in session_state.leftovers() if isinstance(command, c.Abort)] == [5]
+    assert list(session_state.leftovers()) == []
+    session_state.close()
+
+
+def test_a_unit_that_did_not_confirm_is_asked_again(roads: UnitConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, refusals = UnitConnection.stop_put, iter(range(2))
+
+    def refusing(connection: UnitConnection, reservation: int, timeout_s: float) -> None:
+        for _ in refusals:
+            raise StorageUnitError(unit=UNIT, endpoint="here", why="not yet")
+        stop(connection, reservation, timeout_s)
+
+    monkeypatch.setattr(UnitConnection, "stop_put", refusing)
+    roads.gather([ROW], {UNIT})
+    unfinished = {UNIT}
+    roads.stop(5, unfinished)
+    assert unfinished == {UNIT}
+    wait_until(lambda: roads.settled() == [5])
+    assert roads.settled() == []
+
+
+def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: UnitConnections) -> None:
+    other, later = changed(unit.info, unit=UNIT + 1), changed(unit.info, unit=UNIT + 2)
+    roads.gather([ROW], {UNIT})
+    connection = roads.connection(UNIT)
+    roads.learn([changed(unit.info, unit=UNIT - 1)])
+    assert not roads.unknown({UNIT}), "a list from before it joined"
+    unit.server.stop()
+    roads.stop(5, {UNIT})
+    roads.learn([other, later])
+    assert roads.unknown({UNIT, UNIT - 1})
+    assert not roads.unknown({UNIT + 1, UNIT + 2})
+    assert roads.settled() == [5]
+    with pytest.raises(ClientClosedError):
+        connection.read([0], [8], timeout_s=1.0)
+    with pytest.raises(StorageUnitError, match="does not list it"):
+        roads.gather([ROW], {UNIT})
+
+
+def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
+    lock = SessionLock.create(unit.arena.path.parent)
+    roads = UnitConnections(
+        DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=BufferPool(0)
+    )
+    roads.learn([unit.info])
+    assert roads.connection(UNIT).local
+    last = unit.arena.backed_bytes // 64
+    there, beyond = (msgspec.structs.replace(ROW, offsets=np.array([64 * place])) for place in (last - 1, last))
+    assert roads.backed([ROW, there])
+    assert not roads.backed([msgspec.structs.replace(there, lengths=np.array([2]))]), "its end is beyond"
+    assert not roads.backed([ROW, beyond])
+    unit.arena.punch(4096)
+    assert not roads.backed([there])
+    assert roads.backed([ROW])
+    roads.close()
+    lock.close()

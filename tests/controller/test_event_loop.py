@@ -1,0 +1,307 @@
+"""The ledger's thread: what goes in, to whom outputs go, and what happens when the ledger fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from dataplane.controller import event_loop as shell_module
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.controller.requests import Facts, Reply
+from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
+from dataplane.ledger import commands as c
+from tests.controller.service import ScriptedLedger, add_unit
+from tests.logs import logged
+
+pytestmark = pytest.mark.integration
+
+Serve = Callable[..., LedgerThread]
+FACTS = Facts(address="here:1", epoch=1, host="host", endpoints=(), heartbeat_s=1.0)
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    shells = []
+
+    def start(ledger: ScriptedLedger, **settings: Any) -> LedgerThread:
+        door = ZmqServer("127.0.0.1", 0)
+        door.introduce(FACTS)
+        shells.append(LedgerThread(ledger, door, FACTS, **settings))
+        shells[-1].start()
+        return shells[-1]
+
+    yield start
+    for shell in shells:
+        shell.stop(WAIT_S)
+
+
+def call(number: int, command: c.Command | None = None) -> c.Call:
+    return c.Call(session=1, number=number, watermark=1, command=command or c.Units())
+
+
+class Inbox:
+    """Collects what replies bring."""
+
+    def __init__(self) -> None:
+        self.outputs: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
+
+    def take(self) -> c.Output:
+        return self.outputs.get(timeout=WAIT_S)
+
+    @property
+    def reply(self) -> Reply:
+        return self.outputs.put
+
+
+def result(output: c.Output) -> c.Result | DataPlaneError:
+    assert isinstance(output, c.Answer)
+    return output.result
+
+
+def test_inputs_are_applied_in_order_after_a_tick(serve: Serve) -> None:
+    ledger, inbox = ScriptedLedger(), Inbox()
+    shell = serve(ledger)
+    for number in range(1, 50):
+        shell.submit(call(number), inbox.reply)
+    answers = [inbox.take() for _ in range(1, 50)]
+    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 50))
+    assert [item.number for item in ledger.of(c.Call)] == list(range(1, 50))
+    assert ledger.ticks >= 1
+
+
+def test_a_deadline_of_the_ledger_wakes_the_thread(serve: Serve) -> None:
+    inbox, ledger = Inbox(), ScriptedLedger()
+
+    def park(item: c.Call) -> None:
+        ledger.deadline = time.monotonic() + 0.05
+
+    ledger.answer = park
+    serve(ledger).submit(call(1), inbox.reply)
+    ledger.wait_until(lambda: ledger.ticks >= 2 and ledger.deadline is None)
+
+
+def ledger_wakes(shell: LedgerThread) -> None:
+    """Returns once the ledger's thread has been around."""
+    inbox = Inbox()
+    shell.submit(c.OpenSession(nonce="x", host="h", name="n", protocol_version=PROTOCOL_VERSION), inbox.reply)
+    inbox.take()
+
+
+def test_a_failing_ledger_is_logged_and_answered_and_goes_on(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(item: c.Call) -> c.Result:
+        if item.number == 1:
+            raise ZeroDivisionError("inside")
+        return c.Done()
+
+    inbox, shell = Inbox(), serve(ScriptedLedger(fail))
+    with caplog.at_level(logging.ERROR):
+        shell.submit(call(1, c.Seal(partition="bad one")), inbox.reply)
+        error = result(inbox.take())
+    assert isinstance(error, InternalError)
+    assert "Seal: ZeroDivisionError" in str(error)
+    assert "bad one" in caplog.text
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+def test_what_the_journal_cannot_take_is_refused_and_the_service_goes_on(serve: Serve) -> None:
+    def full(item: c.Call) -> c.Result:
+        if item.number == 1:
+            raise StateDirError(directory="here", why="no space left")
+        return c.Done()
+
+    inbox, shell = Inbox(), serve(ScriptedLedger(full))
+    shell.submit(call(1), inbox.reply)
+    assert isinstance(result(inbox.take()), StateDirError)
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+class Disk:
+    """What `sync` waits for."""
+
+    def __init__(self) -> None:
+        self.may_return = threading.Event()
+        self.asked = threading.Semaphore(0)
+        self.synced = 0
+        self.fails = False
+
+    def sync(self) -> None:
+        self.asked.release()
+        assert self.may_return.wait(WAIT_S)
+        if self.fails:
+            raise StateDirError(directory="here", why="the disk is broken")
+        self.synced += 1
+
+
+def test_outputs_wait_for_the_disk_and_share_it(serve: Serve) -> None:
+    inbox, disk, ledger = Inbox(), Disk(), ScriptedLedger()
+    shell = serve(ledger, sync=disk.sync)
+    shell.submit(call(1), inbox.reply)
+    assert disk.asked.acquire(timeout=WAIT_S)
+    for number in range(2, 30):
+        shell.submit(call(number), inbox.reply)
+    assert inbox.outputs.empty()
+    disk.may_return.set()
+    answers = [inbox.take() for _ in range(1, 30)]
+    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 30))
+    assert disk.synced == 2
+
+
+def test_when_the_disk_fails_nobody_is_told_and_the_service_ends(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, disk = Inbox(), Disk()
+    disk.fails = True
+    disk.may_return.set()
+    shell = serve(ScriptedLedger(), sync=disk.sync)
+    shell.submit(call(1), inbox.reply)
+    assert isinstance(result(inbox.take()), ServiceUnavailableError)
+    assert shell.ended.wait(WAIT_S)
+    assert "the service ends" in caplog.text
+    with pytest.raises(ServiceUnavailableError):
+        shell.submit(call(2))
+
+
+def test_a_reply_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(output: c.Output) -> None:
+        raise RuntimeError("gone")
+
+    inbox, shell = Inbox(), serve(ScriptedLedger())
+    shell.submit(call(1), broken)
+    shell.submit(call(2), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+    assert "could not hand over" in caplog.text
+
+
+def test_stopping_answers_parked_calls_and_refuses_new_ones(serve: Serve) -> None:
+    inbox, ledger = Inbox(), ScriptedLedger(lambda item: None)
+    shell = serve(ledger)
+    shell.submit(call(1), inbox.reply)
+    ledger.wait_for(c.Call)
+    shell.stop(WAIT_S)
+    assert isinstance(result(inbox.take()), ServiceUnavailableError)
+    with pytest.raises(ServiceUnavailableError, match="is stopping"):
+        shell.submit(call(2))
+    shell.stop(WAIT_S)
+
+
+def test_a_withdrawn_reply_is_not_called(serve: Serve) -> None:
+    gone, stays, ledger = Inbox(), Inbox(), ScriptedLedger(lambda item: None)
+    shell = serve(ledger)
+    replies: list[Reply] = [gone.outputs.put, stays.outputs.put]
+    for reply in replies:
+        shell.submit(call(1), reply)
+    ledger.wait_for(c.Call, 2)
+    shell.withdraw(call(1), replies[0])
+    ledger.answer = lambda item: c.Done()
+    shell.submit(call(1))
+    assert isinstance(result(stays.take()), c.Done)
+    assert gone.outputs.empty()
+
+
+def test_orders_go_to_the_units_link_until_it_is_detached(serve: Serve) -> None:
+    ledger, inbox, first, second = ScriptedLedger(), Inbox(), Inbox(), Inbox()
+    old, new = first.reply, second.reply
+    shell = serve(ledger)
+    shell.submit(add_unit(), inbox.reply, orders=old)
+    assert isinstance(inbox.take(), c.UnitAdded)
+    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
+    assert isinstance(first.take(), c.GrowArena)
+    shell.submit(add_unit(), inbox.reply, orders=new)
+    inbox.take()
+    shell.detach(1, old)  # the old link's end says nothing about the unit that has come back
+    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
+    assert isinstance(second.take(), c.FenceSession)
+    assert first.outputs.empty()
+    assert ledger.of(c.UnitLost) == []
+    shell.detach(1, new)
+    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
+    assert len(ledger.of(c.UnitLost)) == 1
+    assert second.outputs.empty()
+
+
+def ledger_orders(ledger: ScriptedLedger, shell: LedgerThread, order: c.Output) -> None:
+    """Have the ledger put out `order`; returns when it has left."""
+    apply = ledger.apply
+    ledger.apply = lambda item: [order] if isinstance(item, c.SessionSilent) else apply(item)  # type: ignore[method-assign]
+    shell.submit(c.SessionSilent(session=1))
+    ledger_wakes(shell)
+    ledger.apply = apply  # type: ignore[method-assign]
+
+
+def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell_module, "COMPLAIN_S", 600.0)
+
+    def full(item: c.Call) -> c.Result:
+        if item.number < 3:
+            raise StateDirError(directory="/state", why="no space left on device")
+        return c.Done()
+
+    inbox, ledger = Inbox(), ScriptedLedger(full)
+    shell = serve(ledger)
+    with caplog.at_level(logging.ERROR):
+        for number in (1, 2):
+            shell.submit(call(number), inbox.reply)
+            error = result(inbox.take())
+            assert isinstance(error, StateDirError)
+            assert error.directory == "/state"
+    assert caplog.text.count("nothing is done") == 1  # said now and then, not for each
+    shell.submit(call(3), inbox.reply)
+    assert isinstance(result(inbox.take()), c.Done)
+
+
+def test_a_units_link_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(output: c.Output) -> None:
+        raise RuntimeError("the loop is closed")
+
+    ledger, inbox = ScriptedLedger(), Inbox()
+    shell = serve(ledger)
+    shell.submit(add_unit(), inbox.reply, orders=broken)
+    assert isinstance(inbox.take(), c.UnitAdded)
+    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
+    assert "could not hand over GrowArena" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["handle", "_detach", "_forget"])
+def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    shell = serve(ScriptedLedger())
+    with monkeypatch.context() as patched:
+        patched.setattr(shell, where, fail)
+        with logged("the service failed on what was submitted, and goes on"):
+            shell.submit(call(1))
+            shell.detach(1, fail)
+            shell.withdraw(call(1), fail)
+    ledger_wakes(shell)
+
+
+def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = serve(ScriptedLedger())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer, monkeypatch.context() as patched:
+        peer.linger = 0
+        # It fails on the first message, before it has looked at it.
+        serve_one = ZmqServer.serve
+        patched.setattr(ZmqServer, "serve", lambda door, handler: serve_one(door, handler) and fail())
+        peer.connect(shell._zmq.endpoints[0])
+        # The message is read on its own, or with what there is to know of its connection.
+        with logged("and goes on"):
+            peer.send_multipart([b"Seal", b"", b""])
+    ledger_wakes(shell)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("a defect")

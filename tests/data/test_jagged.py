@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane.core.types import DTYPE_BYTES
+from dataplane.data import jagged
+from dataplane.data.jagged import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    _pad_by_mask,
+    as_lengths,
+    detached_values,
+    is_jagged,
+    jagged_from_values,
+    maybe_pack_jagged,
+    pack_jagged_fields,
+    pad_element,
+    pad_nested,
+    pad_scalar,
+    response_from_nested,
+    row_lengths,
+    row_starts,
+    select_rows,
+    tensor_from_numpy,
+    to_nested_by_length,
+    view_jagged_fields,
+    writable_alias,
+)
+from dataplane.errors import InvalidRequestError
+from tests.data.columns_helpers import nested_of, random_tensor, same_bits, same_rows
+
+LENGTHS = [3, 0, 5, 1]
+with_holes = jagged_from_values(torch.arange(12.0), torch.tensor([0, 4, 8, 12]), lengths=torch.tensor([3, 0, 4]))
+
+
+def test_dtypes_by_name() -> None:
+    assert set(TORCH_DTYPES) == set(DTYPE_BYTES) == set(DTYPE_NAMES.values())
+    for name, dtype in TORCH_DTYPES.items():
+        assert str(dtype) == f"torch.{name}"
+        assert dtype.itemsize == DTYPE_BYTES[name]
+
+
+@pytest.mark.parametrize("constructor", [True, False])
+def test_jagged_tensors_are_torchs_own_however_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, constructor: bool
+) -> None:
+    assert jagged._constructor_serves(), "the constructor of the torch that is pinned is used"
+    monkeypatch.setattr(jagged, "_constructor_serves", lambda: constructor)
+    values, offsets = torch.arange(6.0), torch.tensor([0, 2, 2, 6])
+    nested = jagged_from_values(values, offsets, span=(0, 4))
+    other = jagged_from_values(torch.arange(6), offsets, span=(0, 4))
+    assert is_jagged(nested)
+    assert nested._is_view() is not constructor
+    assert nested.offsets() is offsets
+    assert nested.values().data_ptr() == values.data_ptr()
+    assert torch.equal((nested + other).values(), 2 * values)
+    assert (nested._get_min_seqlen(), nested._get_max_seqlen()) == (0, 4)
+    assert same_rows(nested, [values[:2], values[2:2], values[2:]])
+    assert torch.nested.to_padded_tensor(nested, -1.0).tolist() == [[0, 1, -1, -1], [-1] * 4, [2, 3, 4, 5]]
+    assert same_rows(pickle.loads(pickle.dumps(nested)), list(nested.unbind()))
+    wants = torch.arange(6.0, requires_grad=True)
+    (jagged_from_values(wants, offsets, span=(0, 4)) * 3).values().sum().backward()
+    assert wants.grad is not None
+    assert wants.grad.tolist() == [3] * 6
+    leaf = jagged_from_values(values.clone(), offsets, span=(0, 4)).requires_grad_()
+    (leaf * 2).values().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.values().tolist() == [2] * 6
+
+
+def test_a_constructor_that_makes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> torch.Tensor:
+        raise TypeError("unexpected keyword argument '_metadata_cache'")
+
+    for makes in (refuses, lambda values, offsets, span: nested_of([values])):
+        monkeypatch.setattr(jagged, "_constructed", makes)
+        assert not jagged._constructor_serves.__wrapped__()
+
+
+def test_is_jagged() -> None:
+    nested = nested_of([torch.zeros(1, 2), torch.zeros(3, 2)])
+    assert is_jagged(nested)
+    assert is_jagged(with_holes)
+    assert not is_jagged(nested.transpose(1, 2))
+    assert not is_jagged(torch.zeros(2))
+    assert not is_jagged("x")
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
+@pytest.mark.parametrize("inner", [(), (2,)])
+def test_to_nested_by_length(dtype: torch.dtype, inner: tuple[int, ...]) -> None:
+    padded = random_tensor((4, 6, *inner), dtype)
+    nested = to_nested_by_length(padded, torch.tensor(LENGTHS))
+    assert is_jagged(nested)
+    assert same_rows(nested, [padded[i, :length] for i, length in enumerate(LENGTHS)])
+    assert row_lengths(nested).tolist() == LENGTHS
+
+
+def test_gradients_flow_through_packing_and_response() -> None:
+    padded = torch.ones(2, 4, requires_grad=True)
+    nested = to_nested_by_length(padded, [4, 3])
+    response = response_from_nested(nested, to_nested_by_length(torch.ones(2, 4), [2, 1]))
+    response.values().sum().backward()
+    assert padded.grad is not None
+    assert padded.grad.tolist() == [[0, 1, 1, 0], [0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("padded", "lengths", "told"),
+    [
+        (torch.zeros(2, 3), [1], "2 rows, but 1 lengths"),
+        (torch.zeros(2, 3), [1, 4], "3 wide, narrower than the longest sample of 4"),
+        (torch.zeros(2, 3), [1, -1], "negative"),
+        (torch.zeros(2, 3), [1.0, 2.0], "integers"),
+        (torch.zeros(2, 3), [[1], [2]], "one-dimensional"),
+        (torch.zeros(2), [1, 1], "padded tensor"),
+        (with_holes, [1, 1, 1], "nested"),
+    ],
+)
+def test_lengths_that_do_not_fit(padded: Any, lengths: Any, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        to_nested_by_length(padded, lengths)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, np.array(LENGTHS, dtype=np.int32), torch.tensor(LENGTHS)], ids=type)
+def test_lengths_of_any_kind(lengths: Any) -> None:
+    assert as_lengths(lengths, rows=4).tolist() == LENGTHS
+    assert as_lengths(lengths).dtype == torch.int64
+
+
+# --- packing fields -----------------------------------------------------------------------------------------------
+
+BATCH: dict[str, Any] = {
+    "input_ids": torch.arange(24).reshape(4, 6),
+    "advantages": torch.arange(32.0).reshape(4, 8),
+    "returns": torch.arange(4.0),
+    "pixel_values": torch.zeros(4, 6),
+    "token_mask": nested_of([torch.ones(length) for length in LENGTHS]),
+    "values": np.arange(24.0).reshape(4, 6),
+    "text": ["a", "b", "c", "d"],
+}
+
+
+@pytest.mark.parametrize("pack", [pack_jagged_fields, maybe_pack_jagged, view_jagged_fields])
+def test_declared_fields_are_cut_to_the_lengths_and_no_others(pack: Any) -> None:
+    packed = pack(BATCH, lengths=LENGTHS)
+    assert list(packed) == list(BATCH)
+    for name in ("input_ids", "advantages", "values"):
+        rows = torch.as_tensor(BATCH[name])
+        assert is_jagged(packed[name])
+        assert same_rows(packed[name], [rows[i, :length] for i, length in enumerate(LENGTHS)])
+    for name in ("returns", "pixel_values", "token_mask", "text"):
+        assert packed[name] is BATCH[name], "undeclared, one-dimensional, or jagged already"
+
+
+def test_packed_fields_can_be_combined() -> None:
+    packed = pack_jagged_fields(BATCH, lengths=LENGTHS)
+    total = packed["input_ids"] + packed["advantages"]
+    assert same_rows(total, [BATCH["input_ids"][i, :n] + BATCH["advantages"][i, :n] for i, n in enumerate(LENGTHS)])
+
+
+def test_names_are_declared_by_the_caller() -> None:
+    packed = pack_jagged_fields(BATCH, lengths=LENGTHS, token_aligned_fields={"pixel_values"})
+    assert is_jagged(packed["pixel_values"])
+    assert packed["input_ids"] is BATCH["input_ids"]
+
+
+def test_narrower_than_the_longest_row_names_the_field() -> None:
+    with pytest.raises(ValueError, match="'input_ids': rows are 6 wide, narrower than the longest sample of 7"):
+        pack_jagged_fields(BATCH, lengths=[7, 1, 1, 1])
+
+
+def test_nothing_to_pack_by() -> None:
+    assert maybe_pack_jagged(BATCH) == BATCH
+
+
+def test_views_share_memory_whatever_the_strides() -> None:
+    base = torch.arange(48).reshape(4, 12)
+    for padded in (base, base[:, 2:], base[:, :5], base[:, ::2], base[::2].repeat_interleave(2, 0)):
+        viewed = view_jagged_fields({"input_ids": padded}, lengths=LENGTHS)["input_ids"]
+        assert same_rows(viewed, [padded[i, :length] for i, length in enumerate(LENGTHS)])
+        assert viewed.values().untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
+    for padded in (base[:1].expand(4, 12), base.reshape(12, 4).t()[:, :6], base[:, :0]):
+        lengths = [min(length, padded.shape[1]) for length in LENGTHS]
+        viewed = view_jagged_fields({"input_ids": padded}, lengths=lengths)["input_ids"]
+        assert same_rows(viewed, [padded[i, :length] for i, length in enumerate(lengths)])
+
+
+# --- padding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
+def test_pad_nested(dtype: torch.dtype) -> None:
+    padded = random_tensor((4, 5, 2), dtype)
+    back = pad_nested(to_nested_by_length(padded, LENGTHS), 1, width=7)
+    assert back.shape == (4, 7, 2)
+    one = torch.ones(1).to(dtype)
+    for i, length in enumerate(LENGTHS):
+        assert same_bits(back[i, :length], padded[i, :length])
+        assert same_bits(back[i, length:].contiguous(), one.expand(7 - length, 2).contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_the_road_of_accelerators_gives_the_same(dtype: torch.dtype) -> None:
+    nested = to_nested_by_length(random_tensor((4, 5, 2), dtype), LENGTHS)
+    values, starts, lengths = detached_values(nested), row_starts(nested), row_lengths(nested)
+    assert same_bits(_pad_by_mask(values, starts, lengths, 7, 1), pad_nested(nested, 1, width=7))
+
+
+def test_pad_nested_with_holes_and_width() -> None:
+    assert pad_nested(with_holes, -1).tolist() == [[0, 1, 2, -1], [-1] * 4, [8, 9, 10, 11]]
+    with pytest.raises(ValueError, match="cannot pad to 3: the longest row has 4"):
+        pad_nested(with_holes, width=3)
+    with pytest.raises(ValueError, match="cannot pad to -1"):
+        pad_nested(jagged_from_values(torch.zeros(0), torch.tensor([0])), width=-1)
+    assert pad_nested(jagged_from_values(torch.zeros(0), torch.tensor([0]))).shape == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
+def test_pad_element_is_the_bits_of_the_number(dtype: torch.dtype) -> None:
+    element = pad_element(True, dtype)
+    assert element.shape == ()
+    assert not element.flags.writeable, "it is given out again"
+    bits = torch.from_numpy(np.frombuffer(element.tobytes(), dtype=np.uint8).copy())
+    assert same_bits(bits.view(dtype), torch.ones(1).to(dtype))
+
+
+def test_pad_elements_that_are_equal_but_differ_in_bits() -> None:
+    bits = [pad_element(value, torch.float32).tobytes().hex() for value in (0.0, -0.0, 0, float("nan"), 0.0)]
+    assert bits == ["00000000", "00000080", "00000000", "0000c07f", "00000000"]
+
+
+BEYOND = (10**400, -(10**400))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *[(dtype, value) for dtype in TORCH_DTYPES.values() for value in BEYOND],
+        (torch.float32, 1e39),
+        (torch.bfloat16, -1e39),
+        (torch.float16, 65520.0),
+        (torch.float8_e5m2, 1e6),
+        (torch.float8_e4m3fn, 1e4),
+        (torch.float8_e4m3fn, math.inf),
+        (torch.complex64, 1e39),
+        (torch.complex64, complex(0, 1e39)),
+        (torch.float32, 1j),
+        (torch.int64, math.nan),
+        (torch.int64, math.inf),
+    ],
+    ids=str,
+)
+def test_a_pad_value_that_would_become_another_is_refused(dtype: torch.dtype, value: Any) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pad_scalar(value, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_pad_values_that_are_rounded_infinite_or_no_number_are_taken(dtype: torch.dtype) -> None:
+    assert pad_scalar(0.1, dtype) == 0.1
+    assert pad_scalar(-math.inf, dtype) == -math.inf
+    assert math.isnan(pad_scalar(math.nan, dtype).real)
+    assert pad_scalar(torch.finfo(dtype).max, dtype) == torch.finfo(dtype).max
+
+
+def test_select_rows() -> None:
+    rows = list(with_holes.unbind())
+    assert same_rows(select_rows(with_holes, torch.tensor([2, 1, 2])), [rows[2], rows[1], rows[2]])
+    assert same_rows(select_rows(with_holes, torch.zeros(0, dtype=torch.int64)), [])
+
+
+# --- response -----------------------------------------------------------------------------------------------------
+
+
+def test_response_is_the_response_slice_shifted_left_by_one() -> None:
+    # prompts of 2, 3 and 1 tokens, responses of 2, 0 and 3; element t of a row is named row * 10 + t
+    full = nested_of([torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12]), torch.tensor([20, 21, 22, 23])])
+    mask = nested_of([torch.ones(2), torch.ones(0), torch.ones(3)])
+    response = response_from_nested(full, mask)
+    assert [row.tolist() for row in response.unbind()] == [[1, 2], [], [20, 21, 22]]
+    assert [row.tolist() for row in (response * mask).unbind()] == [[1, 2], [], [20, 21, 22]]
+
+
+def test_response_of_tensors_with_holes_and_inner_dimensions() -> None:
+    values = torch.arange(24).reshape(12, 2)
+    full = jagged_from_values(values, torch.tensor([0, 5, 12]), lengths=torch.tensor([4, 6]))
+    mask = jagged_from_values(torch.ones(12), torch.tensor([0, 6, 12]), lengths=torch.tensor([2, 5]))
+    response = response_from_nested(full, mask)
+    assert same_rows(response, [values[1:3], values[5:10]])
+
+
+@pytest.mark.parametrize(
+    ("full", "mask", "told"),
+    [
+        (torch.zeros(2, 3), nested_of([torch.ones(1)]), "full: expected a nested"),
+        (nested_of([torch.ones(3)]), torch.zeros(1, 2), "response_mask: expected a nested"),
+        (nested_of([torch.ones(3)]), nested_of([torch.ones(1)] * 2), "full has 1 rows, response_mask 2"),
+        (nested_of([torch.ones(3)] * 2), nested_of([torch.ones(1), torch.ones(3)]), "row 1: a response of 3 tokens"),
+    ],
+)
+def test_response_that_does_not_fit(full: Any, mask: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        response_from_nested(full, mask)
+
+
+# --- numpy --------------------------------------------------------------------------------------------------------
+
+
+def test_read_only_memory_without_a_warning_and_kept_alive() -> None:
+    array = np.frombuffer(bytes(range(8)), dtype=np.uint8)
+    assert tensor_from_numpy(array).tolist() == list(range(8))
+    alias = writable_alias(array)
+    assert alias.__array_interface__["data"] == (array.__array_interface__["data"][0], False)
+    assert tensor_from_numpy(np.arange(3, dtype=">i8")).tolist() == [0, 1, 2]

@@ -1,0 +1,69 @@
+"""The ledger's model finds what it is there to find: with a defect planted in evictions, it fails."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from dataplane.ledger.commands import WhenFull
+from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.state import State
+from tests.ledger.evictor import LedgerEvictor
+from tests.ledger.machine import HOSTS
+
+
+def nothing_is_kept_for_puts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "targeted", lambda self, rows: np.zeros(len(rows), np.bool_))
+
+
+def what_waits_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
+    park = State.park
+
+    def careless(self: State, parked: object) -> None:
+        if hasattr(parked, "targets"):
+            self.let_targets_go(parked)  # type: ignore[arg-type]
+        park(self, parked)  # type: ignore[arg-type]
+
+    patch.setattr(State, "park", careless)
+
+
+def what_has_room_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
+    judge = LedgerEvictor.feed
+
+    def careless(self: LedgerEvictor, *args: object) -> object:
+        for session in self.ledger._state.sessions.values():
+            for room in session.reservations.values():
+                if hasattr(room, "targets"):
+                    self.ledger._state.let_targets_go(room)  # type: ignore[arg-type]
+        return judge(self, *args)  # type: ignore[arg-type]
+
+    patch.setattr(LedgerEvictor, "feed", careless)
+
+
+PLANTED = [
+    nothing_is_kept_for_puts,
+    what_waits_keeps_nothing,
+    what_has_room_keeps_nothing,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_defect_is_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(AssertionError):
+        press_all()
+
+
+def press_all() -> None:
+    """Budgets that are used up, under the policies that evict."""
+    for seed in range(60):
+        chance, machine = Random(seed), LedgerEvictor()
+        machine.start([chance.choice([20, 33, 64])] * chance.randint(1, 2), 64)
+        for policy in (WhenFull.EVICT_OLDEST, WhenFull.EVICT):
+            machine.open_session(HOSTS[0])
+            machine.press(chance, 40, policy)
+            machine.check_all()
+            machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
+        machine.teardown()

@@ -1,0 +1,338 @@
+"""Sessions: opening, numbers, watermarks, silence, proof, and the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import (
+    CallCancelledError,
+    ClaimTimeoutError,
+    InvalidRequestError,
+    LimitError,
+    ProtocolVersionError,
+    SessionExpiredError,
+    StaleCallError,
+)
+from dataplane.ledger import commands as c
+from dataplane.ledger.state.limits import Limits
+from tests.ledger.driver import Client, Driver, by_ids
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def call(driver: Driver, session: int, number: int, watermark: int, command: c.Command) -> list[c.Output]:
+    return driver.apply(c.Call(session=session, number=number, watermark=watermark, command=command))
+
+
+def results(out: list[c.Output]) -> list[type]:
+    return [type(item.result) for item in out if isinstance(item, c.Answer)]
+
+
+# --- opening
+
+
+def test_opening_is_idempotent_by_nonce(driver: Driver) -> None:
+    item = c.OpenSession(nonce="n", host="h", name="a", protocol_version=PROTOCOL_VERSION)
+    first, again = driver.apply(item)[0], driver.apply(item)[0]
+    assert isinstance(first, c.Opened)
+    assert isinstance(again, c.Opened)
+    assert first.session == again.session == 1
+    assert first.epoch == 7
+    assert [unit.unit for unit in first.units] == [1]
+    other = driver.apply(c.OpenSession(nonce="m", host="h", name="a", protocol_version=PROTOCOL_VERSION))[0]
+    assert isinstance(other, c.Opened)
+    assert other.session == 2
+
+
+def test_another_protocol_version_is_refused(driver: Driver) -> None:
+    opened = driver.apply(c.OpenSession(nonce="n", host="h", name="a", protocol_version=99))[0]
+    assert isinstance(opened, c.Opened)
+    assert isinstance(opened.error, ProtocolVersionError)
+    assert opened.session == 0
+
+
+# --- numbers
+
+
+def test_a_retry_of_an_answered_number_gets_the_same_answer(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    client.put(["a", "b"])
+    claim = client.claim(1)
+    first = call(driver, client.session, 9, 9, claim)
+    again = call(driver, client.session, 9, 9, claim)
+    assert isinstance(first[0], c.Answer)
+    assert isinstance(again[0], c.Answer)
+    assert first[0].result is again[0].result
+    client.number = 9
+    assert client.claimed(5, blocking=False) == ("b",)
+
+
+def test_errors_are_answers_too_and_are_kept(driver: Driver) -> None:
+    client = driver.client()
+    claim = client.claim(1, blocking=False)
+    first = call(driver, client.session, 1, 1, claim)
+    call(driver, client.session, 2, 1, c.Register(partition="p", fields={}, num_samples=None, tasks=("train",)))
+    assert results(call(driver, client.session, 1, 1, claim)) == results(first)
+
+
+def test_a_retry_of_a_parked_number_joins_it(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    waiting = client.waits(client.claim(1))
+    client.post(client.claim(1), number=waiting)
+    client.put(["a", "b"])
+    assert client.claimed_by(waiting) == ("a",)
+
+
+def test_below_the_watermark_nothing_is_executed(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    client.put(["a"])
+    call(driver, client.session, 50, 50, c.Units())
+    out = call(driver, client.session, 40, 3, client.claim(1))
+    assert results(out) == [StaleCallError]
+    assert results(call(driver, client.session, 40, 45, client.claim(1))) == [StaleCallError]
+    assert call(driver, client.session, 51, 50, client.claim(1))[0].result.ids == ("a",)  # type: ignore[attr-defined]
+
+
+def test_too_many_calls_in_flight_are_refused() -> None:
+    driver = Driver(limits=Limits(in_flight=4))
+    client = driver.client()
+    client.register()
+    call(driver, client.session, 2, 2, client.claim(1))
+    for number in (3, 4, 500):  # how far apart they are does not matter
+        assert results(call(driver, client.session, number, 2, c.Units())) == [c.UnitList]
+    assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
+    assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
+
+
+@pytest.mark.parametrize("kind", ["abort", "release", "unclaim"])
+def test_a_withdrawn_number_never_executes_when_it_arrives_late(driver: Driver, kind: str) -> None:
+    client = driver.client()
+    client.register()
+    client.put(["a"], {"x": [8]})
+    used = client.used()
+    late, withdraw = {
+        "abort": (client.allocate({"x": [8]}), c.Abort(reservation=90)),
+        "release": (c.Locate(partition="p", samples=by_ids("a"), fields=("x",)), c.Release(located=90)),
+        "unclaim": (client.claim(1), c.Unclaim(claimed=90)),
+    }[kind]
+    assert results(call(driver, client.session, 91, 90, withdraw)) == [c.Done]
+    assert results(call(driver, client.session, 90, 90, late)) == [CallCancelledError]
+    other = driver.client()
+    assert other.used() == used
+    assert other.claimed(1) == ("a",)
+    client.number = 91
+    client.clear("a")
+    assert client.used() == 0
+
+
+def test_withdrawing_a_later_number_or_another_kind_is_refused(driver: Driver) -> None:
+    client = driver.client()
+    client.watermark = 1
+    with pytest.raises(InvalidRequestError, match="earlier"):
+        client.do(c.Abort(reservation=5))
+    client.do(c.Register(partition="p", fields={}, num_samples=None, tasks=()))
+    with pytest.raises(InvalidRequestError, match="was answered Done"):
+        client.do(c.Release(located=client.number))
+
+
+def test_calls_of_unknown_sessions_are_refused(driver: Driver) -> None:
+    assert results(call(driver, 77, 1, 1, c.Units())) == [SessionExpiredError]
+    assert results(call(driver, 77, 1, 1, c.Bye())) == [c.Done]
+
+
+def test_a_watermark_past_a_parked_call_ends_it(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    waiting = client.waits(client.claim(1))
+    client.open.clear()
+    client.put(["a"])
+    assert isinstance(client.result(waiting), CallCancelledError)
+    assert client.claimed(1) == ("a",)
+
+
+# --- silence
+
+
+def holding(driver: Driver, attach: tuple[int, ...]) -> Client:
+    """A client with a reservation (64 bytes), a pin (64 bytes, then cleared), a parked claim."""
+    client = driver.client("holder", host="far", attach=attach)
+    client.register()
+    client.put(["a"], {"x": [8]})
+    client.raw(client.allocate({"x": [8]}))
+    client.locate(by_ids("a"))
+    client.clear("a")
+    client.waits(client.claim(1))
+    return client
+
+
+def test_a_silent_local_session_is_probed_once_per_heartbeat_and_kept_while_its_lock_is_held(driver: Driver) -> None:
+    client = holding(driver, (1,))
+    driver.tick(3.9)
+    assert driver.fences() == []
+    driver.tick(4.0)
+    assert driver.fences() == [(1, client.session)]
+    driver.tick(4.2)
+    assert driver.fences() == []
+    driver.apply(c.SessionAlive(unit=1, session=client.session))
+    for step in range(6, 60, 2):
+        driver.tick(float(step) + 0.2)
+        assert driver.fences() == [(1, client.session)]
+    driver.apply(c.Heartbeat(session=client.session))
+    driver.tick(60.5)
+    assert driver.fences() == []
+    assert client.used() == 128
+
+
+def test_proof_frees_everything_a_local_session_held(driver: Driver) -> None:
+    client = holding(driver, (1,))
+    other = driver.client()
+    driver.apply(c.SessionSilent(session=client.session))
+    assert driver.fences() == [(1, client.session)]
+    assert other.used() == 128
+    driver.apply(c.SessionGone(unit=1, session=client.session))
+    assert other.used() == 0
+    assert results(call(driver, client.session, 99, 99, c.Units())) == [SessionExpiredError]
+    assert [s.session for s in other.stats().sessions] == [other.session]
+
+
+def test_a_session_without_proof_is_given_up_then_fenced_and_only_the_fence_frees(driver: Driver) -> None:
+    client, other = holding(driver, ()), driver.client()
+    parked = client.number
+    for now in range(0, 20, 2):
+        driver.tick(float(now))
+        driver.apply(c.Heartbeat(session=other.session))
+    assert driver.fences() == []
+    driver.tick(20.0)
+    assert driver.fences() == [(1, client.session)]
+    assert isinstance(client.result(parked), SessionExpiredError)
+    assert other.used() == 128
+    driver.apply(c.SessionGone(unit=1, session=client.session))
+    assert other.used() == 0
+
+
+def test_sessions_that_are_over_are_refused_with_one_that_is_fenced(driver: Driver) -> None:
+    clients = [driver.client(str(number), attach=[1]) for number in range(6)]
+    driver.take_orders()
+    for place in (1, 4, 3):
+        clients[place].do(c.Bye())
+        (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+        expected = {1: (2, 2), 4: (5, 5), 3: (4, 4)}[place]
+        assert (order.first, order.last) == expected, "the others are there, or not proven gone"
+    driver.apply(c.SessionGone(unit=1, session=2))
+    driver.apply(c.SessionGone(unit=1, session=5))
+    driver.tick(driver.now + 2.0)
+    orders = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (4, 4, 5) in [(found.session, found.first, found.last) for found in orders]
+    clients[2].do(c.Bye())
+    (order,) = [found for found in driver.take_orders() if isinstance(found, c.FenceSession)]
+    assert (order.session, order.first, order.last) == (3, 2, 3)
+
+
+def test_a_ledger_that_was_paused_looks_twice_before_it_gives_a_session_up(driver: Driver) -> None:
+    client = holding(driver, ())
+    driver.tick(100.0)
+    assert driver.fences() == []
+    driver.apply(c.Heartbeat(session=client.session))
+    driver.tick(102.0)
+    assert client.stats().sessions[0].state == "live"
+    driver.tick(200.0)
+    driver.tick(202.0)
+    assert driver.fences() == [(1, client.session)]
+
+
+def test_two_units_each_free_their_own_bytes() -> None:
+    driver = Driver(units=2)
+    client, other = driver.client("holder", attach=(1, 2)), driver.client()
+    client.register()
+    client.raw(client.allocate({"x": [8]}, unit_wish=1))
+    client.raw(client.allocate({"x": [8]}, unit_wish=2))
+    driver.apply(c.SessionSilent(session=client.session))
+    assert driver.fences() == [(1, client.session), (2, client.session)]
+    driver.apply(c.SessionGone(unit=2, session=client.session))
+    assert driver.fences() == [(1, client.session)]
+    assert (other.used(1), other.used(2)) == (64, 0)
+    driver.tick(2.0)
+    assert driver.fences() == [(1, client.session)]
+    driver.apply(c.SessionGone(unit=1, session=client.session))
+    assert other.used(1) == 0
+
+
+def test_bye_keeps_pins_until_the_units_prove_them_gone(driver: Driver) -> None:
+    client, other = holding(driver, (1,)), driver.client()
+    parked = client.number
+    client.do(c.Bye())
+    assert isinstance(client.result(parked), SessionExpiredError)
+    assert driver.fences() == [(1, client.session)]
+    driver.apply(c.SessionAlive(unit=1, session=client.session))
+    assert other.used() == 128
+    assert [s.state for s in other.stats().sessions] == ["ending", "live"]
+    driver.tick(2.0)
+    assert driver.fences() == [(1, client.session)]
+    driver.apply(c.SessionGone(unit=1, session=client.session))
+    assert other.used() == 0
+    assert results(call(driver, client.session, client.number, 1, c.Bye())) == [c.Done]
+
+
+def test_bye_of_a_session_that_holds_nothing_and_is_attached_nowhere_removes_it(driver: Driver) -> None:
+    client, other = driver.client(), driver.client()
+    client.do(c.Bye())
+    assert driver.fences() == []
+    assert [s.session for s in other.stats().sessions] == [other.session]
+
+
+def test_an_attachment_of_an_ended_session_is_answered_with_a_fence(driver: Driver) -> None:
+    driver.apply(c.SessionAttached(unit=1, session=55))
+    assert driver.fences() == [(1, 55)]
+
+
+def test_orders_wait_for_a_lost_unit_and_go_out_when_it_returns(driver: Driver) -> None:
+    client = holding(driver, (1,))
+    driver.apply(c.UnitLost(unit=1))
+    driver.apply(c.SessionSilent(session=client.session))
+    client.do(c.Bye())
+    assert driver.fences() == []
+    driver.add_unit(name="unit0", capacity=1 << 20)
+    assert driver.fences() == [(1, client.session)]
+
+
+def test_only_ticks_end_a_wait(driver: Driver) -> None:
+    client = driver.client()
+    client.register()
+    waiting = client.waits(client.claim(1, timeout_s=1.0))
+    driver.tick(0.5)
+    client.put([])
+    assert client.result(waiting) is None
+    driver.tick(1.5)
+    assert isinstance(client.result(waiting), ClaimTimeoutError)
+
+
+def test_orders_of_an_input_that_failed_leave_with_the_next(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = driver.client()
+    monkeypatch.setitem(driver.ledger._handlers, c.Units, lambda *_: 1 / 0)
+    driver.ledger._state.out.append(c.FenceSession(unit=1, session=9))
+    with pytest.raises(ZeroDivisionError):
+        call(driver, client.session, 1, 1, c.Units())
+    assert [type(item) for item in driver.apply(c.Tick(now=0.0))] == [c.FenceSession]
+
+
+def test_next_deadline() -> None:
+    driver = Driver()
+    assert driver.ledger.next_deadline() is None
+    client = driver.client()
+    client.register()
+    assert driver.ledger.next_deadline() == 2.0
+    client.waits(client.claim(1, timeout_s=0.5))
+    assert driver.ledger.next_deadline() == 0.5
+    client.put(["a"])
+    assert driver.ledger.next_deadline() == 2.0
+    client.claimed(1, blocking=False, lease_s=0.25)
+    client.put(["b"])
+    client.claimed(1, blocking=False, lease_s=0.25)
+    assert driver.ledger.next_deadline() == 0.25

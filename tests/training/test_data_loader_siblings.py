@@ -1,0 +1,104 @@
+# ruff: noqa: F401, F811
+"""Ranks of one replica stream the same micro-batches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import dataplane
+from dataplane import DataPlaneClient, KVBatchMeta, Server
+from dataplane.errors import CallTimeoutError
+from tests.gloo import Ranks
+from tests.service import client, server
+from tests.streams import partition, prefetches, put
+from tests.workers.training.mixin_worker import NEVER_S, worker_on
+
+pytestmark = pytest.mark.integration
+
+
+def stream_in_step(rank: int, address: str, partition: str, prefetch: int) -> Any:
+    worker = worker_on(rank, "tp2", address)
+    worker.fetch_timeout_s = 60.0
+    fields = ["input_ids", "reward"]
+    got: list[Any] = []
+    with worker.stream(partition, "train", fields, batch_size=2, prefetch=prefetch, pad_to_multiple=4) as stream:
+        for data, meta in stream:
+            got.append((data["input_ids"].tolist(), meta))
+            if len(got) == 1 and rank == 0:
+                with dataplane.connect(address) as client:
+                    client.seal(partition)
+    threads = [thread.name for thread in threading.enumerate() if partition in thread.name]
+    try:
+        worker.stream("nowhere", "train", fields, batch_size=2).__iter__().__next__()
+    except KeyError as error:
+        got.append(type(error).__name__)
+    worker.close_data_plane()
+    return got, threads
+
+
+@prefetches
+def test_siblings_get_the_same(
+    pair: Ranks, server: Server, client: DataPlaneClient, partition: str, prefetch: int
+) -> None:
+    meta = put(client, partition, range(3))
+    leader, sibling = pair.run(stream_in_step, server.address, partition, prefetch)
+    if isinstance(leader, Exception):
+        raise leader
+    assert leader == sibling
+    (first, second, error), threads = leader
+    assert first[0] == [[0, 99, 99, 99], [1, 1, 99, 99]]
+    assert second[0] == [[2, 2, 2, 99]]
+    assert (error, threads) == ("PartitionNotFoundError", [])
+    assert first[1].sample_ids == ["s0", "s1"]
+    assert first[1].handles[1].tolist() == meta.handles[1].tolist()[:2], "it can be written back to"  # type: ignore[index]
+    assert first[1].tags == [{"input_lengths": 1}, {"input_lengths": 2}]
+
+
+def late_before_a_stream(rank: int, address: str, partition: str, meta: KVBatchMeta) -> Any:
+    """One rank is late for a fetch; a stream and another fetch of the same replica group work afterwards."""
+    worker = worker_on(rank, "tp2", address)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["gave up"])
+    else:
+        worker.fetch_timeout_s = 0.5
+    try:
+        worker._fetch(meta)
+    except CallTimeoutError:
+        store.set("gave up", "yes")
+    worker.fetch_timeout_s = NEVER_S
+    with worker.stream(partition, "train", ["input_ids"], batch_size=3, prefetch=0) as stream:
+        streamed = next(iter(stream))[0]["input_ids"].tolist()
+    fetched = worker._fetch(meta)["input_ids"].tolist()
+    worker.close_data_plane()
+    return streamed, fetched
+
+
+def test_a_stream_works_after_a_fetch_that_a_rank_was_late_for(
+    pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition, range(3)).with_fields(["input_ids"])
+    rows = [[0, 99, 99], [1, 1, 99], [2, 2, 2]]
+    assert pair.run(late_before_a_stream, server.address, partition, meta) == [(rows, rows)] * 2
+
+
+def disagree(rank: int, address: str, partition: str) -> str:
+    worker = worker_on(rank, "tp2", address)
+    with worker.stream(partition, "train", ["reward"], batch_size=2 + rank, prefetch=0) as stream:
+        try:
+            next(iter(stream))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            worker.close_data_plane()
+    raise AssertionError("nobody raised")
+
+
+def test_siblings_stream_the_same_way(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
+    put(client, partition, range(3))
+    for message in pair.run(disagree, server.address, partition):
+        assert "other than that of the leader" in str(message)

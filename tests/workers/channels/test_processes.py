@@ -1,0 +1,510 @@
+# ruff: noqa: F401
+"""Channels between processes that live and die, and channels by name; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.core.addresses import split_address
+from tests.lives import wait_until
+from tests.workers.channels.channels import (
+    CAPACITY,
+    ROADS,
+    alongside,
+    broker,
+    elsewhere,
+    every_wire,
+    make,
+    peer,
+    waiting,
+)
+from tests.workers.channels.peer import Peer, kept, say
+from workers.channels import (
+    Channel,
+    ChannelBroker,
+    ChannelClosedError,
+    ChannelLostError,
+    ChannelSettingsError,
+    EndOfChannelError,
+    wire,
+)
+from workers.channels import broker as broker_module
+from workers.channels import channel as channel_module
+from workers.channels.endpoint import Endpoint
+from workers.channels.hosted import HostedBroker
+from workers.channels.settings import ChannelSettings, broker_name
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
+from workers.directory import server as directory_server
+from workers.errors import NameNotFoundError, WorkerLostError
+
+pytestmark = pytest.mark.slow
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _get(channel: Channel) -> Any:
+    return channel.get()
+
+
+def _get_and_hold(channel: Channel, count: int) -> None:
+    """Have items handed out, and not taken."""
+    works = [channel.get(async_op=True) for _ in range(count)]
+    kept()["works"] = works
+    while not all(work.done() for work in works):
+        threading.Event().wait(0.005)
+
+
+def _collect_forever(channel: Channel) -> None:
+    channel.get_batch(1000)
+
+
+def _put_forever(channel: Channel, size: int) -> None:
+    for number in range(1_000_000):
+        channel.put((number, torch.full((size,), number)))
+        if number == 3:
+            say("going")
+
+
+def _keep_reserved(channel: Channel) -> None:
+    with channel._links[0]._line("a test") as line:  # type: ignore[union-attr]
+        reserve = wire.Reserve(line.number(), channel._settings.ident, b"", CAPACITY // 2, False)
+        line.ask(reserve, "a test", time.monotonic() + 60)
+    kept()["channel"] = channel
+
+
+@every_wire
+def test_items_cross_processes(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    for item in (1, torch.arange(100), torch.arange(300_000)):
+        channel.put(item)
+        got = peer.call(_get, channel)
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(item))
+
+
+@every_wire
+def test_what_a_getter_that_died_had_not_taken_goes_to_the_next(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    for number in range(4):
+        channel.put(torch.full((20_000,), number))
+    peer.call(_get_and_hold, channel, 2)
+    assert channel.qsize() == 2
+    peer.kill()
+    wait_until(lambda: channel.qsize() == 4, "what it had not taken to be back")
+    assert [int(channel.get()[0]) for _ in range(4)] == list(range(4))
+
+
+def test_a_getter_that_dies_waiting_takes_nothing(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    peer.begin(_collect_forever, channel)
+    waiting(channel, gets=1)
+    channel.put("a", weight=1)
+    channel.put("b", weight=1)
+    peer.kill()
+    assert [channel.get(), channel.get()] == ["a", "b"]
+
+
+@every_wire
+def test_a_putter_that_dies_leaves_whole_items_and_its_memory(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make(maxsize=2)
+    peer.begin(_put_forever, channel, 100_000)
+    got = []
+    for _ in range(6):
+        got.append(channel.get())
+    assert peer.said() == "going"
+    peer.kill()
+    with contextlib.suppress(asyncio.QueueEmpty):
+        while True:
+            got.append(channel.get_nowait())
+    assert [number for number, _ in got] == list(range(len(got)))
+    assert all(torch.equal(values, torch.full((100_000,), number)) for number, values in got)
+    channel.put(torch.zeros(CAPACITY // 8 * 7, dtype=torch.uint8), timeout_s=30)
+
+
+def test_room_that_a_dead_process_had_reserved_is_free_again(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    peer.call(_keep_reserved, channel)
+    item = torch.zeros(CAPACITY // 4 * 3, dtype=torch.uint8)
+    with pytest.raises(asyncio.QueueFull):
+        channel.put_nowait(item)
+    peer.kill()
+    channel.put(item, timeout_s=30)
+
+
+def _run_broker() -> str:
+    kept()["broker"] = ChannelBroker(capacity_bytes=CAPACITY)
+    return kept()["broker"].endpoint
+
+
+@pytest.mark.parametrize("road", ROADS[:2])
+def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) -> None:
+    endpoint = peer.call(_run_broker)
+    address = Endpoint.parse(endpoint).address
+    endpoint = endpoint if road == "shared" else elsewhere(endpoint)
+    settings = ChannelSettings(name="c", ident="c", maxsize=1, distributed=False, nodes=(0,), endpoints=(endpoint,))
+    channel = Channel(settings)
+    channel._create()
+    channel.put(1)
+    get, put = channel.get(key="k", async_op=True), channel.put(2, async_op=True)
+    with alongside(lambda: channel.get(key="x")) as outcome:
+        while channel._count("x").gets < 1:
+            threading.Event().wait(0.005)
+        peer.kill()
+    for call in (get.wait, put.wait, channel.get, lambda: channel.put(3), channel.qsize):
+        with pytest.raises(ChannelLostError, match=address):
+            call()
+    assert isinstance(outcome[0], ChannelLostError)
+    channel.close()
+    channel.disconnect()
+
+
+def _use_and_fork(channel: Channel) -> int:
+    """What becomes of a child that uses the channel, too."""
+    channel.put(1)
+    channel.put(2, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            channel.put(channel.get() + channel.get(async_op=True).wait())
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_uses_the_channel_on_its_own(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    assert peer.call(_use_and_fork, channel) == 0
+    assert channel.get() == 3
+
+
+def _fork_and_get(channel: Channel) -> None:
+    """Leave a child that does nothing, and an item that was handed out."""
+    work = channel.get(async_op=True)
+    while not work.done():
+        threading.Event().wait(0.005)
+    kept()["work"] = work
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    say(child)
+
+
+def test_the_child_of_a_getter_that_died_does_not_keep_its_items(make: Callable[..., Channel], peer: Peer) -> None:
+    channel = make()
+    channel.put("a")
+    peer.begin(_fork_and_get, channel)
+    child = peer.said()
+    try:
+        peer.signal(signal.SIGKILL)
+        assert channel.get(timeout_s=30) == "a"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        peer.kill()
+
+
+def test_a_client_without_the_token_is_turned_away(broker: ChannelBroker) -> None:
+    wrong = str(dataclasses.replace(Endpoint.parse(broker.endpoint), token="wrong"))
+    settings = ChannelSettings(name="c", ident="c", maxsize=0, distributed=False, nodes=(0,), endpoints=(wrong,))
+    with pytest.raises(ChannelLostError):
+        Channel(settings).get()
+    assert broker.alive
+
+
+class NoDescriptors:
+    """A listener for connections that can take none, until it is `open`."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.asked = 0
+        self.open = False
+
+    def accept(self) -> Any:
+        self.asked += 1
+        if not self.open:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._real.accept()
+
+    def close(self) -> None:
+        self._real.close()
+
+
+@pytest.mark.parametrize("retry_s", [1000.0, 0.2], ids=["one ends", "later"])
+def test_a_broker_out_of_descriptors_waits_until_it_has_some(
+    broker: ChannelBroker,
+    make: Callable[..., Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    retry_s: float,
+) -> None:
+    monkeypatch.setattr(broker_module, "RETRY_S", retry_s)
+    first = make()
+    other = pickle.loads(pickle.dumps(first))
+    listeners = {fd: NoDescriptors(real) for fd, real in broker._listeners.items()}
+    monkeypatch.setattr(broker, "_listeners", listeners)
+    begun = time.monotonic()
+    with alongside(lambda: other.put(1)) as outcome:
+        while not any(each.asked for each in listeners.values()):
+            threading.Event().wait(0.005)
+        threading.Event().wait(0.3)
+        asked = sum(each.asked for each in listeners.values())
+        assert asked <= 1 + (time.monotonic() - begun) / retry_s
+        first.put(0)
+        for each in listeners.values():
+            each.open = True
+        if retry_s > 1:
+            first.disconnect()
+    assert outcome == [None]
+    assert [other.get(), other.get()] == [0, 1]
+    assert "cannot take new connections" in caplog.text
+    other.disconnect()
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory() -> Iterator[DirectoryClient]:
+    server = Directory.serve()
+    client = DirectoryClient(server.address)
+    yield client
+    client.close()
+    server.close()
+
+
+@pytest.fixture
+def nodes(directory: DirectoryClient) -> Iterator[list[ChannelBroker]]:
+    """Brokers of three nodes."""
+    brokers = [ChannelBroker(capacity_bytes=CAPACITY) for _ in range(3)]
+    for rank, each in enumerate(brokers):
+        directory.register_channel(broker_name(rank), (each.endpoint,), {})
+    yield brokers
+    for each in brokers:
+        each.close()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_channels_are_found_by_name_and_the_name_is_free_at_the_end(
+    directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = Channel.create("c", maxsize=2, directory=directory)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, directory.address)
+    found = Channel.connect("c")
+    created.put("a")
+    assert found.get() == "a"
+    assert (found.name, found.maxsize, found.distributed, found.is_local) == ("c", 2, False, False)
+    copy = pickle.loads(pickle.dumps(found))
+    copy.close()
+    with pytest.raises(EndOfChannelError):
+        found.get()
+    with pytest.raises(WorkerLostError):
+        Channel.connect("c", directory=directory)
+    assert [entry.name for entry in directory.listing(Kind.CHANNEL) if entry.name == "c"] == []
+    again = Channel.create("c", maxsize=5, directory=directory)
+    with pytest.raises(EndOfChannelError):
+        found.get()
+    for each in (created, found, copy, again):
+        each.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_name_that_nobody_has_is_waited_for(directory: DirectoryClient) -> None:
+    with pytest.raises(NameNotFoundError, match="'c'"):
+        Channel.connect("c", directory=directory)
+    with alongside(lambda: Channel.connect("c", directory=directory, wait_s=30)) as outcome:
+        created = Channel.create("c", directory=directory)
+    outcome[0].put(1)
+    assert created.get() == 1
+    created.disconnect()
+    outcome[0].disconnect()
+
+
+def test_creating_an_existing_name_needs_the_same_settings(
+    directory: DirectoryClient, nodes: list[ChannelBroker]
+) -> None:
+    first = Channel.create("c", maxsize=2, directory=directory)
+    first.put("a")
+    second = Channel.create("c", maxsize=2, directory=directory)
+    assert second.get() == "a"
+    for other in ({"maxsize": 3}, {"maxsize": 2, "distributed": True}, {"maxsize": 2, "node_rank": 1}):
+        with pytest.raises(ChannelSettingsError, match="exists with maxsize=2, on node 0"):
+            Channel.create("c", directory=directory, **other)
+    first.put("b")
+    assert second.get() == "b"
+    assert [each._state.channels for each in nodes] == [1, 0, 0]
+    for each in (first, second):
+        each.disconnect()
+
+
+def test_a_name_whose_broker_died_can_be_taken(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:
+    old = Channel.create("c", node_rank=1, directory=directory)
+    nodes[1].close()
+    with pytest.raises(ChannelLostError, match="connection to channel 'c': the broker of the channel at"):
+        Channel.connect("c", directory=directory)
+    new = Channel.create("c", node_rank=0, directory=directory)
+    new.put(1)
+    assert Channel.connect("c", directory=directory).get() == 1
+    with pytest.raises(ChannelLostError):
+        old.get()
+    new.disconnect()
+
+
+def _host(directory: str) -> str:
+    kept()["broker"] = HostedBroker(directory, 0, capacity_bytes=CAPACITY)
+    return str(kept()["broker"].endpoint)
+
+
+def _begin() -> None:
+    """Returns once the process has started and imported this module, which takes long on a busy machine."""
+
+
+def _has_broker(directory: DirectoryClient) -> bool:
+    return broker_name(0) in {entry.name for entry in directory.listing(Kind.CHANNEL)}
+
+
+def test_a_broker_that_is_killed_is_waited_for(directory: DirectoryClient) -> None:
+    first, second = Peer(), Peer()
+    second.call(_begin)
+    first.call(_host, directory.address)
+    old = Channel.create("c", directory=directory)
+    first.kill()
+    with alongside(lambda: Channel.create("c", directory=directory)) as outcome:
+        wait_until(lambda: not _has_broker(directory), "the directory to know of the broker's end")
+        second.call(_host, directory.address)
+    new = outcome[0]
+    new.put("a")
+    assert new.get() == "a"
+    with pytest.raises(ChannelLostError):
+        old.get()
+    for each in (old, new):
+        each.disconnect()
+    first.stop()
+    second.stop()
+
+
+def test_a_broker_whose_end_the_directory_has_yet_to_notice(
+    directory: DirectoryClient, broker: ChannelBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be reached, and is listed: what the directory says of it next is waited for."""
+    monkeypatch.setattr(channel_module, "NOTICE_S", 60.0)
+    dead = ChannelBroker(capacity_bytes=CAPACITY)
+    directory.register_channel(broker_name(0), (dead.endpoint,), {}, returns=True)
+    dead.close()
+    waits = threading.Event()
+    subscribe = directory.subscribe
+
+    def note(listener: Callable[[Any], None]) -> Callable[[], None]:
+        waits.set()
+        return subscribe(listener)
+
+    monkeypatch.setattr(directory, "subscribe", note)
+    with alongside(lambda: Channel.create("c", directory=directory)) as outcome:
+        assert waits.wait(60)
+        directory.register_channel(broker_name(0), (broker.endpoint,), {}, returns=True)
+    outcome[0].put("a")
+    assert outcome[0].get() == "a"
+    outcome[0].disconnect()
+
+
+def test_a_broker_that_stood_still_is_known_again_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HEARTBEAT_MS", 100), ("SILENCE_MS", 1000), ("GRACE_S", 0.1)):
+        monkeypatch.setattr(directory_server, name, value)
+    with Directory.serve() as server, DirectoryClient(server.address) as directory:
+        peer = Peer()
+        endpoint = peer.call(_host, server.address)
+        channel = Channel.create("c", directory=directory)
+        channel.put("a")
+        peer.signal(signal.SIGSTOP)
+        wait_until(lambda: not _has_broker(directory), "the directory to give up the broker")
+        peer.signal(signal.SIGCONT)
+        assert directory.lookup_channel(broker_name(0), 60).endpoints == (endpoint,)
+        found = Channel.create("c", directory=directory)
+        assert found.get() == "a"
+        for each in (channel, found):
+            each.disconnect()
+        peer.stop()
+
+
+def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = HostedBroker(directory.address, 0, capacity_bytes=CAPACITY)
+    closed.close()
+    assert closed.wait()
+
+    def fail(broker: ChannelBroker) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
+    monkeypatch.setattr(ChannelBroker, "_hear_again", fail)
+    dead = HostedBroker(directory.address, 1, capacity_bytes=CAPACITY)
+    with contextlib.suppress(ChannelLostError):
+        Channel.create("c", node_rank=1, directory=directory)
+    assert not dead.wait()
+    dead.close()
+
+
+def test_a_channel_that_lost_one_of_its_nodes(directory: DirectoryClient, nodes: list[ChannelBroker]) -> None:
+    old = Channel.create("c", distributed=True, directory=directory, here=1)
+    old.put("a", key="k")
+    directory.end(Kind.CHANNEL, broker_name(2))
+    nodes[2].close()
+    with pytest.raises(ChannelLostError, match="creation of channel 'c'"):
+        Channel.create("c", distributed=True, directory=directory)
+    found = Channel.connect("c", directory=directory)
+    assert found.get(key="k") == "a"
+    found.close()
+    new = Channel.create("c", distributed=True, directory=directory)
+    new.put(1)
+    assert new.get() == 1
+    for each in (old, found, new):
+        each.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_key_of_a_distributed_channel_is_where_it_was_first_used(directory: DirectoryClient) -> None:
+    handles = [Channel.create("c", distributed=True, directory=directory, here=rank) for rank in range(3)]
+    assert handles[0].distributed
+    for rank, handle in enumerate(handles):
+        handle.put(f"from {rank}", key=rank)
+    assert [handles[0].get(key=rank) for rank in range(3)] == ["from 0", "from 1", "from 2"]
+    assert list(handles[2]._routes._found.values()) == [2]
+    assert sorted(handles[0]._routes._found.values()) == [0, 1, 2]
+    for handle in handles:
+        handle.disconnect()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_distributed_channel_is_drained_on_every_node(directory: DirectoryClient) -> None:
+    first = Channel.create("c", distributed=True, directory=directory, here=1)
+    first.put("a", key="k")
+    first.close()
+    other = pickle.loads(pickle.dumps(first))
+    assert other.get(key="k") == "a"
+    for key in ("k", "z"):
+        with pytest.raises(EndOfChannelError):
+            other.get(key=key)
+    with pytest.raises(ChannelClosedError):
+        other.put(1, key="z")
+    first.disconnect()
+    other.disconnect()
+
+
+@pytest.mark.parametrize("token", ["wrong", "gar\u00e7on", "\U0001f511"])
+def test_a_token_of_any_letters_is_only_wrong(broker: ChannelBroker, token: str) -> None:
+    host, port = split_address(Endpoint.parse(broker.endpoint).address)
+    with socket.create_connection((host, port), timeout=20) as peer:
+        peer.sendall(wire.encode(wire.OpenBroker(1, wire.VERSION, token, False)))
+        assert peer.recv(1) == b""
+    assert broker.alive

@@ -1,0 +1,312 @@
+"""The broker's queues, waits and leases, without sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.ledger.state.free_space import granules_up
+from tests.workers.channels.queue_desk import CAPACITY, KEY, Backed, Desk, heads, kinds
+from workers.channels import wire
+from workers.channels.queues import Effects
+
+
+def test_items_leave_in_the_order_they_came() -> None:
+    desk = Desk()
+    for number in range(3):
+        assert kinds(desk.put(number)) == [wire.BrokerDone]
+    assert [heads(desk.get()) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_keys_are_independent() -> None:
+    desk = Desk(maxsize=1)
+    desk.put("a", key=b"a")
+    assert desk.get(key=b"b") == []
+    assert kinds(desk.put("b", key=b"b")) == [wire.BrokerDone, wire.Items]
+    assert heads(desk.get(key=b"a")) == [["a"]]
+
+
+def test_a_full_queue_makes_puts_wait_in_line() -> None:
+    desk = Desk(maxsize=1)
+    desk.put(0)
+    assert desk.put(1) == []
+    assert desk.put(2, client=3) == []
+    assert kinds(desk.put(3, nowait=True)) == [wire.Full]
+    effects = desk.get()
+    assert heads(effects) == [[0]]
+    assert kinds(effects) == [wire.Items, wire.BrokerDone]
+    assert heads(desk.get()) == [[1]]
+    assert heads(desk.get()) == [[2]]
+
+
+def test_a_small_item_does_not_overtake_one_that_waits_for_memory() -> None:
+    desk = Desk()
+
+    def put(head: str, nbytes: int, *, nowait: bool = False) -> Effects:
+        return desk.say(1, wire.Put, "c", KEY, wire.Item(head, bytes(nbytes)), 0, nowait)[1]
+
+    assert kinds(put("first", CAPACITY * 3 // 4)) == [wire.BrokerDone]
+    assert put("large", CAPACITY // 2) == []
+    assert put("small", 1) == []
+    assert kinds(put("none", 1, nowait=True)) == [wire.Full]
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["first"]]
+    assert kinds(desk.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone, wire.BrokerDone]
+    assert [heads(desk.get()) for _ in range(2)] == [[["large"]], [["small"]]]
+
+
+def test_gets_are_served_in_the_order_they_asked() -> None:
+    desk = Desk()
+    assert desk.get(client=2) == []
+    assert desk.get(client=3) == []
+    assert [client for client, answer in desk.put("a") if isinstance(answer, wire.Items)] == [2]
+    assert [client for client, answer in desk.put("b") if isinstance(answer, wire.Items)] == [3]
+
+
+def test_nowait_of_an_empty_queue_is_answered_at_once() -> None:
+    assert kinds(Desk().get(nowait=True)) == [wire.Empty]
+
+
+@pytest.mark.parametrize(
+    ("weights", "target", "first", "left"),
+    [
+        ([1, 1, 1], 2, [0, 1], 1),
+        ([1, 5], 3, [0], 1),
+        ([5, 1], 3, [0], 1),
+        ([0, 0, 2, 9], 2, [0, 1, 2], 1),
+        ([0], 0, [0], 0),
+        ([1.5, 1.5], 3, [0, 1], 0),
+        ([0.1] * 11, 1.0, [*range(10)], 1),
+        ([1e16, 1.0, 1.0], 1e16 + 2, [0, 1, 2], 0),
+        ([1e308, 1e308], 1.5e308, [0], 1),
+    ],
+)
+def test_a_batch_ends_at_its_weight_or_before_what_would_exceed_it(
+    weights: list[float], target: float, first: list[int], left: int
+) -> None:
+    desk = Desk()
+    for number, weight in enumerate(weights):
+        desk.put(number, weight=weight)
+    assert heads(desk.get(target=target)) == [first]
+    assert desk.say(3, wire.Count, "c", KEY)[1][0][1].size == left
+
+
+def test_a_batch_that_is_not_whole_waits_and_two_each_get_whole_ones() -> None:
+    desk = Desk()
+    assert desk.get(client=2, target=2) == []
+    assert desk.get(client=3, target=2) == []
+    seen = [effect for number in range(4) for effect in desk.put(number, weight=1)]
+    batches = [
+        (client, [item.head for item in answer.items])
+        for client, answer in seen
+        if kinds([(0, answer)]) == [wire.Items]
+    ]
+    assert batches == [(2, [0, 1]), (3, [2, 3])]
+
+
+def test_a_batch_heavier_than_its_queue_is_long_still_comes() -> None:
+    desk = Desk(maxsize=2)
+    assert desk.get(target=5) == []
+    seen = [effect for number in range(5) for effect in desk.put(number, weight=1)]
+    assert heads(seen) == [[0, 1, 2, 3, 4]]
+
+
+def test_nobody_takes_from_a_batch_that_is_being_collected() -> None:
+    desk = Desk()
+    desk.get(client=2, target=2)
+    desk.put(0, weight=1)
+    assert desk.get(client=3) == []
+    assert kinds(desk.get(client=3, nowait=True)) == [wire.Empty]
+    effects = [*desk.put(1, weight=1), *desk.put(2, weight=1)]
+    assert heads(effects) == [[0, 1], [2]]
+
+
+def test_what_a_client_that_left_had_goes_to_the_next_in_its_old_place() -> None:
+    desk = Desk()
+    for number in range(3):
+        desk.put(number)
+    desk.get(client=2)
+    desk.get(client=2)
+    assert desk.broker.leave(2) == []
+    assert [heads(desk.get(client=3)) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_a_collecting_batch_whose_client_left_gives_everything_back() -> None:
+    desk = Desk()
+    desk.get(client=2, target=3)
+    desk.put(0, weight=1)
+    desk.put(1, weight=1)
+    desk.get(client=3)
+    assert heads(desk.broker.leave(2)) == [[0]]
+
+
+def test_an_item_given_back_goes_to_who_waits() -> None:
+    desk = Desk()
+    desk.put("a")
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["a"]]
+    assert desk.get(client=3) == []
+    effects = desk.broker.apply(2, wire.NackItems(number))
+    assert [client for client, _ in effects] == [3]
+
+
+def test_items_given_back_without_those_that_are_lost() -> None:
+    desk = Desk()
+    for head in "abc":
+        desk.say(1, wire.Put, "c", KEY, wire.Item(head, b"x" * (CAPACITY // 4)), 1, False)
+    number, _ = desk.say(2, wire.Get, "c", KEY, 3, False)
+    assert heads(desk.broker.apply(2, wire.NackItems(number, (1,)))) == []
+    assert heads(desk.get(target=2)) == [["a", "c"]]
+    assert kinds(desk.put("d", client=3)) == [wire.BrokerDone]
+    assert desk.broker._carried_bytes == CAPACITY // 2
+
+
+def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
+    desk = Desk()
+    with pytest.raises(ValueError, match="nothing was handed out"):
+        desk.broker.apply(2, wire.AckItems(77))
+
+
+def test_an_acknowledgement_is_answered_where_that_is_asked_for() -> None:
+    desk = Desk()
+    for head in "ab":
+        desk.put(head)
+    for confirm, answers in ((False, []), (True, [wire.BrokerDone])):
+        number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+        assert kinds(desk.broker.apply(2, wire.AckItems(number, confirm))) == answers
+
+
+def test_closing_refuses_puts_and_lets_gets_drain() -> None:
+    desk = Desk(maxsize=1)
+    desk.put("a")
+    assert desk.put("b") == []
+    assert desk.close() == [(1, wire.Closed(3))]
+    assert kinds(desk.put("c")) == [wire.Closed]
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert heads(effects) == [["a"]]
+    desk.broker.apply(2, wire.AckItems(number))
+    assert kinds(desk.get()) == [wire.Ended]
+    assert kinds(desk.get(nowait=True)) == [wire.Ended]
+    assert desk.broker.channels == 0
+
+
+def test_the_end_waits_for_items_that_may_come_back() -> None:
+    desk = Desk()
+    desk.put("a")
+    desk.get(client=2)
+    desk.close()
+    assert desk.get(client=3) == []
+    assert kinds(desk.get(client=3, nowait=True)) == [wire.Empty]
+    assert heads(desk.broker.leave(2)) == [["a"]]
+
+
+def test_closing_hands_out_the_batch_that_will_never_be_whole() -> None:
+    desk = Desk()
+    desk.get(target=3)
+    desk.put("a", weight=1)
+    assert heads(desk.close()) == [["a"]]
+
+
+def test_cancelling_a_wait_takes_it_out_of_its_line() -> None:
+    desk = Desk()
+    number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert desk.broker.apply(2, wire.Cancel(number)) == [(2, wire.Cancelled(number))]
+    assert kinds(desk.put("a")) == [wire.BrokerDone]
+
+
+def test_cancelling_what_was_answered_says_nothing() -> None:
+    desk = Desk()
+    desk.put("a")
+    number, _ = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert desk.broker.apply(2, wire.Cancel(number)) == []
+    assert heads(desk.broker.apply(2, wire.NackItems(number))) == []
+    assert heads(desk.get(client=3)) == [["a"]]
+
+
+def test_room_is_waited_for_in_line_and_given_back() -> None:
+    desk = Desk()
+    room = desk.reserve(CAPACITY)[0][1].room
+    assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
+    assert desk.reserve(64) == []
+    assert kinds(desk.say(1, wire.ReleaseSpace, room)[1]) == [wire.ItemSpace]
+    assert kinds(desk.reserve(CAPACITY + 1, client=3)) == [wire.TooLarge]
+
+
+def test_a_put_that_waits_for_memory_holds_up_its_own_queue_only() -> None:
+    desk = Desk()
+    desk.broker.apply(3, wire.Create(1, "d", "d", 0))
+    desk.reserve(CAPACITY // 2)
+    assert desk.reserve(CAPACITY) == []
+    assert desk.reserve(64) == []
+    assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
+    assert kinds(desk.reserve(64, key=b"other")) == [wire.ItemSpace]
+    assert kinds(desk.reserve(64, channel="d", nowait=True)) == [wire.ItemSpace]
+
+
+def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> None:
+    desk = Desk()
+    rooms = [desk.reserve(CAPACITY // 2)[0][1].room for _ in range(2)]
+    assert desk.reserve(CAPACITY, client=1, key=b"a") == []
+    for _ in range(2):
+        assert desk.reserve(CAPACITY // 2, client=2, key=b"b") == []
+        assert desk.reserve(CAPACITY // 2, client=3, key=b"c") == []
+    first = desk.say(1, wire.ReleaseSpace, rooms[0])[1]
+    second = desk.say(1, wire.ReleaseSpace, rooms[1])[1]
+    third = desk.say(2, wire.ReleaseSpace, first[0][1].room)[1]
+    assert [client for client, _ in (*first, *second, *third)] == [2, 3, 2]
+    assert desk.broker.leave(3) == []
+    assert [client for client, _ in desk.broker.leave(2)] == [1]
+
+
+def test_closing_ends_waits_for_memory() -> None:
+    desk = Desk()
+    room = desk.reserve(CAPACITY)[0][1].room
+    assert desk.reserve(64, client=2) == []
+    assert kinds(desk.close()) == [wire.Closed]
+    assert kinds(desk.reserve(64, client=2)) == [wire.Closed]
+    assert desk.say(1, wire.ReleaseSpace, room)[1] == []
+    assert desk.broker.channels == 0
+
+
+def test_room_that_is_not_its_own_is_refused() -> None:
+    desk = Desk()
+    item = wire.Item("a", b"", desk.reserve(64)[0][1].room, 64)
+    with pytest.raises(ValueError, match="not reserved for this client"):
+        desk.say(2, wire.Put, "c", KEY, item, 0, False)
+    item.nbytes = 65
+    with pytest.raises(ValueError, match="not reserved for this client"):
+        desk.say(1, wire.Put, "c", KEY, item, 0, False)
+
+
+def test_a_put_brings_room_for_the_next_while_there_is_plenty() -> None:
+    desk = Desk()
+    _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, 128)
+    assert effects[0][1].room >= 0
+    assert desk.memory.used_bytes == 128
+    _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, CAPACITY // 2)
+    assert effects[0][1].room == wire.NOWHERE
+    desk.broker.leave(1)
+    assert desk.memory.used_bytes == 0
+
+
+def test_items_that_carry_their_bytes_are_bounded_too() -> None:
+    desk = Desk()
+    item = wire.Item("a", b"x" * CAPACITY)
+    assert kinds(desk.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.BrokerDone]
+    assert desk.say(1, wire.Put, "c", KEY, item, 0, False)[1] == []
+    number, effects = desk.say(2, wire.Get, "c", KEY, None, False)
+    assert kinds(effects) == [wire.Items]
+    assert kinds(desk.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone]
+
+
+def test_a_key_stays_where_it_was_first_used() -> None:
+    desk = Desk()
+    assert desk.say(1, wire.RouteKey, "c", b"x", 2)[1][0][1].replica == 2
+    assert desk.say(2, wire.RouteKey, "c", b"x", 0)[1][0][1].replica == 2
+    assert desk.say(2, wire.RouteKey, "c", b"y", 0)[1][0][1].replica == 0
+    assert [desk.say(2, wire.Count, "c", key)[1][0][1].routed for key in (b"x", b"y", b"z")] == [True, True, False]
+
+
+def test_sizes_are_whole_granules() -> None:
+    memory = Backed()
+    memory.take(1)
+    assert memory.used_bytes == granules_up(1)

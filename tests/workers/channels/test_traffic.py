@@ -1,0 +1,193 @@
+"""A broker's queues under clients that put, get, cancel and die, in any order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.workers.channels.queue_desk import CAPACITY, Backed
+from workers.channels import wire
+from workers.channels.queues import Broker, Effects
+
+
+class Traffic(RuleBasedStateMachine):
+    """Clients put, get, acknowledge, give back, cancel and die; no item is lost, doubled or out of order."""
+
+    KEYS = (b"a", b"b")
+    MAXSIZE = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Backed()
+        self.broker = Broker(self.memory)
+        self.clients: set[int] = set()
+        self.next_client = 0
+        self.next_number = 1
+        self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
+        self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
+        self.rooms: dict[int, deque[tuple[int, int]]] = {}
+        self.accepted: dict[bytes, set[int]] = {key: set() for key in self.KEYS}
+        self.acknowledged: set[int] = set()
+        self.closed = False
+        self.add_client()
+        self.tell(0, wire.Create(0, "c", "c", self.MAXSIZE))
+
+    def tell(self, client: int, request: object) -> None:
+        self.hear(self.broker.apply(client, request))
+
+    def hear(self, effects: Effects) -> None:
+        for client, answer in effects:
+            assert client in self.clients
+            kind, key, item = self.requests.pop((client, answer.number), ("other", b"", -1))
+            match answer:
+                case wire.Items():
+                    assert kind == "get"
+                    places = [int(each.head) for each in answer.items]
+                    assert places == sorted(places)
+                    self.leases[(client, answer.number)] = (key, places)
+                case wire.BrokerDone() if kind == "put":
+                    self.accepted[key].add(item)
+                case wire.ItemSpace():
+                    self.rooms.setdefault(client, deque()).append((answer.room, item))
+                case wire.Ended():
+                    assert self.closed
+                    assert self.left(key) == set()
+
+    def left(self, key: bytes) -> set[int]:
+        """Items of a key that were taken in and not acknowledged."""
+        return self.accepted[key] - self.acknowledged
+
+    def number(self) -> int:
+        self.next_number += 1
+        return self.next_number
+
+    @rule()
+    def add_client(self) -> None:
+        if len(self.clients) < 4:
+            self.clients.add(self.next_client)
+            self.broker.join(self.next_client)
+            self.next_client += 1
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), weight=st.integers(0, 3), nowait=st.booleans())
+    def put(self, data: st.DataObject, key: bytes, weight: int, nowait: bool) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        number = self.number()
+        item = wire.Item(number)
+        rooms = self.rooms.get(client)
+        if rooms:
+            item.room, item.nbytes = rooms.popleft()
+        self.requests[(client, number)] = ("put", key, number)
+        self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), batch=st.none() | st.integers(0, 5), nowait=st.booleans())
+    def get(self, data: st.DataObject, key: bytes, batch: int | None, nowait: bool) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        number = self.number()
+        self.requests[(client, number)] = ("get", key, -1)
+        self.tell(client, wire.Get(number, "c", key, None if nowait else batch, nowait))
+
+    @rule(
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        nbytes=st.sampled_from([200, CAPACITY // 4, CAPACITY // 2]),
+        nowait=st.booleans(),
+    )
+    def reserve(self, data: st.DataObject, key: bytes, nbytes: int, nowait: bool) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        number = self.number()
+        self.requests[(client, number)] = ("reserve", key, nbytes)
+        self.tell(client, wire.Reserve(number, "c", key, nbytes, nowait))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), back=st.booleans(), confirm=st.booleans())
+    def settle(self, data: st.DataObject, back: bool, confirm: bool) -> None:
+        client, number = data.draw(st.sampled_from(sorted(self.leases)))
+        key, places = self.leases.pop((client, number))
+        if not back:
+            self.acknowledged.update(places)
+            if confirm:
+                self.requests[(client, number)] = ("ack", key, -1)
+        self.tell(client, wire.NackItems(number) if back else wire.AckItems(number, confirm))
+        assert (client, number) not in self.requests, "it is answered at once"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        client, number = data.draw(st.sampled_from(sorted(self.requests)))
+        self.tell(client, wire.Cancel(number))
+        assert (client, number) not in self.requests
+
+    @precondition(lambda self: len(self.clients) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        self.clients.remove(client)
+        self.rooms.pop(client, None)
+        for owned in (self.requests, self.leases):
+            for key in [key for key in owned if key[0] == client]:
+                del owned[key]
+        self.hear(self.broker.leave(client))
+
+    @precondition(lambda self: self.next_number > 30)
+    @rule()
+    def close(self) -> None:
+        self.closed = True
+        self.tell(next(iter(self.clients)), wire.Close(self.number(), "c"))
+
+    @invariant()
+    def nothing_is_handed_out_twice(self) -> None:
+        out = [place for _, places in self.leases.values() for place in places]
+        assert len(out) == len(set(out))
+        assert not self.acknowledged & set(out)
+
+    @invariant()
+    def nobody_waits_for_room_that_there_is(self) -> None:
+        """The first of each queue's line could not be served."""
+        firsts: dict[bytes, int] = {}
+        for kind, key, nbytes in self.requests.values():
+            if kind == "reserve":
+                firsts.setdefault(key, nbytes)
+        for nbytes in firsts.values():
+            room = self.memory.take(nbytes)
+            if room is not None:
+                self.memory.give(room, nbytes)
+            assert room is None
+
+    @invariant()
+    def no_queue_is_too_long_but_by_what_came_back(self) -> None:
+        for key in self.KEYS:
+            ((_, counted),) = self.broker.apply(next(iter(self.clients)), wire.Count(0, "c", key))
+            assert counted.size + counted.leased <= len(self.left(key))
+            assert counted.gets == sum(request[:2] == ("get", key) for request in self.requests.values())
+            assert counted.puts == sum(
+                request[:2] in (("put", key), ("reserve", key)) for request in self.requests.values()
+            )
+
+    def teardown(self) -> None:
+        """All that was taken in comes out, in order, and no memory stays in use."""
+        last = self.next_client
+        self.clients.add(last)
+        self.broker.join(last)
+        for client in sorted(self.clients - {last}):
+            for owned in (self.requests, self.leases):
+                for key in [key for key in owned if key[0] == client]:
+                    del owned[key]
+            self.clients.discard(client)
+            self.hear(self.broker.leave(client))
+        for key in self.KEYS:
+            found: list[int] = []
+            while self.left(key):
+                number = self.number()
+                self.requests[(last, number)] = ("get", key, -1)
+                self.tell(last, wire.Get(number, "c", key, None, True))
+                found += self.leases.pop((last, number))[1]
+                self.acknowledged.update(found)
+                self.tell(last, wire.AckItems(number))
+            assert found == sorted(found)
+        self.broker.leave(last)
+        assert self.memory.used_bytes == 0
+
+
+TestTraffic = Traffic.TestCase

@@ -1,0 +1,141 @@
+"""Receives and messages that met, without sockets: those that are given up, and those that join values which are being
+pulled from another receiver, for others or for one that gave up."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from dataplane.core.buffer_pool import BufferPool
+from tests.workers.messages.messengers import want_of
+from workers.messages.backlog import Backlog
+from workers.messages.deliveries import Posting
+from workers.messages.incoming import Incoming
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.outgoing import Contact
+from workers.messages.relays import RELAY_S, Relays
+from workers.messages.shared_buffers import Mappings
+from workers.messages.wire import ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
+
+NBYTES = 1000
+OPTIONS = CollectiveGroupOptions()
+RELAY = Relay("relay", 1, "127.0.0.1:1", 1)
+POST = PostMessage(
+    stream=b"s",
+    number=0,
+    source="source",
+    incarnation=1,
+    receiver=1,
+    form=ObjectForm(),
+    options=OPTIONS,
+    segments=(),
+    skeleton_from=0,
+    nbytes=NBYTES,
+    slab=Slab("elsewhere", 1, 3, 1, NBYTES),
+    settling=False,
+    serial=1,
+    relay=RELAY,
+    passes_on=True,
+)
+
+
+class Engine:
+    """What an engine is to `Incoming`, without sockets or a clock."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Any]] = []
+        self.said: list[Any] = []
+        self.wants: list[WantMessage] = []
+        reply, later = self._reply, lambda seconds, work: self.timers.append((seconds, work))
+        self.incoming = Incoming(
+            "me",
+            Mappings("here"),
+            BufferPool(0),
+            Relays(Backlog(1 << 20), reply, lambda seconds, work: None),
+            reply=reply,
+            ask=self._ask,
+            later=later,
+            call=lambda work: work(),
+            contact=lambda *_: Contact(OPTIONS),
+            forget=lambda *_: None,
+            busy=lambda: False,
+            lives=lambda _: True,
+            outdated=lambda _: False,
+        )
+
+    def _reply(self, route: bytes, answer: Any, body: Any = None) -> None:
+        self.said.append(answer)
+
+    def _ask(self, relay: Relay, want: WantMessage) -> bool:
+        self.wants.append(want)
+        return True
+
+    @property
+    def turned(self) -> bool:
+        """Whether the source was asked."""
+        return any(isinstance(answer, Pull) for answer in self.said)
+
+
+def _receive(within_s: float, stream: bytes = b"s") -> Posting:
+    now = time.monotonic()
+    return Posting(
+        source="source",
+        stream=stream,
+        options=OPTIONS,
+        target=None,
+        form=ObjectForm(),
+        device=None,
+        ready=None,
+        eager=True,
+        what="a receive",
+        begun=now,
+        deadline=now + within_s,
+    )
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def _pulled_for_others(engine: Engine) -> None:
+    want = want_of("source", nbytes=NBYTES)
+    engine.incoming.arrive(b"route", POST, b"")
+    engine.incoming.wanted(b"other", want)
+    assert [want.receiver for want in engine.wants] == [1], "it is being pulled from the relay"
+    (at_s, _), *others = engine.timers
+    assert at_s == RELAY_S
+    assert not others
+
+
+def test_one_that_has_less_time_turns_to_the_source_in_time(engine: Engine) -> None:
+    _pulled_for_others(engine)
+    engine.incoming.post(_receive(RELAY_S / 2), lives=True)
+    at_s, look = engine.timers[-1]
+    assert at_s <= RELAY_S / 8
+    look()
+    assert engine.turned
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_receives_that_are_given_up_lose_no_message_and_leave_the_order(engine: Engine, order: tuple[int, int]) -> None:
+    """Messages between a pair; those of a broadcast group are for one call each."""
+    for number in range(3):
+        body = pickle.dumps(number)
+        here = {"stream": b"", "number": number, "nbytes": len(body), "slab": None, "relay": None, "passes_on": False}
+        engine.incoming.arrive(b"route", msgspec.structs.replace(POST, **here), body)
+    dropped = [_receive(RELAY_S, b"") for _ in order]
+    for receive in dropped:
+        assert not engine.incoming.post(receive, lives=True)
+    for place in order:
+        engine.incoming.abandon(dropped[place])
+    received = []
+    for _ in range(3):
+        receive = _receive(RELAY_S, b"")
+        assert not engine.incoming.post(receive, lives=True), "its message is there"
+        received.append(receive.future.result().take().load())
+    assert received == [0, 1, 2]
