@@ -385,7 +385,7 @@ def _is_within(number: int | float, dtype: torch.dtype) -> bool:
 
 
 def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """The bits of `pad_value` in `dtype`, as a read-only 0-d array of the numpy dtype of `rowcopy.WORD_TYPES`."""
+    """The bits of `pad_value` in `dtype`, as a read-only 0-d array of the numpy dtype of `row_copy.WORD_TYPES`."""
     scalar = pad_scalar(pad_value, dtype)
     return _bits_of(repr(scalar), scalar, dtype)
 

@@ -1,6 +1,6 @@
 """Ledger values to protocol messages and back, whole: an input written down is (method name, bytes).
 
-`plans` knows how each type converts. Requests of commands carry a `Header` too.
+`converters` knows how each type converts. Requests of commands carry a `Header` too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One unary gRPC call over a socket that is there already.
 
-Clients never load gRPC (see `opening`), and yet must ask the gRPC server of a service for its keys. Of the answer's
-headers only the status and its text are read, so the method must tell its errors in its answer.
+Clients never load gRPC (see `client.rpc.handshake`), and yet must ask the gRPC server of a service for its keys. Of the
+answer's headers only the status and its text are read, so the method must tell its errors in its answer.
 """
 
 from __future__ import annotations

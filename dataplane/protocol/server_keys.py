@@ -1,7 +1,8 @@
 """What the ZMQ servers of a service want of a client, and how a client comes to know it.
 
 One small call to the gRPC server, before anything else is sent: the service proves that it knows the secret. The call
-is made without gRPC (see `opening`), and carries no body: what the service takes from strangers fits in its headers.
+is made without gRPC (see `client.rpc.handshake`), and carries no body: what the service takes from strangers fits in
+its headers.
 """
 
 from __future__ import annotations

@@ -93,6 +93,6 @@ def outline(head: bytes, nbytes: int) -> str:
 
 
 def unpack(head: bytes, memory: Bytes, warm: BufferPool, *, own: bool) -> Unpacked:
-    """An item's values, of all its bytes. own: see `values.unpack`."""
+    """An item's values, of all its bytes. own: see `pickling.unpack`."""
     known = _heads.decode(head)
     return pickling.unpack(known.skeleton_from, known.segments, memory, warm, own=own)

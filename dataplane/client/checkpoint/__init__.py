@@ -1,7 +1,7 @@
 """Checkpoints: partitions of a service in a directory, and back into any service.
 
-`saving` and `restoring` are operations of the client; `manifest` is what a checkpoint says of itself, `files` its
-bytes, `place` how they come to be at their path whole or not at all.
+`save` and `restore` are operations of the client; `manifest` is what a checkpoint says of itself, `files` its
+bytes, `atomic_dir` how they come to be at their path whole or not at all.
 """
 
 from dataplane.client.checkpoint.manifest import CheckpointInfo
