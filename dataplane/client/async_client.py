@@ -14,10 +14,8 @@ from tensordict import TensorDict
 from dataplane.client.async_session import AsyncConnection
 from dataplane.client.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.client.events import EventEmitter, OnEvent
-from dataplane.client.operations import claim, drain_unit, get, inspect
-from dataplane.client.operations import put as ops
+from dataplane.client.operations import claim, drain_unit, get, partitions, put
 from dataplane.client.operations.drain_unit import Drained, OnProgress
-from dataplane.client.operations.register import register
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session_state import SessionState
@@ -83,7 +81,7 @@ class AsyncDataPlaneClient:
     ) -> None:
         """See `DataPlaneClient.register_partition`."""
         await self.perform(
-            register,
+            partitions.register,
             partition_id,
             fields,
             num_samples,
@@ -105,7 +103,7 @@ class AsyncDataPlaneClient:
         mode: str = "upsert",
     ) -> KVBatchMeta:
         """See `DataPlaneClient.put_samples`."""
-        return await self.perform(ops.put, sample_ids, partition_id, fields, tags, mode)
+        return await self.perform(put.put, sample_ids, partition_id, fields, tags, mode)
 
     async def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
@@ -210,23 +208,23 @@ class AsyncDataPlaneClient:
 
     async def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """See `DataPlaneClient.clear_samples`."""
-        await self.perform(ops.clear, sample_ids, partition_id)
+        await self.perform(partitions.clear, sample_ids, partition_id)
 
     async def seal(self, partition_id: str) -> None:
         """See `DataPlaneClient.seal`."""
-        await self.perform(ops.ask, c.Seal(partition=partition_id))
+        await self.perform(partitions.ask, c.Seal(partition=partition_id))
 
     async def list_samples(self, partition_id: str) -> KVBatchMeta:
         """See `DataPlaneClient.list_samples`."""
-        return await self.perform(ops.list_samples, partition_id)
+        return await self.perform(partitions.list_samples, partition_id)
 
     async def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
         """See `DataPlaneClient.set_tags`."""
-        await self.perform(ops.set_tags, sample_ids, partition_id, tags)
+        await self.perform(partitions.set_tags, sample_ids, partition_id, tags)
 
     async def set_version(self, partition_id: str, version: int) -> None:
         """See `DataPlaneClient.set_version`."""
-        await self.perform(ops.ask, c.SetVersion(partition=partition_id, version=version))
+        await self.perform(partitions.ask, c.SetVersion(partition=partition_id, version=version))
 
     async def why_blocked(
         self,
@@ -265,27 +263,27 @@ class AsyncDataPlaneClient:
 
     async def stats(self) -> c.StatsReport:
         """See `DataPlaneClient.stats`."""
-        return await self.perform(ops.stats)
+        return await self.perform(partitions.stats)
 
     async def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """See `DataPlaneClient.matrix`."""
-        return await self.perform(inspect.matrix, partition_id, columns)
+        return await self.perform(partitions.matrix, partition_id, columns)
 
     async def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
         """See `DataPlaneClient.show_sample`."""
-        return await self.perform(inspect.show_sample, sample_id, partition_id)
+        return await self.perform(partitions.show_sample, sample_id, partition_id)
 
     async def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
         """See `DataPlaneClient.memory_map`."""
-        return await self.perform(inspect.memory_map, unit, cells)
+        return await self.perform(partitions.memory_map, unit, cells)
 
     async def waits(self) -> c.WaitList:
         """See `DataPlaneClient.waits`."""
-        return await self.perform(inspect.waits)
+        return await self.perform(partitions.waits)
 
     async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """See `DataPlaneClient.shrink`."""
-        return await self.perform(ops.shrink, timeout_s)
+        return await self.perform(partitions.shrink, timeout_s)
 
     async def drain(
         self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None

@@ -12,10 +12,8 @@ from tensordict import TensorDict
 
 from dataplane.client.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.client.events import EventEmitter, OnEvent
-from dataplane.client.operations import claim, drain_unit, get, inspect
-from dataplane.client.operations import put as ops
+from dataplane.client.operations import claim, drain_unit, get, partitions, put
 from dataplane.client.operations.drain_unit import Drained, OnProgress
-from dataplane.client.operations.register import register
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session import Connection, ForkLocal
@@ -123,7 +121,7 @@ class DataPlaneClient:
         wait. Checkpoints keep both.
         """
         self.perform(
-            register,
+            partitions.register,
             partition_id,
             fields,
             num_samples,
@@ -169,7 +167,7 @@ class DataPlaneClient:
         kind, dtype or inner shape differs from its live rows, TypeError for arguments of another type and values no
         column can hold; `StaleSchemaError` (a ValueError) if others clear or register the partition anew at each try.
         """
-        return self.perform(ops.put, sample_ids, partition_id, fields, tags, mode)
+        return self.perform(put.put, sample_ids, partition_id, fields, tags, mode)
 
     def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
@@ -338,25 +336,25 @@ class DataPlaneClient:
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
         room is reused when nobody reads them any more. Idempotent."""
-        self.perform(ops.clear, sample_ids, partition_id)
+        self.perform(partitions.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:
         """No new ids from now on: the partition is complete. KeyError if unknown."""
-        self.perform(ops.ask, c.Seal(partition=partition_id))
+        self.perform(partitions.ask, c.Seal(partition=partition_id))
 
     def list_samples(self, partition_id: str) -> KVBatchMeta:
         """All live samples, oldest first, with tags; `fields` are those produced for every one of them."""
-        return self.perform(ops.list_samples, partition_id)
+        return self.perform(partitions.list_samples, partition_id)
 
     def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
         """Merge one mapping of tags per sample into live samples, all or none. KeyError for samples that are not
         there."""
-        self.perform(ops.set_tags, sample_ids, partition_id, tags)
+        self.perform(partitions.set_tags, sample_ids, partition_id, tags)
 
     def set_version(self, partition_id: str, version: int) -> None:
         """The trainer's weights are at this version now: claims with `max_lag` count from it (from 0 until it was set;
         it may go back). Waiting claims are looked at again. KeyError for an unknown partition."""
-        self.perform(ops.ask, c.SetVersion(partition=partition_id, version=version))
+        self.perform(partitions.ask, c.SetVersion(partition=partition_id, version=version))
 
     def why_blocked(
         self,
@@ -419,25 +417,25 @@ class DataPlaneClient:
 
     def stats(self) -> c.StatsReport:
         """What the service holds: units with their bytes, partitions with their counts, sessions."""
-        return self.perform(ops.stats)
+        return self.perform(partitions.stats)
 
     def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
         """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
         (up to 4,096), and how many of each part have each field and are claimed by each task (estimated for many)."""
-        return self.perform(inspect.matrix, partition_id, columns)
+        return self.perform(partitions.matrix, partition_id, columns)
 
     def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
         """Everything about one sample: where each field is, how long, its tags, how each task stands to it. Without a
         partition, in the first that has it. `SampleNotFoundError` if none has."""
-        return self.perform(inspect.show_sample, sample_id, partition_id)
+        return self.perform(partitions.show_sample, sample_id, partition_id)
 
     def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
         """What the bytes of a storage unit's arena are, by address in `cells` parts at most (up to 4,096)."""
-        return self.perform(inspect.memory_map, unit, cells)
+        return self.perform(partitions.memory_map, unit, cells)
 
     def waits(self) -> c.WaitList:
         """Claims and puts that wait now, longest first: whose, what for, since when and until when."""
-        return self.perform(inspect.waits)
+        return self.perform(partitions.waits)
 
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
@@ -445,7 +443,7 @@ class DataPlaneClient:
         Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
         each (with an `error` where one is not connected, did not answer, or has a file system without holes).
         """
-        return self.perform(ops.shrink, timeout_s)
+        return self.perform(partitions.shrink, timeout_s)
 
     def drain(
         self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None

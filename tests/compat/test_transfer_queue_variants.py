@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 import dataplane.compat.transfer_queue as tq
 from dataplane import DataPlaneClient, FieldSpec, connect
-from dataplane.client.operations.put import ask
+from dataplane.client.operations.partitions import ask
 from dataplane.core.schema import VARIANTS
 from dataplane.errors import FieldNotProducedError, SchemaError
 from dataplane.ledger import commands as c

@@ -15,7 +15,7 @@ import typer
 from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader
 from dataplane.cli.formatting import duration
 from dataplane.cli.top import _interval
-from dataplane.client.operations import claim, drain_unit, put
+from dataplane.client.operations import claim, drain_unit, partitions
 from dataplane.compat.nemo_rl.client import seconds as of_nemo_rl
 from dataplane.core.durations import LONGEST_S, seconds, seconds_if_any
 from dataplane.errors import InvalidRequestError
@@ -41,7 +41,7 @@ WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "claim, partial": ("partial_after_s", lambda value: CLIENT.claim_meta("p", "t", [], 1, partial_after_s=value)),
     "claim, lease": ("lease_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, lease_s=value)),
     "extend": ("lease_s", lambda value: next(claim.extend(DESK, CLAIMED, value))),
-    "shrink": ("timeout_s", lambda value: next(put.shrink(DESK, value))),
+    "shrink": ("timeout_s", lambda value: next(partitions.shrink(DESK, value))),
     "drain": ("timeout_s", lambda value: next(drain_unit.drain(DESK, 1, value))),
     "stream": ("timeout_s", lambda value: stream(timeout_s=value)),
     "stream, lease": ("lease_s", lambda value: stream(lease_s=value)),

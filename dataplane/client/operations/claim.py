@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane.client.operations.field_names import check_claim
-from dataplane.client.operations.put import name_tuple, naming
-from dataplane.client.operations.sample_names import meta_of, samples_of, scalar
+from dataplane.client.operations.sample_names import meta_of, name_tuple, naming, samples_of, scalar
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import SessionState
 from dataplane.core.durations import seconds, seconds_if_any

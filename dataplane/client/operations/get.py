@@ -16,9 +16,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from dataplane.client.operations.put import naming
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, samples_of
+from dataplane.client.operations.sample_names import Names, ids_of, naming, samples_of
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import chosen, units_of

@@ -16,13 +16,12 @@ from tensordict import TensorDict
 
 from dataplane.client.operations.field_names import describe, schema_for_put
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, meta_of, samples_of, tag_columns, tags_of
+from dataplane.client.operations.sample_names import Names, ids_of, naming, samples_of, tag_columns, tags_of
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.client.unit_connections import chosen, units_of
 from dataplane.core import failpoints
-from dataplane.core.durations import seconds
 from dataplane.core.schema import EVICTED_SAMPLES
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
@@ -33,7 +32,6 @@ from dataplane.errors import (
     RowsChangedError,
     SchemaError,
     ServiceRestartedError,
-    StaleSampleError,
     StaleSchemaError,
     StorageUnitError,
 )
@@ -341,14 +339,6 @@ def give_back(session_state: SessionState, reservation: int, unfinished: set[int
             yield Post(c.Abort(reservation=reservation))
 
 
-def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
-    """Send; an error about row handles is raised with the ids the caller knows them by."""
-    try:
-        return (yield Send(command, meanwhile))
-    except StaleSampleError as error:
-        raise error.with_ids(ids) from None
-
-
 def _put_meta(
     ids: list[str],
     partition: str,
@@ -373,51 +363,3 @@ def _put_meta(
     if committed.evicted:
         meta.extra_info[EVICTED_SAMPLES] = list(committed.evicted)
     return meta.with_handles(committed.rows, committed.generations)
-
-
-# --- the rest ---------------------------------------------------------------------------------------
-
-
-def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """A list of names, which one string is not."""
-    if isinstance(names, str):
-        raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
-    return tuple(names)
-
-
-def list_samples(session_state: SessionState, partition: str) -> Operation[KVBatchMeta]:
-    """Every live sample of the partition, oldest first."""
-    listed = yield Send(c.List(partition=partition))
-    return meta_of(listed.result, partition)
-
-
-def clear(session_state: SessionState, names: Names | None, partition: str) -> Operation[None]:
-    """Drop samples, or the partition with its schema."""
-    if names is None:
-        session_state.schemas.forget(partition)
-    yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
-
-
-def set_tags(
-    session_state: SessionState, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]
-) -> Operation[None]:
-    """Merge tags into live samples, all or none."""
-    ids = ids_of(names)
-    yield from naming(
-        ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
-    )
-
-
-def stats(session_state: SessionState) -> Operation[c.StatsReport]:
-    """What the service holds."""
-    return (yield Send(c.Stats())).result  # type: ignore[no-any-return]
-
-
-def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
-    """Memory goes back to the machine."""
-    return (yield Send(c.Shrink(timeout_s=seconds("timeout_s", timeout_s)))).result  # type: ignore[no-any-return]
-
-
-def ask(session_state: SessionState, command: c.Command) -> Operation[Any]:
-    """Send one command and return its result."""
-    return (yield Send(command)).result

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.client.operations.steps import Operation, Send
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.core.types import Scalar
 from dataplane.data.meta import KVBatchMeta
-from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
+from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError, first_few
 from dataplane.ledger import commands as c
 
 Names = Sequence[str] | KVBatchMeta
@@ -142,3 +143,18 @@ def meta_of(
     if not isinstance(listed, c.Claimed) or not listed.claim:
         return meta
     return meta.with_claims(np.full(meta.size, listed.claim, np.int64))
+
+
+def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A list of names, which one string is not."""
+    if isinstance(names, str):
+        raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
+    return tuple(names)
+
+
+def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
+    """Send; an error about row handles is raised with the ids the caller knows them by."""
+    try:
+        return (yield Send(command, meanwhile))
+    except StaleSampleError as error:
+        raise error.with_ids(ids) from None

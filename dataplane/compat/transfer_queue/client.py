@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from dataplane.client.operations import get
-from dataplane.client.operations import put as ops
+from dataplane.client.operations import get, partitions
 from dataplane.client.operations.steps import Operation
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, fetching, reads
@@ -233,7 +232,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
         return (yield from reads.get_batch(session_state, metadata))
 
     def _clear_partition(self, session_state: SessionState, partition: str) -> Operation[None]:
-        yield from ops.clear(session_state, None, partition)
+        yield from partitions.clear(session_state, None, partition)
         yield from fetching.forget_draws(session_state, partition)
         if self._own_sampler is not None:
             self._own_sampler.clear_cache(partition)

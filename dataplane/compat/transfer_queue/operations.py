@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from dataplane.client.operations import put as ops
-from dataplane.client.operations.sample_names import ids_of, samples_of
+from dataplane.client.operations.partitions import stats
+from dataplane.client.operations.put import put_rows
+from dataplane.client.operations.sample_names import ids_of, naming, samples_of
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
@@ -238,7 +239,7 @@ def put(
 
     while True:
         try:
-            done = yield from ops.put_rows(
+            done = yield from put_rows(
                 session_state, names, ids, partition, encoded, tags, mode, declare, listed=listed
             )
             return done[1]
@@ -301,7 +302,7 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
             for places, names in (yield from named(session_state, part)):
                 tags = tag_columns([part.custom_meta[place] for place in places], len(places))
                 told = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
-                yield from ops.naming(names.sample_ids, told)
+                yield from naming(names.sample_ids, told)
         except PartitionNotFoundError:
             log.warning("there is no partition %r: its custom_meta is ignored", part.partition_ids[0])
 
@@ -317,7 +318,7 @@ def whole_partition(session_state: SessionState, partition: str, fields: Sequenc
 
 def partitions(session_state: SessionState) -> Operation[list[str]]:
     """All but the adapter's own."""
-    report = yield from ops.stats(session_state)
+    report = yield from stats(session_state)
     return [found.partition for found in report.partitions if found.partition != ADAPTER]
 
 
@@ -339,7 +340,7 @@ def consumption(
         unclaimed = every.generations
     coming = 0
     if len(every.generations) < expected:
-        report = yield from ops.stats(session_state)
+        report = yield from stats(session_state)
         born = [found.born for found in report.partitions if found.partition == partition]
         coming = max(expected - sum(born), 0)
     status = ~np.isin(every.generations, unclaimed)

@@ -1,0 +1,118 @@
+"""Operations on partitions and on the service as a whole: declaring, listing, tagging and clearing; statistics and what
+dashboards show; giving memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataplane.client.operations.sample_names import (
+    Names,
+    ids_of,
+    meta_of,
+    name_tuple,
+    naming,
+    samples_of,
+    tag_columns,
+)
+from dataplane.client.operations.steps import Operation, Send
+from dataplane.client.session_state import SessionState
+from dataplane.core.durations import seconds
+from dataplane.data.columns import declared_specs
+from dataplane.data.meta import KVBatchMeta
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger import commands as c
+
+
+def register(
+    session_state: SessionState,
+    partition: str,
+    fields: Sequence[str] | Mapping[str, Any],
+    num_samples: int | None,
+    consumer_tasks: Sequence[str],
+    grpo_group_size: int | None,
+    enums: Mapping[str, Sequence[str]] | None,
+    *,
+    strict: bool,
+    budget_bytes: int | None,
+    when_full: str,
+) -> Operation[None]:
+    """Declare a partition; what was remembered of its schema is forgotten."""
+    command = c.Register(
+        partition=partition,
+        fields=declared_specs(fields),
+        num_samples=num_samples,
+        tasks=name_tuple("consumer_tasks", consumer_tasks),
+        group_size=grpo_group_size,
+        enums=None if enums is None else {name: tuple(values) for name, values in enums.items()},
+        strict=strict,
+        budget_bytes=budget_bytes,
+        when_full=_when_full(when_full),
+    )
+    session_state.schemas.forget(partition)
+    yield Send(command)
+
+
+def _when_full(policy: str) -> c.WhenFull:
+    try:
+        return c.WhenFull(policy)
+    except ValueError:
+        raise InvalidRequestError(f"when_full={policy!r}: expected one of {', '.join(c.WhenFull)}") from None
+
+
+def list_samples(session_state: SessionState, partition: str) -> Operation[KVBatchMeta]:
+    """Every live sample of the partition, oldest first."""
+    listed = yield Send(c.List(partition=partition))
+    return meta_of(listed.result, partition)
+
+
+def clear(session_state: SessionState, names: Names | None, partition: str) -> Operation[None]:
+    """Drop samples, or the partition with its schema."""
+    if names is None:
+        session_state.schemas.forget(partition)
+    yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
+
+
+def set_tags(
+    session_state: SessionState, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]
+) -> Operation[None]:
+    """Merge tags into live samples, all or none."""
+    ids = ids_of(names)
+    yield from naming(
+        ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
+    )
+
+
+def stats(session_state: SessionState) -> Operation[c.StatsReport]:
+    """What the service holds."""
+    return (yield Send(c.Stats())).result  # type: ignore[no-any-return]
+
+
+def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
+    """Memory goes back to the machine."""
+    return (yield Send(c.Shrink(timeout_s=seconds("timeout_s", timeout_s)))).result  # type: ignore[no-any-return]
+
+
+def ask(session_state: SessionState, command: c.Command) -> Operation[Any]:
+    """Send one command and return its result."""
+    return (yield Send(command)).result
+
+
+def matrix(session_state: SessionState, partition: str, columns: int) -> Operation[c.Matrix]:
+    """What of a partition is produced and consumed."""
+    return (yield Send(c.Inspect(partition=partition, columns=columns))).result  # type: ignore[no-any-return]
+
+
+def show_sample(session_state: SessionState, sample: str, partition: str | None) -> Operation[c.Shown]:
+    """Everything about one sample, in the first partition that has it if none is named."""
+    return (yield Send(c.Show(partition=partition or "", samples=samples_of([sample])))).result  # type: ignore[no-any-return]
+
+
+def memory_map(session_state: SessionState, unit: int, cells: int) -> Operation[c.MemoryMap]:
+    """What the bytes of a unit's arena are."""
+    return (yield Send(c.MapMemory(unit=unit, cells=cells))).result  # type: ignore[no-any-return]
+
+
+def waits(session_state: SessionState) -> Operation[c.WaitList]:
+    """Who waits for what."""
+    return (yield Send(c.Waits())).result  # type: ignore[no-any-return]
