@@ -9,7 +9,7 @@ from dataplane.errors import CapacityTimeoutError, LimitError, SampleNotFoundErr
 from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import NOTICE_S
-from dataplane.ledger.state.evicted import REMEMBERED
+from dataplane.ledger.state.tombstones import REMEMBERED
 from tests.ledger.driver import Client, Driver, by_ids, commit_columns, handles
 
 KIB = 1024

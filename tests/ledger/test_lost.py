@@ -8,8 +8,8 @@ import pytest
 from dataplane.errors import SampleNotFoundError, StaleSampleError, from_wire, to_wire
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.lost import REMEMBERED
 from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.tombstones import REMEMBERED
 from tests.ledger.driver import Client, Driver, by_ids, handles
 
 
@@ -104,5 +104,5 @@ def test_generations_that_were_never_lost_are_not_among_them() -> None:
     client.do(c.Forget(unit=1, force=True))
     lost = partition(driver).lost
     assert lost is not None
-    assert lost.among_generations(np.array([int(put.generations[0]) + 1, 0])) == (0, ())
-    assert lost.among_generations(put.generations) == (1, ("with storage unit 1 (unit0)",))
+    assert lost.among_generations(np.array([int(put.generations[0]) + 1, 0])) == []
+    assert lost.causes_of(lost.among_generations(put.generations)) == ("with storage unit 1 (unit0)",)

@@ -22,13 +22,11 @@ from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger.allocation import preallocation
 from dataplane.ledger.commands import inputs, inspection, outputs, parts, requests, results
 from dataplane.ledger.state import (
-    evicted,
     eviction_outlook,
     extents,
     fields,
     free_space,
     limits,
-    lost,
     number_set,
     partition,
     relocations,
@@ -38,6 +36,7 @@ from dataplane.ledger.state import (
     state,
     tags,
     tasks,
+    tombstones,
     units,
     wait_queues,
     watches,
@@ -160,8 +159,21 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 _STORED = _by_name(
     (
         *(types, inputs, inspection, outputs, parts, requests, results),
-        *(evicted, eviction_outlook, extents, fields, free_space, limits, lost, number_set, partition),
-        *(preallocation, relocations, rows, sessions, snapshot, state, tags, tasks, units, wait_queues, watches),
+        *(eviction_outlook, extents, fields, free_space, limits, number_set, partition),
+        *(
+            preallocation,
+            relocations,
+            rows,
+            sessions,
+            snapshot,
+            state,
+            tags,
+            tasks,
+            tombstones,
+            units,
+            wait_queues,
+            watches,
+        ),
     )
 )
 """The classes that an image may hold."""

@@ -11,13 +11,12 @@ from dataplane.core.schema import field_of, variants_of
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
 from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
 from dataplane.ledger.state.arrays import Bools, first_true, some
-from dataplane.ledger.state.evicted import Evicted
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.fields import Field
-from dataplane.ledger.state.lost import Lost
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.tags import Tags
 from dataplane.ledger.state.tasks import ReadyIndex, Task
+from dataplane.ledger.state.tombstones import Evicted, Lost
 
 if TYPE_CHECKING:
     from dataplane.ledger.state.eviction_outlook import Outlook
@@ -175,15 +174,15 @@ class Partition:
             if some(missing):
                 places = first_true(missing)
                 names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
-                lost, causes = self.lost.among_ids(names) if self.lost is not None else (0, ())
+                lost = self.lost.among_ids(names) if self.lost is not None else []
                 raise SampleNotFoundError(
                     partition=self.name,
                     samples=[samples.ids[i] for i in places],
                     total=len(names),
                     positions=places,
-                    evicted=self.evicted.among_ids(names),
-                    lost=lost,
-                    causes=causes,
+                    evicted=len(self.evicted.among_ids(names)),
+                    lost=len(lost),
+                    causes=self.lost.causes_of(lost) if self.lost is not None else (),
                 )
             return rows
         assert samples.rows is not None
@@ -191,15 +190,15 @@ class Partition:
         stale = ~self.rows.holds(samples.rows, samples.generations)
         if some(stale):
             places, generations = first_true(stale), samples.generations[stale]
-            lost, causes = self.lost.among_generations(generations) if self.lost is not None else (0, ())
+            lost = self.lost.among_generations(generations) if self.lost is not None else []
             raise StaleSampleError(
                 partition=self.name,
                 samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in places],
                 total=int(stale.sum()),
                 positions=places,
-                evicted=self.evicted.among_generations(generations),
-                lost=lost,
-                causes=causes,
+                evicted=len(self.evicted.among_generations(generations)),
+                lost=len(lost),
+                causes=self.lost.causes_of(lost) if self.lost is not None else (),
             )
         return samples.rows
 
