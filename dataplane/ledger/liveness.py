@@ -23,7 +23,6 @@ from dataplane.ledger.commands import (
     SessionGone,
     SessionSilent,
 )
-from dataplane.ledger.state.drops import drop_staged
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.sessions import Session, SessionStatus
 from dataplane.ledger.state.state import State
@@ -151,7 +150,7 @@ class Liveness:
             state.unpark(parked, SessionExpiredError(session=session.number, why=why))
         session.answers.clear()
         session.saves.clear()
-        drop_staged(state, session.number)
+        state.drop_staged(session.number)
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
         for room in session.reservations.values():

@@ -264,6 +264,22 @@ def test_several_are_published_together_also_under_each_others_names() -> None:
     assert {part.partition: part.live for part in client.stats().partitions} == {"two": 3, "one": 4}
 
 
+def test_a_lease_given_before_the_publish_ends_in_the_partitions_new_name() -> None:
+    driver = Driver()
+    client = driver.client()
+    tasks = (c.SavedTask(name="train", claimed=bits(0, 0, 0)),)
+    for name in ("one", "two"):
+        staged(client, name)
+        client.register(name)
+    assert client.claimed(1, partition="one", lease_s=5.0, blocking=False) == ("a",)
+    wanted = (described(partition="two", tasks=tasks), described(partition="one", tasks=tasks))
+    client.do(c.Publish(staged=("one", "two"), partitions=wanted))
+    assert client.claimed(9, partition="two", blocking=False) == ("b", "c")
+    driver.tick(6.0)
+    assert client.claimed(9, partition="two", blocking=False) == ("a",)
+    assert client.claimed(9, partition="one", blocking=False) == ("a", "b", "c")
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

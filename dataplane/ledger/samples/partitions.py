@@ -20,7 +20,6 @@ from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import check_tags
 from dataplane.ledger.samples.compaction import Compactions
 from dataplane.ledger.samples.scrub import Recheck
-from dataplane.ledger.state.drops import drop
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedClaim, Session
@@ -113,7 +112,7 @@ class Partitions:
             return c.Cleared(count=len(rows))
         if partition is None:
             return c.Cleared(count=0)
-        return c.Cleared(count=drop(state, partition))
+        return c.Cleared(count=state.drop(partition))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
         state = self.state

@@ -14,7 +14,6 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.samples.partitions import Partitions
 from dataplane.ledger.state.checksum_policy import checksums_of
-from dataplane.ledger.state.drops import drop
 from dataplane.ledger.state.fields import cells_of
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
@@ -151,14 +150,17 @@ class Saves:
             there = state.partitions.get(saved.partition)
             if there is not None and there not in found and not command.replace:
                 raise PartitionExistsError(partition=saved.partition)
+        leases = [[lease for lease in state.leases.open.values() if lease.partition == name] for name in staged]
         for name in staged:
             del state.partitions[name]
-        for partition, saved in zip(found, wanted, strict=True):
+        for partition, saved, leased in zip(found, wanted, leases, strict=True):
             there = state.partitions.get(saved.partition)
             if there is not None:
-                drop(state, there)
+                state.drop(there)
             partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
             state.partitions[saved.partition] = partition
+            for lease in leased:
+                lease.partition = saved.partition
             self.partitions.register(session, number, _registration(saved))
             partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
             self._claim(partition, saved)

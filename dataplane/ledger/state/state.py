@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from itertools import chain
 
 from dataplane.core.types import Checksums
-from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError, PartitionNotFoundError
+from dataplane.errors import (
+    DataPlaneError,
+    InternalError,
+    InvalidRequestError,
+    PartitionDroppedError,
+    PartitionNotFoundError,
+)
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.limits import SPLIT, Limits, check_limit
@@ -125,6 +131,24 @@ class State:
         """All puts that wait for room, those that move cells too."""
         lines = chain.from_iterable([lines.values() for lines in self.room_waiters.values()])
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
+
+    def drop(self, partition: Partition) -> int:
+        """The partition goes with all it holds, and calls that wait on it fail; how many samples lived."""
+        count = partition.rows.live
+        del self.partitions[partition.name]
+        self.budgeted.pop(partition.account.number, None)
+        partition.drop()
+        for claim in self.waiting_claims(partition):
+            waiting = f"a claim of task {claim.command.task!r}"
+            self.unpark(claim, PartitionDroppedError(partition=partition.name, waiting=waiting))
+        for put in self.waiting_puts(partition):
+            self.unpark(put, PartitionDroppedError(partition=partition.name, waiting="a put"))
+        return count
+
+    def drop_staged(self, session: int) -> None:
+        """The partitions that this session staged and did not publish go."""
+        for partition in [found for found in self.partitions.values() if found.owner == session]:
+            self.drop(partition)
 
     def waiting_claims(self, partition: Partition) -> list[ParkedClaim]:
         """The partition's parked claims, longest first."""
