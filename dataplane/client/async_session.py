@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """An open session with its session_state, for one event loop."""
+    """An open session with its session state, for one event loop."""
 
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
         """Use `open`."""

@@ -127,7 +127,7 @@ def session_lock(config: DataPlaneConfig) -> SessionLock | None:
 
 
 class Connection:
-    """An open session with its session_state; runs operations in the calling thread. Thread-safe."""
+    """An open session with its session state; runs operations in the calling thread. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)

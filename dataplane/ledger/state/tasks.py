@@ -27,7 +27,7 @@ Terms = dict[str, str]
 
 class Selection:
     """`rows` and `generations` name its samples, in its order, and `ranks` says whose each is. Held rows carry
-    `claim_id`; `given` has, by rank, the claim_ids of the claims that got its share or what came back of it."""
+    `claim_id`; `given` has, by rank, the ids of the claims that got its share or what came back of it."""
 
     def __init__(self, terms: Terms, rows: Int64s, generations: Int64s, ranks: Int64s, claim_id: int) -> None:
         self.terms = terms
