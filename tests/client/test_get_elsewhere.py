@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def client(server: Lives) -> Iterator[DataPlaneClient]:
         yield made
 
 
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Nothing that refers to itself goes in this test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("copy", [True, False])
 def test_rows_that_were_moved_are_read_where_they_are_now(
     server: Lives, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, copy: bool

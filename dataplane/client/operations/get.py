@@ -328,8 +328,17 @@ def _elsewhere(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> 
         return (yield from attempt(None))
     except StorageUnitError as error:
         failed = error
-    log.debug("what was being read is looked up once more: %s", failed)
+        log.debug("what was being read is looked up once more: %s", failed, exc_info=True)
+        _drop_frames(failed)
     return (yield from attempt(failed))
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """The frames in which it came up go, and with them the pins that they hold: an error and a frame that refer to each
+    other stay until Python collects garbage."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _without(units: set[int], failed: StorageUnitError | None) -> set[int]:
