@@ -495,7 +495,6 @@ class DataPlaneClient:
     def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Perform an operation of `dataplane.client.operations`, or one that is written like these, as every method
-        does: with events, deadlines and retries. For adapters to other interfaces. Blocks as the operation does."""
+        """Perform an operation that is written like those of `dataplane.client.operations`; blocks as that does."""
         connection = self._connections.get()
         return connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))

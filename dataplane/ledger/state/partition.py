@@ -174,15 +174,16 @@ class Partition:
             if some(missing):
                 places = first_true(missing)
                 names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
-                lost = self.lost.among_ids(names) if self.lost is not None else []
+                lost = self.lost or Lost()
+                gone = lost.among_ids(names)
                 raise SampleNotFoundError(
                     partition=self.name,
                     samples=[samples.ids[i] for i in places],
                     total=len(names),
                     positions=places,
                     evicted=len(self.evicted.among_ids(names)),
-                    lost=len(lost),
-                    causes=self.lost.causes_of(lost) if self.lost is not None else (),
+                    lost=len(gone),
+                    causes=lost.causes_of(gone),
                 )
             return rows
         assert samples.rows is not None
@@ -190,15 +191,16 @@ class Partition:
         stale = ~self.rows.holds(samples.rows, samples.generations)
         if some(stale):
             places, generations = first_true(stale), samples.generations[stale]
-            lost = self.lost.among_generations(generations) if self.lost is not None else []
+            lost = self.lost or Lost()
+            gone = lost.among_generations(generations)
             raise StaleSampleError(
                 partition=self.name,
                 samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in places],
                 total=int(stale.sum()),
                 positions=places,
                 evicted=len(self.evicted.among_generations(generations)),
-                lost=len(lost),
-                causes=self.lost.causes_of(lost) if self.lost is not None else (),
+                lost=len(gone),
+                causes=lost.causes_of(gone),
             )
         return samples.rows
 

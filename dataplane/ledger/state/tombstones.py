@@ -25,14 +25,15 @@ class Tombstones:
         for name, generation in zip(ids[-REMEMBERED:], generations[-REMEMBERED:].tolist(), strict=True):
             self.generations.pop(name, None)
             self.generations[name] = generation
-        self.forget(list(self.generations)[: max(len(self.generations) - REMEMBERED, 0)])
+        for name in list(self.generations)[: max(len(self.generations) - REMEMBERED, 0)]:
+            self.forget(name)
 
-    def forget(self, ids: Iterable[str]) -> None:
-        for name in ids:
-            self.generations.pop(name, None)
+    def forget(self, name: str) -> None:
+        self.generations.pop(name, None)
 
     def born_again(self, ids: Iterable[str]) -> None:
-        self.forget(ids if self.generations else ())
+        for name in ids if self.generations else ():
+            self.forget(name)
 
     def among_ids(self, ids: Iterable[str]) -> list[str]:
         """Those of the ids whose samples are remembered."""
@@ -73,10 +74,9 @@ class Lost(Tombstones):
         self.causes.update(dict.fromkeys(ids[-REMEMBERED:], cause))
         self.remember(ids, generations)
 
-    def forget(self, ids: Iterable[str]) -> None:
-        for name in ids:
-            self.generations.pop(name, None)
-            self.causes.pop(name, None)
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self.causes.pop(name, None)
 
     def causes_of(self, ids: Iterable[str]) -> tuple[str, ...]:
         """Why the first of these remembered samples were lost."""

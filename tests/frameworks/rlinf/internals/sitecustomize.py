@@ -1,8 +1,7 @@
 """On PYTHONPATH of RLinf's tests under the switch, in Ray's workers too.
 
-Some of RLinf's tests import classes of its internals (manager actors, process groups), which this
-project does not have. Here these are None, so that the other tests of their files can be collected; those that use one
-fail.
+Some of RLinf's tests import classes of its internals (manager actors, process groups), which this project does not
+have. Here these are None, so that the other tests of their files can be collected; those that use one fail.
 """
 
 import os
