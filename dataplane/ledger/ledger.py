@@ -20,7 +20,7 @@ from dataplane.errors import (
     StaleCallError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.allocation.pressure import Pressure
+from dataplane.ledger.allocation.budgets import Pressure
 from dataplane.ledger.allocation.reservations import Rooms
 from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.claims.claims import Claims

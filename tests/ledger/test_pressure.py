@@ -6,9 +6,9 @@ import pytest
 
 from dataplane.config import DataPlaneConfig
 from dataplane.ledger import commands as c
-from dataplane.ledger.allocation import pressure
+from dataplane.ledger.allocation.budgets import Pressure
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.state import State
+from dataplane.ledger.state.units import Unit
 from tests.ledger.driver import Client, Driver
 
 KIB = 1024
@@ -104,13 +104,13 @@ def test_only_budgets_that_are_used_otherwise_now_are_looked_at(monkeypatch: pyt
         client.put(["a"], {"x": [KIB]}, partition=f"p{i}")
     driver.judged = 0
     looked_at: list[str] = []
-    real = pressure.limit_of
+    judge = Pressure._judge
 
-    def look(state: State, partition: Partition, *, update: bool) -> int | None:
-        looked_at.append(partition.name)
-        return real(state, partition, update=update)
+    def look(pressure: Pressure, who: Unit | Partition, used: int, limit: int) -> None:
+        looked_at.extend([who.name] if isinstance(who, Partition) else [])
+        judge(pressure, who, used, limit)
 
-    monkeypatch.setattr(pressure, "limit_of", look)
+    monkeypatch.setattr(Pressure, "_judge", look)
     client.put(["b"], {"x": [64]})
     client.put(["b"], {"x": [64]}, partition="p3")
     client.clear("b")

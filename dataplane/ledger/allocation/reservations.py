@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.errors import (
     CapacityTimeoutError,
     DataPlaneError,
@@ -15,12 +16,20 @@ from dataplane.errors import (
     RequestTooLargeError,
     StaleSchemaError,
 )
-from dataplane.ledger.allocation.budgets import REPORTED, Evictions, limit_of, over
+from dataplane.ledger.allocation.budgets import (
+    REPORTED,
+    Evictions,
+    limit_of,
+    out_of_room,
+    over,
+    waits_for_larger_piece,
+    waits_for_memory,
+)
 from dataplane.ledger.allocation.placement import Piece, give_back, growth, growth_again, growth_ahead, place
-from dataplane.ledger.allocation.shortage import out_of_room, waits_for_larger_piece, waits_for_memory
 from dataplane.ledger.commands import (
     Allocate,
     Allocated,
+    Commit,
     GrowArena,
     Int64s,
     OnFull,
@@ -30,8 +39,9 @@ from dataplane.ledger.commands import (
     WhenFull,
 )
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.state.arrays import top
+from dataplane.ledger.state.arrays import top, total
 from dataplane.ledger.state.checksum_policy import are_wanted
+from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
@@ -404,3 +414,47 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
         most = top(sizes)
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")
+
+
+class PreallocatedPut(PutReservation):
+    """The reservation that a commit into `room` would have had: its columns one after another from `offset`, `nbytes`
+    of each in whole granules, in the room's piece number `place` (None: they are no bytes). Nothing is taken before
+    `cut`."""
+
+    def __init__(self, state: State, room: Preallocation, partition: Partition, command: Commit) -> None:
+        if command.offset is None or command.offset % GRANULE_BYTES:
+            raise InvalidRequestError(
+                f"offset {command.offset}: a commit into preallocated space begins at a multiple of {GRANULE_BYTES}"
+            )
+        sizes = [column.lengths * column.spec.unit_bytes for column in command.columns]
+        names = [column.name for column in command.columns]
+        check_columns(state, list(zip(names, sizes, strict=True)))
+        super().__init__(partition, names, sizes, update=False)
+        self.room = room
+        self.offset = command.offset
+        self.nbytes = [granules_up(total(column)) for column in sizes]
+        self.place = self._find(state.extents)
+
+    def _find(self, extents: Extents) -> int | None:
+        nbytes = sum(self.nbytes)
+        if not nbytes:
+            return None
+        for number, (_, _, extent, start) in enumerate(self.room.pieces[0]):
+            if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
+                return number
+        raise InvalidRequestError(
+            f"{nbytes} bytes at {self.offset} are not, or no longer, within the preallocated space"
+        )
+
+    def cut(self, extents: Extents) -> None:
+        """Take the bytes out of the room, as an extent for each column."""
+        if self.place is not None:
+            pieces = self.room.pieces[0]
+            left = extents.cut(pieces[self.place][2], self.offset, sum(self.nbytes))
+            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in left]
+        offset, account = self.offset, self.partition.account
+        for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
+            start = offset if nbytes else 0
+            if len(sizes):
+                column.append((0, len(sizes), extents.reserve(self.room.unit, start, nbytes, account), start))
+            offset += nbytes

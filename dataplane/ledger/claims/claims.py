@@ -19,7 +19,7 @@ from dataplane.errors import (
     TaskNotFoundError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.claims import partial_groups, selection, shares, waiting
+from dataplane.ledger.claims import selection, shares, waiting
 from dataplane.ledger.claims.samplers import SAMPLERS
 from dataplane.ledger.claims.why_blocked import blocked
 from dataplane.ledger.state.claim_terms import least_of
@@ -198,9 +198,9 @@ class Claims:
             fixed.given.setdefault(command.dp_rank, []).append(int(task.claim_ids[rows[0]]))
         return result
 
-    def _overdue(self, partition: Partition, interest: ReadyIndex, command: c.Claim) -> partial_groups.Overdue:
+    def _overdue(self, partition: Partition, interest: ReadyIndex, command: c.Claim) -> selection.Overdue:
         """The partial groups whose time is over, and when the next one's is; those to be dropped are."""
-        found = partial_groups.overdue(partition, interest, command, self.state.now)
+        found = selection.overdue(partition, interest, command, self.state.now)
         if command.partial is c.Partial.RELEASE or not len(found.rows):
             return found
         names = partition.rows.names_of(found.rows)
@@ -208,7 +208,7 @@ class Claims:
         partition.dropped_partial += len(names)
         partition.clear(found.rows)
         self.state.touch(partition)
-        return partial_groups.Overdue(found.rows[:0], found.next_at)
+        return selection.Overdue(found.rows[:0], found.next_at)
 
     def _fix(self, partition: Partition, task: Task, command: c.Claim, chosen: selection.Chosen) -> Selection:
         """The shares of a step, held for its ranks from now on."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.core import types
 from dataplane.errors import DataPlaneError, from_wire, to_wire
-from dataplane.ledger.allocation import preallocation
+from dataplane.ledger.allocation import reservations
 from dataplane.ledger.commands import inputs, inspection, outputs, parts, requests, results
 from dataplane.ledger.state import (
     eviction_outlook,
@@ -161,7 +161,7 @@ _STORED = _by_name(
         *(types, inputs, inspection, outputs, parts, requests, results),
         *(eviction_outlook, extents, fields, free_space, limits, number_set, partition),
         *(
-            preallocation,
+            reservations,
             relocations,
             rows,
             sessions,

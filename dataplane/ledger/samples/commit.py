@@ -20,9 +20,8 @@ from dataplane.errors import (
     StaleSchemaError,
     StorageUnitError,
 )
-from dataplane.ledger.allocation.budgets import Evictions, over
-from dataplane.ledger.allocation.preallocation import PreallocatedPut
-from dataplane.ledger.allocation.shortage import out_of_room
+from dataplane.ledger.allocation.budgets import Evictions, out_of_room, over
+from dataplane.ledger.allocation.reservations import PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.state.extents import Several

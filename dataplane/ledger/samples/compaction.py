@@ -19,9 +19,9 @@ import numpy as np
 
 from dataplane.core.row_copy import merge_copies
 from dataplane.core.types import GRANULE_BYTES
+from dataplane.ledger.allocation.budgets import waits_for_larger_piece
 from dataplane.ledger.allocation.compaction_windows import Spans, Window, windows
 from dataplane.ledger.allocation.placement import Piece, give_back, place_in
-from dataplane.ledger.allocation.shortage import waits_for_larger_piece
 from dataplane.ledger.commands import CompactArena, Compacted, Int64s, Move, Notice
 from dataplane.ledger.samples.drain import Drains, Page, page_of
 from dataplane.ledger.state.extents import LIVE
