@@ -39,8 +39,11 @@ def build(archive: Path, formats: Path) -> None:
         if ended.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the service to be stored ended with code {ended.returncode}: {ended.stderr}")
         archive.write_bytes(lzma.compress(_packed(Path(folder)), preset=9))
-    from tests.stored.contents import current_formats  # noqa: PLC0415 (see `_serve`)
+    from dataplane import DataPlaneConfig  # noqa: PLC0415 (see `_serve`)
+    from dataplane.storage.unit import sweep_leftovers  # noqa: PLC0415
+    from tests.stored.contents import current_formats  # noqa: PLC0415
 
+    sweep_leftovers(DataPlaneConfig())  # the session locks of its clients
     formats.write_text(json.dumps(current_formats(), indent=2) + "\n")
 
 
