@@ -1,4 +1,4 @@
-"""Settings of the service and its clients. The only file that reads the environment."""
+"""Settings of the service and its clients, and what of them is in the environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dataplane.core.durations import seconds
 from dataplane.core.types import Checksums
 
 MIB = 1 << 20
@@ -265,36 +264,6 @@ class DataPlaneConfig:
         if not (token.isascii() and token.isprintable()) or token != token.strip():
             raise ValueError(f"{where} may only have printable ASCII characters, and no space at its ends")
         return token
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferQueueEnvironment:
-    """What the TransferQueue package reads from the environment and `dataplane.compat.transfer_queue` does, too.
-
-    pre_allocated_samples: so many samples are expected in every partition before it can count as consumed
-    (TQ_PRE_ALLOC_SAMPLE_NUM). metadata_wait_s: how long `get_meta` waits for samples: the larger of
-    TQ_CONTROLLER_GET_METADATA_TIMEOUT and TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL.
-    """
-
-    pre_allocated_samples: int = 1
-    metadata_wait_s: float = 5.0
-
-    @classmethod
-    def of_process(cls) -> TransferQueueEnvironment:
-        """As this process's environment has it. ValueError for what is no number."""
-
-        def number(name: str, default: int) -> int:
-            value = os.environ.get(name, str(default))
-            try:
-                return int(value)
-            except ValueError:
-                raise ValueError(f"{name}={value!r}: expected an integer") from None
-
-        waits = ("TQ_CONTROLLER_GET_METADATA_TIMEOUT", 1), ("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", 5)
-        return cls(
-            pre_allocated_samples=number("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
-            metadata_wait_s=seconds(waits[0][0], max(number(name, default) for name, default in waits)),
-        )
 
 
 @functools.cache

@@ -100,8 +100,6 @@ class DurableLedger:
         booted_before, fsynced_before = journal.fact("boot"), journal.fsynced
         if fsynced:
             journal.force()
-        elif fsynced_before:
-            journal.set_facts(fsynced=0)
         if recovered:
             ledger = rebuild(journal)
             hit("journal.replayed")
@@ -109,7 +107,7 @@ class DurableLedger:
             ledger = Ledger(epoch, **vars(settings))
             journal.write_image(0, ledger.image())
             journal.begin_from(0)
-        journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
+        journal.set_facts(epoch=epoch, boot=boot_id(), clean=0, fsynced=int(fsynced))
         hit("journal.taken_over")
         durable = cls(journal, ledger, epoch, recovered=recovered, fsynced=fsynced)
         durable._images.begin()

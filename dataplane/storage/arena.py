@@ -62,7 +62,7 @@ _KEEPER = struct.Struct("<QH")
 """Where the path of an arena's keeper means something (see `_mounts`), and how long that is."""
 LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
-_VERSION = 3
+FORMAT = 3
 _CHALLENGES_AT = PAGE_BYTES
 _CHALLENGE_BYTES = 32
 _CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
@@ -117,7 +117,7 @@ class Arena:
         finally:
             os.close(again)
         self._map.madvise(mmap.MADV_DONTDUMP)
-        header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
+        header = _HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header
         self._whole: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
         self._data: Bytes | None = self._whole[HEADER_BYTES:]
@@ -428,7 +428,7 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path}: not an arena")
     magic, version, header_bytes, found, _, capacity, _ = _HEADER.unpack(raw)
-    if magic != _MAGIC or version != _VERSION or header_bytes != HEADER_BYTES:
+    if magic != _MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
         raise ValueError(f"{path}: not an arena of this version")
     if cookie is not None and found != cookie:
         raise ValueError(f"{path}: another arena than expected")

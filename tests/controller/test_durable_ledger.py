@@ -23,7 +23,7 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import journal_records
+from dataplane.ledger.encoding import image, journal_records
 from tests.ledger.driver import Driver
 from tests.ledger.test_replay import a_busy_day
 
@@ -297,6 +297,24 @@ def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: 
     third = opened(tmp_path)
     assert not third.recovered  # it was not forced in its second life
     third.close()
+
+
+def test_a_start_that_fails_after_the_crash_of_the_machine_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start is not fsynced, and fails before it goes on; the one after it still knows what the first was."""
+    first = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
+    add = next(item for item in a_day() if isinstance(item, c.AddUnit))
+    first.apply(msgspec.structs.replace(add, host="boot 1"))
+    first._journal.set_facts(boot="boot 1")
+    first.close()
+    with monkeypatch.context() as another_version:
+        another_version.setattr(image, "FORMAT", image.FORMAT + 1)
+        with pytest.raises(StateDirError, match="an image of format"):
+            opened(tmp_path)
+    second = opened(tmp_path)
+    assert list(second._ledger._state.units) == [1]
+    second.close()
 
 
 def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

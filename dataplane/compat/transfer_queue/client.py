@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -19,7 +19,6 @@ from dataplane.compat.transfer_queue import operations as mine
 from dataplane.compat.transfer_queue.columns import Parser
 from dataplane.compat.transfer_queue.defaults import warn_once
 from dataplane.compat.transfer_queue.errors import RefusedCallError
-from dataplane.compat.transfer_queue.halves import AwaitedHalves, Halves
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.performer import Performer
 from dataplane.compat.transfer_queue.samplers import BaseSampler
@@ -34,7 +33,7 @@ CONFIG = "config"
 """Id and field of the settings that the service keeps."""
 
 
-class AsyncTransferQueueClient(AwaitedHalves):
+class AsyncTransferQueueClient:
     """A client of one service, to be awaited from any event loop. Thread-safe.
 
     controller_info: the service's address, or what `init()` returned as `controller.zmq_info`. zmq_io_threads and
@@ -148,6 +147,18 @@ class AsyncTransferQueueClient(AwaitedHalves):
         """See `TransferQueueClient.kv_list`."""
         return await self._performer.later(mine.list_keys, partition_id)
 
+    async def async_save_controller_checkpoint(self, path: str) -> None:
+        _refuse("async_save_controller_checkpoint", path)
+
+    async def async_load_controller_checkpoint(self, path: str) -> None:
+        _refuse("async_load_controller_checkpoint", path)
+
+    async def async_save_storage_checkpoint(self, checkpoint_dir: str) -> None:
+        _refuse("async_save_storage_checkpoint", checkpoint_dir)
+
+    async def async_load_storage_checkpoint(self, checkpoint_dir: str) -> None:
+        _refuse("async_load_storage_checkpoint", checkpoint_dir)
+
     # --- what both do
 
     def _get_meta(
@@ -246,7 +257,7 @@ class AsyncTransferQueueClient(AwaitedHalves):
         )
 
 
-class TransferQueueClient(Halves, AsyncTransferQueueClient):
+class TransferQueueClient(AsyncTransferQueueClient):
     """The same, with every method also for callers that block."""
 
     def get_meta(
@@ -342,6 +353,18 @@ class TransferQueueClient(Halves, AsyncTransferQueueClient):
         """The tags of every key, by partition."""
         return self._performer.do(mine.list_keys, partition_id)
 
+    def save_controller_checkpoint(self, path: str) -> None:
+        _refuse("save_controller_checkpoint", path)
+
+    def load_controller_checkpoint(self, path: str) -> None:
+        _refuse("load_controller_checkpoint", path)
+
+    def save_storage_checkpoint(self, checkpoint_dir: str) -> None:
+        _refuse("save_storage_checkpoint", checkpoint_dir)
+
+    def load_storage_checkpoint(self, checkpoint_dir: str) -> None:
+        _refuse("load_storage_checkpoint", checkpoint_dir)
+
 
 def _parsed(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> Any:
     return data if parse is None else columns.parsed(data, parse)
@@ -371,3 +394,13 @@ def _index_list(indexes: Any) -> list[int]:
     if not indexes:
         raise ValueError("global_indexes: the list is empty")
     return indexes
+
+
+def _refuse(name: str, place: str) -> NoReturn:
+    """Of the controller and the storage units, saved one after the other, neither is of use without the other, and the
+    two would not be of the same instant."""
+    verb = "load" if "load" in name else "save"
+    raise NotImplementedError(
+        f"{name}({place!r}): there are no halves of a checkpoint here; call the module's {verb}_checkpoint, which "
+        "has the samples and what is known of them, as they were at one instant"
+    )

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from dataplane.compat.transfer_queue.columns import FieldSchema, extract_field_schema
-from dataplane.compat.transfer_queue.joining import joined_info, parts_of
 from dataplane.compat.transfer_queue.keyed import KVBatchMeta as KVBatchMeta
+from dataplane.compat.transfer_queue.keyed import joined_info, parts_of
 
 Int8s = npt.NDArray[np.int8]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,8 @@ from dataplane.compat.switch import VARIABLE, replaced
 from dataplane.compat.transfer_queue.defaults import BACKENDS, defaults, warn_of_unused, warn_once
 from dataplane.compat.transfer_queue.fetching import Sampling
 from dataplane.compat.transfer_queue.samplers import NAMED, BaseSampler, DrawingSampler
-from dataplane.config import DataPlaneConfig, TransferQueueEnvironment
+from dataplane.config import DataPlaneConfig
+from dataplane.core.durations import seconds
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 SWITCHES = ("transfer_queue", "nemo_rl.data_plane.adapters.transfer_queue")
@@ -139,18 +141,29 @@ def sampler_of(named: Any) -> BaseSampler:
 
 
 def kept_of(settings: Settings) -> dict[str, Any]:
-    """The settings that the service keeps for whoever attaches."""
+    """The settings that the service keeps for whoever attaches, those included that the original reads from the
+    environment: how long `get_meta` waits for samples, the longer of two times, and how many samples are expected in
+    every partition before it can count as consumed. ValueError for what is no number there."""
     sampler = sampler_of(settings.controller.sampler)
-    given = TransferQueueEnvironment.of_process()
+    checked_s = _from_environment("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", 5)
+    wait_s = max(_from_environment("TQ_CONTROLLER_GET_METADATA_TIMEOUT", 1), checked_s)
     return {
         "sampler": _name_of(sampler),
         "arguments": _arguments_of(sampler),
         "polling": bool(settings.controller.polling_mode),
-        "wait_s": given.metadata_wait_s,
-        "expected": given.pre_allocated_samples,
+        "wait_s": seconds("TQ_CONTROLLER_GET_METADATA_TIMEOUT", wait_s),
+        "expected": _from_environment("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
         "strict_reads": bool(settings.strict_reads),
         "objects": settings.objects,
     }
+
+
+def _from_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r}: expected an integer") from None
 
 
 def sampling_of(kept: Mapping[str, Any] | None, own: BaseSampler | None) -> Sampling:

@@ -7,7 +7,7 @@ from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, StorageUnitError
 from dataplane.storage import client as client_module
 from dataplane.storage.server import BulkServer
-from dataplane.storage.stopped_puts import STOPS_KEPT, StoppedPuts
+from dataplane.storage.sessions import STOPS_KEPT, StoppedPuts
 from tests.storage.unit_under_test import WAIT_S, Unit, interrupt_when, noise
 
 

@@ -1,0 +1,173 @@
+"""A service and a checkpoint that an earlier commit stored are read by this one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from dataplane import CheckpointError, DataPlaneClient, StateDirError, connect, serve
+from dataplane.client.checkpoint import manifest
+from dataplane.controller import journal
+from dataplane.core.file_locks import file_system
+from dataplane.core.fsync import is_on_disk
+from dataplane.core.private_dir import own_directory
+from dataplane.ledger.encoding import image
+from dataplane.storage import arena
+from tests.ports import free_ports
+from tests.stored.build import ARCHIVE, FORMATS, SETTINGS, build
+from tests.stored.contents import (
+    JOURNAL,
+    PARTITIONS,
+    PROTOCOL,
+    Held,
+    check,
+    check_claims,
+    check_restored_claims,
+    claimable,
+    current_formats,
+)
+
+pytestmark = pytest.mark.integration
+
+REBUILD = "run `python -m tests.stored.build` and commit what it writes together with the change"
+
+
+def require_formats(stored: dict[str, int]) -> None:
+    """Fails with the formats that are not those of `stored`."""
+    now = current_formats()
+    changed = [name for name in now if stored[name] != now[name]]
+    both = PROTOCOL not in changed or JOURNAL in changed
+    assert both, f"{PROTOCOL} changed, which records of the journal hold: raise {JOURNAL}, too, then {REBUILD}"
+    words = "; ".join(f"{name}: {stored[name]} is stored, {now[name]} is written" for name in changed)
+    assert not changed, f"the formats of tests/stored changed ({words}): {REBUILD}"
+
+
+@contextmanager
+def same_formats() -> Iterator[None]:
+    """Around what reads the stored files, whose version numbers are today's."""
+    require_formats(json.loads(FORMATS.read_text()))
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"If what is stored has another meaning now, raise the FORMAT that it is of, and {REBUILD}.")
+        raise
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """The archive's files in `folder`, where a service finds them as if the stored one had run there."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    (record,) = (folder / "state").glob("unit-*.json")
+    (arena,) = (folder / "arenas").iterdir()
+    arena = arena.rename(own_directory(folder / "arenas") / arena.name)
+    kept = {**json.loads(record.read_bytes()), "arena": str(arena), "arena_dir": str(folder / "arenas")}
+    record.write_text(json.dumps(kept))
+    return folder
+
+
+@contextmanager
+def service_of(folder: Path) -> Iterator[DataPlaneClient]:
+    """A client of a service that goes on with the unpacked state."""
+    places = {"state_dir": str(folder / "state"), "arena_dir": str(folder / "arenas"), "port": free_ports(2)}
+    with serve({**SETTINGS, **places}) as server, connect(server.address) as client:
+        yield client
+
+
+def held_of(folder: Path) -> dict[str, list[Held]]:
+    """What is on lease, by partition."""
+    found = msgspec.json.decode((folder / "held.json").read_bytes(), type=list[Held])
+    return {name: [held for held in found if held.partition == name] for name in PARTITIONS}
+
+
+def check_all(folder: Path) -> None:
+    held = held_of(folder)
+    with service_of(folder) as client:
+        for partition in PARTITIONS:
+            check(client, partition)
+            check_claims(client, partition, held[partition])
+    with service_of(folder) as client:
+        for partition in PARTITIONS:
+            check(client, partition)
+            assert claimable(client, partition, "critic") == []
+    with serve({**SETTINGS}) as server, connect(server.address) as client:
+        client.restore(folder / "checkpoint")
+        for partition in PARTITIONS:
+            check(client, partition)
+            check_restored_claims(client, partition)
+
+
+def test_what_an_earlier_commit_stored_is_read_bit_for_bit(tmp_path: Path) -> None:
+    with same_formats():
+        check_all(unpack(ARCHIVE, tmp_path))
+
+
+@pytest.mark.slow
+def test_the_script_makes_the_same_again(tmp_path: Path) -> None:
+    if not is_on_disk(file_system(tmp_path)):
+        pytest.skip("the directory for temporary files is memory here; set TMPDIR to one on a disk")
+    build(tmp_path / "again.tar.xz", tmp_path / "formats.json")
+    for name in ("stored", "again"):
+        (tmp_path / name).mkdir()
+    stored, again = unpack(ARCHIVE, tmp_path / "stored"), unpack(tmp_path / "again.tar.xz", tmp_path / "again")
+    with same_formats():
+        assert FORMATS.read_text() == (tmp_path / "formats.json").read_text()
+        held, others = ([one for some in held_of(each).values() for one in some] for each in (stored, again))
+        assert held == [
+            msgspec.structs.replace(one, generations=was.generations) for one, was in zip(others, held, strict=True)
+        ]
+        assert [file.sha256 for file in manifest.read(stored / "checkpoint").files] == [
+            file.sha256 for file in manifest.read(again / "checkpoint").files
+        ]
+        check_all(again)
+
+
+@pytest.mark.parametrize("name", current_formats())
+def test_a_format_that_changed_is_named(name: str) -> None:
+    with pytest.raises(AssertionError, match=rf"{name}.+run `python -m tests\.stored\.build`"):
+        require_formats({**current_formats(), name: 0})
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+@pytest.mark.parametrize("module", [journal, image])
+def test_a_state_of_another_format_is_refused_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: int
+) -> None:
+    folder, number = unpack(ARCHIVE, tmp_path), module.FORMAT
+    monkeypatch.setattr(module, "FORMAT", number + step)
+    why = {
+        journal: rf"its journal has format {number}, this version reads {number + step}\. Use the version it is of",
+        image: rf"an image of format {number}, not {number + step}\. Use the version that wrote it",
+    }[module]
+    with pytest.raises(StateDirError, match=why), service_of(folder):
+        pass
+    monkeypatch.undo()
+    with service_of(folder) as client:
+        check(client, PARTITIONS[-1])
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    folder, number = unpack(ARCHIVE, tmp_path), manifest.FORMAT
+    monkeypatch.setattr(manifest, "FORMAT", number + step)
+    with serve(SETTINGS) as server, connect(server.address) as client:
+        with pytest.raises(CheckpointError, match=rf"of format {number}; this version .+ reads format {number + step}"):
+            client.restore(folder / "checkpoint")
+        assert not client.stats().partitions
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_an_arena_of_another_format_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    folder = unpack(ARCHIVE, tmp_path)
+    monkeypatch.setattr(arena, "FORMAT", arena.FORMAT + step)
+    with service_of(folder) as client:
+        assert not client.list_samples(PARTITIONS[0]).sample_ids
+    assert "not an arena of this version" in caplog.text
