@@ -18,12 +18,12 @@ from workers.service.resolver import SCHEME, resolve_actor
 if TYPE_CHECKING:
     from workers.channels import Channel as Channel
     from workers.directory.address import WorkerAddress as WorkerAddress
-    from workers.groups.actors import WorkerStartError as WorkerStartError
     from workers.groups.cluster import Cluster as Cluster
     from workers.groups.cluster import ClusterResource as ClusterResource
     from workers.groups.futures import MultiWorkerFuture as MultiWorkerFuture
     from workers.groups.ray_worker_builder import RayWorkerBuilder as RayWorkerBuilder
     from workers.groups.ray_worker_group import RayWorkerGroup as RayWorkerGroup
+    from workers.groups.started_group import WorkerStartError as WorkerStartError
     from workers.groups.virtual_cluster import RayVirtualCluster as RayVirtualCluster
     from workers.groups.virtual_cluster import ResourcesNotReadyError as ResourcesNotReadyError
     from workers.groups.worker import Worker as Worker
@@ -78,7 +78,7 @@ _HOME = {
     "Worker": "workers.groups.worker",
     "WorkerAddress": "workers.directory.address",
     "WorkerGroup": "workers.groups.worker_group",
-    "WorkerStartError": "workers.groups.actors",
+    "WorkerStartError": "workers.groups.started_group",
     "launch_service": "workers.service",
 }
 

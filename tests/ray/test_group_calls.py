@@ -350,12 +350,11 @@ def test_a_signal_is_heard_while_workers_are_waited_for(group: RayWorkerGroup, g
 def test_a_log_line_names_who_is_waited_for(
     group: RayWorkerGroup, gates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(futures, "STEP_S", 0.0625)
     monkeypatch.setattr(futures, "LOG_EVERY_S", 0.0625)
     lines: list[str] = []
     logged = Event()
 
-    def info(text: str, *values: object) -> None:
+    def log(_: int, text: str, *values: object) -> None:
         lines.append(text % values)
         logged.set()
 
@@ -363,13 +362,13 @@ def test_a_log_line_names_who_is_waited_for(
         logged.wait(60)
         open_gates(gates, [2])
 
-    monkeypatch.setattr(futures.logger, "info", info)
+    monkeypatch.setattr(futures.logger, "log", log)
     opener = Thread(target=open_once_logged)
     opener.start()
     future = group.run_single_worker_single_data("wait_at", 2, str(gates))
     assert group.get_all_worker_results(MultiWorkerFuture([future], called_workers=[2])) == [None]
     opener.join()
-    assert lines[0] == "waiting for member-0-2: no worker answered in the last 0 s"
+    assert lines[0] == "a call on member-0-2: waiting for 0 s so far"
 
 
 def test_lists_of_futures_are_for_ray_get(group: RayWorkerGroup) -> None:

@@ -21,7 +21,7 @@ from tests.lives import wait_until
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
 from tests.ray.starters import Refused, Starter
 from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, WorkerStartError
-from workers.groups import actors
+from workers.groups import futures, started_group
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 STARTERS = "tests.ray.starters"
@@ -291,13 +291,15 @@ def test_late_workers_are_named(ray_cluster: None, fifo: str, monkeypatch: pytes
                 pass
 
     lines: list[str] = []
-    monkeypatch.setattr(actors, "LOG_EVERY_S", 0.0625)
-    monkeypatch.setattr(actors.logger, "info", lambda text, *values: lines.append(text % values))
-    late = ray.remote(Late).remote()
+    monkeypatch.setattr(futures, "LOG_EVERY_S", 0.0625)
+    monkeypatch.setattr(futures.logger, "log", lambda _, text, *values: lines.append(text % values))
+    late = started_group.StartedGroup()
+    late.actors.append(ray.remote(Late).remote())
     with pytest.raises(WorkerStartError, match=r"after 0.25 s still in its constructor: late-0\. Is there room"):
-        actors.await_constructed({"late-0": late}, timeout_s=0.25)
-    assert lines[0] == "still in its constructor, waited for another 0 s at most: late-0"
-    assert actors.kill([late, late])
+        late.await_constructed(["late-0"], timeout_s=0.25)
+    assert lines[0] == "in its constructor: late-0: waiting for 0 s so far"
+    late.actors *= 2
+    assert late.end()
 
 
 def test_killing_goes_on_whatever_goes_wrong_with_one(
@@ -314,7 +316,7 @@ def test_killing_goes_on_whatever_goes_wrong_with_one(
     monkeypatch.setattr(elsewhere, "_ray_cluster_and_job", (object(), None))  # of a Ray cluster that has ended
     monkeypatch.setattr(ray, "kill", kill)
     with caplog.at_level(logging.WARNING, logger="workers"):
-        assert actors.kill([elsewhere, "well"]) is True  # type: ignore[list-item]
-        assert actors.kill(["stuck", "well"]) is False  # type: ignore[list-item]
+        assert started_group.kill([elsewhere, "well"]) is True  # type: ignore[list-item]
+        assert started_group.kill(["stuck", "well"]) is False  # type: ignore[list-item]
     assert asked == ["well", "stuck", "well"]
     assert logs.told(caplog) == ["cannot kill stuck: no answer"]

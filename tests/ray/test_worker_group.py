@@ -178,7 +178,7 @@ class Logged(Exception):
 def test_waits_that_end_before_the_call(
     group: WorkerGroup[Talker], gates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def log(text: str, *values: object) -> None:
+    def log(_: int, text: str, *values: object) -> None:
         raise Logged(text % values)
 
     call = group.execute_on(0).wait_at(str(gates))
@@ -187,9 +187,8 @@ def test_waits_that_end_before_the_call(
     with pytest.raises(CallWaitTimeoutError):
         asyncio.run(call.async_wait(timeout=0.01))
     with monkeypatch.context() as often:
-        for module_value in ("LOG_EVERY_S", "STEP_S"):
-            often.setattr(f"workers.groups.calls.{module_value}", 0.02)
-        often.setattr("workers.groups.calls.logger.warning", log)
+        often.setattr("workers.groups.futures.LOG_EVERY_S", 0.02)
+        often.setattr("workers.groups.futures.logger.log", log)
         for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
             with pytest.raises(Logged, match=r"Talker.wait_at on calls:0: waiting for"):
                 wait(timeout=60)

@@ -51,10 +51,10 @@ def hosted(cls: type, *, catch_failures: bool) -> type:
     """A subclass of `cls`, as an actor's class.
 
     Its first constructor argument is the environment to set before `cls` is constructed. What its public methods and
-    its constructor raise can be brought to any process (`raised.portable`), and is in the worker's log. How long the
-    methods took is to be had from `_tq_durations`. A generator's items are returned as a list. catch_failures: an exit
-    by a method is an error of that call, not the end of the worker, and a signal that ends the worker says in its log
-    what it was doing.
+    its constructor raise can be brought to any process (`remote_errors.portable`), and is in the worker's log. How long
+    the methods took is to be had from `_tq_durations`. A generator's items are returned as a list. catch_failures: an
+    exit by a method is an error of that call, not the end of the worker, and a signal that ends the worker says in its
+    log what it was doing.
     """
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,

@@ -1,4 +1,4 @@
-"""A call of a method on the workers of a group, under way or done."""
+"""A call of a method on the workers of a `WorkerGroup`: waited for by threads and async code, followed, timed."""
 
 from __future__ import annotations
 
@@ -10,32 +10,22 @@ import itertools
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
-from dataplane.core.durations import seconds_if_any
-from workers.errors import CallWaitTimeoutError, WorkerLostError
-from workers.groups.actors import cause_of
+from workers.errors import WorkerLostError
+from workers.groups.futures import Called, GroupFuture, Patience, cause_of, noted
 
-LOG_EVERY_S = 30.0
-STEP_S = 1.0
-"""Ray holds back what a signal's handler raises for as long as it waits."""
 REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}
-
 _COLOURS = re.compile(r"\x1b\[\d+m")
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class Handle(Generic[T]):
@@ -53,19 +43,17 @@ class Handle(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, or what was raised. Blocks until it is done, or for `timeout` seconds (`CallWaitTimeoutError`;
-        it goes on). A log line every `LOG_EVERY_S` says what is waited for."""
-        future = self._future()
-        patience = _Patience(self._what, timeout, LOG_EVERY_S)
+        it goes on). A log line every `futures.LOG_EVERY_S` says what is waited for."""
+        future, patience = self._future(), Patience(timeout)
         while not futures.wait([future], patience.step_s()).done:
-            patience.check()
+            patience.check(self._what)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same for async code: the event loop is woken when it is done."""
-        future = asyncio.wrap_future(self._future())
-        patience = _Patience(self._what, timeout, LOG_EVERY_S)
+        future, patience = asyncio.wrap_future(self._future()), Patience(timeout)
         while not (await asyncio.wait([future], timeout=patience.step_s()))[0]:
-            patience.check()
+            patience.check(self._what)
         return future.result()
 
     def done(self) -> bool:
@@ -97,16 +85,7 @@ class Handle(Generic[T]):
         return Handle(what, after)
 
 
-@dataclass(frozen=True)
-class Called:
-    """One worker's part of a call. name: the worker's."""
-
-    name: str
-    actor: ActorHandle
-    reference: ObjectRef
-
-
-class GroupCall(Handle[list[Any]]):
+class GroupCall(GroupFuture, Handle[list[Any]]):
     """The results of a method on some workers, in the order in which they were named.
 
     method: "Class.method"; keep: kept while this is (the group, without whose handles its workers would end). What a
@@ -114,30 +93,23 @@ class GroupCall(Handle[list[Any]]):
     raises; `WorkerLostError` names a worker whose process ended.
     """
 
+    _log_level = logging.WARNING
+
     def __init__(self, method: str, calls: Sequence[Called], keep: object) -> None:
-        super().__init__(f"{method} on {', '.join(call.name for call in calls)}", _pending())
+        GroupFuture.__init__(self, f"{method} on ", calls)
+        Handle.__init__(self, self._named(calls), _pending())
         self._method = method
-        self._calls = calls
-        self._references = [call.reference for call in calls]
         self._keep = keep
         self._guard = threading.Lock()
         self._parts: list[Future[Any]] = []
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        patience = _Patience(self._what, timeout, STEP_S)
-        while True:
-            try:
-                results: list[Any] = ray.get(self._references, timeout=patience.step_s())
-                return results
-            except RayError as error:
-                if not isinstance(error, GetTimeoutError) or isinstance(error, RayTaskError):
-                    break
-            patience.check()
-        raise self._first_error()
+        return self.collect(timeout)
 
     def done(self) -> bool:
-        ready, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0, fetch_local=False)
-        return len(ready) == len(self._references) or self._future().done()
+        references = [call.reference for call in self._calls]
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        return len(ready) == len(references) or self._future().done()
 
     def consume_duration(self, reduction_type: str = "max") -> float:
         """Seconds that the method ran, the "max", "min" or "mean" of the workers called. Waits for it; once only."""
@@ -146,12 +118,12 @@ class GroupCall(Handle[list[Any]]):
     def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
         """Seconds by name: the method's own, and those of `worker_timer`s under it; each the "max", "min" or "mean" of
         the workers called. return_per_rank: also a list of each worker's own. Waits for the call. They are given out
-        once, and kept for the last `hosted.DURATIONS_KEPT` calls of a worker: a later ask finds nothing."""
+        once, and kept for the last `actor_class.DURATIONS_KEPT` calls of a worker: a later ask finds nothing."""
         if reduction_type not in REDUCTIONS:
             raise ValueError(f"reduction_type is one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()
         asked = [
-            Called(call.name, call.actor, call.actor._tq_durations.remote(call.reference.task_id().hex()))
+            Called(call.name, call.actor._tq_durations.remote(call.reference.task_id().hex()), call.actor)
             for call in self._calls
         ]
         each = GroupCall(f"{self._method} durations", asked, self._keep).wait()
@@ -167,7 +139,7 @@ class GroupCall(Handle[list[Any]]):
         with self._guard:
             if self._parts:
                 return self._done
-            self._parts = [reference.future() for reference in self._references]
+            self._parts = [call.reference.future() for call in self._calls]
         left = itertools.count(len(self._parts) - 1, -1)
 
         def one_ended(call: Called, future: Future[Any]) -> None:
@@ -182,52 +154,13 @@ class GroupCall(Handle[list[Any]]):
             part.add_done_callback(functools.partial(one_ended, call))
         return self._done
 
-    def _first_error(self) -> BaseException:
-        """Of the workers that have failed, what the first of them raised."""
-        self._future()  # or Ray would log as unhandled what the others raise later
-        ready, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0)
-        errors = []
-        for call in self._calls:
-            if call.reference in ready:
-                try:
-                    ray.get(call.reference)
-                except RayError as error:
-                    errors.append(self._raised(call, error))
-        return errors[0]
-
     def _raised(self, call: Called, error: BaseException) -> BaseException:
-        """What to raise for what Ray raises for a worker."""
         if isinstance(error, RayActorError | WorkerCrashedError) and not isinstance(error, RayTaskError):
             return WorkerLostError(worker=f"worker {call.name}", why=str(error))
-        cause = cause_of(error) if isinstance(error, RayTaskError) else None
-        raised = error if cause is None else cause
-        there = f":\n{_COLOURS.sub('', str(error))}" if cause is not None else ""
-        raised.add_note(f"raised by worker {call.name} in {self._method}{there}")
+        there = f":\n{_COLOURS.sub('', str(error))}" if cause_of(error) is not None else ""
+        raised = noted(error, f"raised by worker {call.name} in {self._method}{there}")
+        raised.__cause__ = None  # the note has it
         return raised
-
-
-class _Patience:
-    """A wait in steps: `check` after each, `CallWaitTimeoutError` once `timeout` seconds are over."""
-
-    def __init__(self, what: str, timeout: float | None, longest_step_s: float) -> None:
-        self._what = what
-        self._timeout = seconds_if_any("timeout", timeout)
-        self._longest_step_s = longest_step_s
-        self._begun = time.monotonic()
-        self._logged = self._begun
-
-    def step_s(self) -> float:
-        if self._timeout is None:
-            return self._longest_step_s
-        return min(max(self._begun + self._timeout - time.monotonic(), 0.0), self._longest_step_s)
-
-    def check(self) -> None:
-        now = time.monotonic()
-        if self._timeout is not None and now - self._begun >= self._timeout:
-            raise CallWaitTimeoutError(what=self._what, waited_s=now - self._begun)
-        if now - self._logged >= LOG_EVERY_S:
-            self._logged = now
-            logger.warning("%s: waiting for %.0f s so far", self._what, now - self._begun)
 
 
 def _pending() -> Future[Any]:

@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from workers.channels import Channel, start_brokers
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
-from workers.groups.actors import kill
 from workers.groups.node_agent import NodeAgent
-from workers.groups.virtual_cluster import ResourcesNotReadyError
+from workers.groups.started_group import kill
+from workers.groups.virtual_cluster import ResourcesNotReadyError, alive_nodes
 from workers.placement.environment import driver_environment
 
 NODES_TIMEOUT_S = 600.0
@@ -118,7 +118,9 @@ class Cluster:
         return ports[0]
 
     def release_port(self, node_rank: int, port: int) -> None:
-        """Hold it no longer. What goes wrong is logged: a node that is gone holds nothing."""
+        """Hold it no longer. What goes wrong is logged: a node that is gone, or Ray, holds nothing."""
+        if not ray.is_initialized():
+            return
         try:
             self._link.ask(self._nodes[node_rank], "release", [port])
         except RayError as error:
@@ -302,7 +304,7 @@ def _nodes(wanted: int, first: str) -> list[Node]:
     """The first `wanted` nodes, all if 0, once there are as many."""
     begun = logged = time.monotonic()
     while True:
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive = alive_nodes()
         if len(alive) >= max(wanted, 1):
             break
         now = time.monotonic()

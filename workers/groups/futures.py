@@ -1,4 +1,5 @@
-"""What the workers of a call answer: waited for together, returned in worker order."""
+"""The results of a call on the workers of a group, waited for together. `GroupFuture` is the one way to wait, for both
+interfaces of groups and for their start; `MultiWorkerFuture`, of `RayWorkerGroup`, says whose results are returned."""
 
 from __future__ import annotations
 
@@ -8,21 +9,184 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
+from dataplane.core.durations import seconds_if_any
 from workers.errors import CallWaitTimeoutError
-from workers.groups.actors import cause_of
 
 logger = logging.getLogger(__name__)
 STEP_S = 1.0
 """Ray holds back what a signal's handler raises for as long as it waits."""
 LOG_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Called:
+    """One worker's part of a call. name: the worker's; actor: None where nothing more is asked of it; wanted: whether
+    its result is kept."""
+
+    name: str
+    reference: ObjectRef | ObjectRefGenerator
+    actor: Any = None
+    wanted: bool = True
+
+
+class GroupFuture:
+    """The results of a call on some workers. what: precedes the workers' names in messages ("Class.method on ")."""
+
+    _log_level = logging.INFO
+
+    def __init__(self, what: str, calls: Sequence[Called]) -> None:
+        self._call = what
+        self._calls = calls
+
+    def collect(self, timeout: float | None = None) -> list[Any]:
+        """The results in the order of the calls, of a generator the list of its items, None where it is not wanted.
+
+        All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
+        wanted or not, with a note of the worker. The others go on, and what they raise is dropped. What a signal's
+        handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` which workers are waited for;
+        after `timeout` seconds, `CallWaitTimeoutError`, which names those that are late.
+        """
+        patience = Patience(timeout, self._log_level, self._late)
+        results: list[Any] = [None] * len(self._calls)
+        items: dict[int, list[Any]] = {}
+        place_of = {call.reference: place for place, call in enumerate(self._calls)}
+        waiting = list(place_of)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=patience.step_s(STEP_S))
+            if not done:
+                patience.check(self._named(self._calls[place_of[reference]] for reference in waiting))
+                continue
+            place = place_of[done[0]]
+            call = self._calls[place]
+            try:
+                if not isinstance(call.reference, ObjectRefGenerator):
+                    value = ray.get(call.reference)
+                elif _take(call.reference, items.setdefault(place, []), call.wanted):
+                    waiting.append(call.reference)
+                    continue
+                else:
+                    value = items[place]
+            except Exception as error:
+                _drop_errors(waiting)
+                raised = self._raised(call, error)
+                raise raised from raised.__cause__
+            if call.wanted:
+                results[place] = value
+        return results
+
+    def _named(self, calls: Iterable[Called]) -> str:
+        return self._call + ", ".join(call.name for call in calls)
+
+    def _late(self, what: str, timeout_s: float) -> Exception:
+        """What to raise for calls that are not done within `timeout_s`."""
+        return _not_done(what, timeout_s)
+
+    def _raised(self, call: Called, error: BaseException) -> BaseException:
+        """What to raise for what Ray raises for a worker: the exception that was raised there, if there was one."""
+        return noted(error, f"raised by worker {call.name}")
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The exception raised in the other process, None where there was none or it cannot be brought here.
+
+    Ray wraps what a method raises in a `RayTaskError`, and what a constructor raises in that and an `ActorDiedError`.
+    """
+    inner = error.args[0] if error.args and isinstance(error.args[0], RayTaskError) else error
+    cause = getattr(inner, "cause", None)
+    return cause if isinstance(cause, BaseException) and not isinstance(cause, RayError) else None
+
+
+def noted(error: BaseException, note: str) -> BaseException:
+    """The exception raised in the other process, or `error` where there was none, with a note."""
+    own = cause_of(error)
+    if own is not None:
+        own.__cause__ = error
+    found = error if own is None else own
+    found.add_note(note)
+    return found
+
+
+def _take(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
+    """Take the next item of `stream`, which is there, into `items`; False at its end.
+
+    Of items that are not wanted none is fetched but the last, which holds the exception of a generator that raised; the
+    end shows which one that is.
+    """
+    item = next(stream, None)
+    if item is None:
+        if not wanted:
+            ray.get(items)
+        return False
+    if wanted:
+        items.append(ray.get(item))
+    else:
+        items[:] = [item]
+    return True
+
+
+def _drop_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
+    """Have Ray not log as unhandled what `references` raise that nobody waits for any longer."""
+    for reference in references:
+        if isinstance(reference, ObjectRef):
+            reference._on_completed(_ignore)
+        else:
+            reference.completed()._on_completed(functools.partial(_drop_items, reference))
+
+
+def _ignore(_: object) -> None:
+    """What came of it."""
+
+
+def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
+    """Of a generator that has ended: the last of its items is what it raised. Reading waits for threads of Ray's, of
+    which this is one."""
+
+    def read() -> None:
+        with contextlib.suppress(RayError):
+            for item in stream:
+                item._on_completed(_ignore)
+
+    threading.Thread(target=read, name="tq-dropped-items", daemon=True).start()
+
+
+def _not_done(what: str, waited_s: float) -> Exception:
+    return CallWaitTimeoutError(what=what, waited_s=waited_s)
+
+
+class Patience:
+    """A wait in steps: `check` after each raises `late(what, timeout)` once `timeout` seconds are over, and logs every
+    `LOG_EVERY_S` what is waited for."""
+
+    def __init__(
+        self,
+        timeout: float | None,
+        log_level: int = logging.WARNING,
+        late: Callable[[str, float], Exception] = _not_done,
+    ) -> None:
+        self._timeout = seconds_if_any("timeout", timeout)
+        self._log_level = log_level
+        self._late = late
+        self._begun = self._logged = time.monotonic()
+
+    def step_s(self, longest_s: float = math.inf) -> float:
+        left_s = math.inf if self._timeout is None else self._begun + self._timeout - time.monotonic()
+        return max(min(left_s, longest_s, LOG_EVERY_S), 0.0)
+
+    def check(self, what: str) -> None:
+        now = time.monotonic()
+        if self._timeout is not None and now - self._begun >= self._timeout:
+            raise self._late(what, self._timeout)
+        if now - self._logged >= LOG_EVERY_S:
+            self._logged = now
+            logger.log(self._log_level, "%s: waiting for %.0f s so far", what, now - self._begun)
 
 
 class CalledGroup(Protocol):
@@ -67,17 +231,18 @@ class MultiWorkerFuture:
         if len(called) != len(self.futures):
             raise ValueError(f"{len(self.futures)} futures of {len(called)} called workers: there is one for each")
         returned = self._returned(called, worker_group.worker_to_tied_group_index)
+        wanted = set(returned)
         streams = {place for place, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
-        proxies = streams if return_generators_as_proxies else set()
-        values = collect(
-            {place: future for place, future in enumerate(self.futures) if place not in proxies},
-            set(returned),
-            lambda place: _name(worker_group, called[place]),
-            timeout_s=timeout_s,
-        )
+        calls = {
+            place: Called(_name(worker_group, called[place]), future, wanted=place in wanted)
+            for place, future in enumerate(self.futures)
+            if not (return_generators_as_proxies and place in streams)
+        }
+        answers = GroupFuture("a call on ", list(calls.values())).collect(seconds_if_any("timeout_s", timeout_s))
+        values = dict(zip(calls, answers, strict=True))
         results: list[Any] = []
         for place in returned:
-            if place in proxies:
+            if place not in values:
                 results.append(self.futures[place])
             elif place in streams:
                 results.extend(values[place])
@@ -97,99 +262,6 @@ class MultiWorkerFuture:
                 raise ValueError(f"worker {called[place]} is in no tied group: has its worker group been shut down?")
             first.setdefault(tied_group_of[called[place]], place)
         return list(first.values())
-
-
-def collect(
-    futures: Mapping[int, ObjectRef | ObjectRefGenerator],
-    wanted: Set[int],
-    name_of: Callable[[int], str],
-    *,
-    timeout_s: float | None = None,
-) -> dict[int, Any]:
-    """What the `wanted` ones of `futures` give: a value each, of a generator the list of its items.
-
-    All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
-    wanted or not, with a note that says which it is (`name_of` its key). The others go on, and what they raise is
-    dropped. What a signal's handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` who is waited
-    for; after `timeout_s`, `CallWaitTimeoutError`.
-    """
-    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    key_of = {future: key for key, future in futures.items()}
-    values: dict[int, Any] = {}
-    last: dict[int, ObjectRef] = {}
-    waiting, idle_s = list(futures.values()), 0.0
-    while waiting:
-        step_s = max(min(STEP_S, end - time.monotonic()), 0.0)
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=step_s)
-        if not done:
-            if timeout_s is not None and time.monotonic() >= end:
-                late = ", ".join(name_of(key_of[future]) for future in waiting)
-                raise CallWaitTimeoutError(what=f"a call on {late}", waited_s=timeout_s)
-            idle_s += STEP_S
-            if idle_s % LOG_EVERY_S == 0:
-                late = ", ".join(name_of(key_of[future]) for future in waiting)
-                logger.info("waiting for %s: no worker answered in the last %.0f s", late, idle_s)
-            continue
-        future, idle_s = done[0], 0.0
-        key = key_of[future]
-        try:
-            if not isinstance(future, ObjectRefGenerator):
-                value = ray.get(future)
-                if key in wanted:
-                    values[key] = value
-            elif _take(future, key, values.setdefault(key, []) if key in wanted else None, last):
-                waiting.append(future)
-        except Exception as error:
-            drop_errors(waiting)
-            own = cause_of(error)
-            (own or error).add_note(f"raised by worker {name_of(key)}")
-            if own is None:
-                raise
-            raise own from error
-    return values
-
-
-def drop_errors(futures: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
-    """Have Ray not log as unhandled what `futures` raise that nobody waits for any longer."""
-    for future in futures:
-        if isinstance(future, ObjectRef):
-            future._on_completed(_ignore)
-        else:
-            future.completed()._on_completed(functools.partial(_drop_items, future))
-
-
-def _ignore(_: object) -> None:
-    """What came of it."""
-
-
-def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
-    """Of a generator that has ended: the last of its items is what it raised. Reading waits for threads of Ray's, of
-    which this is one."""
-
-    def read() -> None:
-        with contextlib.suppress(RayError):
-            for item in stream:
-                item._on_completed(_ignore)
-
-    threading.Thread(target=read, name="tq-dropped-items", daemon=True).start()
-
-
-def _take(stream: ObjectRefGenerator, key: int, items: list[Any] | None, last: dict[int, ObjectRef]) -> bool:
-    """Take the next item of `stream`, which is there; False at its end.
-
-    items: where to, None where they are not wanted. Then none is fetched but the last, which holds the exception of a
-    generator that raised; until the end shows which one that is, it is in `last`.
-    """
-    item = next(stream, None)
-    if item is None:
-        if key in last:
-            ray.get(last.pop(key))
-        return False
-    if items is None:
-        last[key] = item
-    else:
-        items.append(ray.get(item))
-    return True
 
 
 def _name(group: CalledGroup, worker: int) -> str:

@@ -1,8 +1,6 @@
-"""Starting the actors of a `WorkerGroup`, and ending them.
+"""Starting the actors of a `WorkerGroup`, and their names.
 
-Not on the engine of `RayWorkerGroup`, which starts workers on bundles that a cluster has reserved: these groups share
-nodes and accelerators, so their workers are put on a node by name and take nothing. What both need is below: waiting
-for constructors, raising what they raised, held ports, the driver's environment.
+These groups share nodes and accelerators, so their workers are put on a node by name and take none of Ray's resources.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +25,10 @@ from workers.directory.registry import WORLD_SIZE
 from workers.directory.wire import EntryState
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
 from workers.groups.actor_class import hosted
-from workers.groups.actors import await_constructed, kill
 from workers.groups.cluster import Cluster
+from workers.groups.started_group import StartedGroup
 from workers.placement.strategies import WorkerPlacement
 
-START_TIMEOUT_S = 1800.0
 IN_USE_S = 2.0
 """A worker of a group whose name is wanted that does not answer for so long is busy, not gone."""
 
@@ -52,92 +49,12 @@ class Launch:
     log_to_driver: bool
 
 
-class LaunchedGroup:
-    """The workers of a launched group, in rank order. entry: the group's in the directory."""
-
-    def __init__(self, cluster: Cluster, entry: DirectoryEntry) -> None:
-        self.entry = entry
-        self.actors: list[ActorHandle] = []
-        self._cluster = cluster
-        self._port: tuple[int, int] | None = None
-        self._unsubscribe: Callable[[], None] = lambda: None
-
-    def end(self) -> bool:
-        """Say in the directory that the group has ended, kill the workers, let go of the port. Whether all went well;
-        a no-op once done."""
-        self._unsubscribe()
-        with contextlib.suppress(DirectoryLostError):
-            self._cluster.directory.end(Kind.GROUP, self.entry.name, self.entry.incarnation, why="its group ended")
-        actors, self.actors = self.actors, []
-        well = kill(actors)
-        if self._port is not None and ray.is_initialized():
-            self._cluster.release_port(*self._port)
-        self._port = None
-        return well
-
-    def start(self, launch: Launch) -> None:
-        """Fill it; blocks until every constructor has returned, or raises what one raised (then `end` it)."""
-        first = launch.placements[0].cluster_node_rank
-        self._port = (first, self._cluster.hold_port(first))
-        shared = self._shared(launch)
-        cls = ray.remote(hosted(launch.cls, catch_failures=launch.catch_failures))
-        variables = self._cluster.environment()
-        if self._cluster.num_accelerators:
-            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        options: dict[str, Any] = {"num_cpus": 0}
-        if variables:
-            options["runtime_env"] = {"env_vars": variables}
-        if launch.max_concurrency is not None:
-            options["max_concurrency"] = launch.max_concurrency
-        for placement in launch.placements:
-            node = self._cluster.nodes[placement.cluster_node_rank]
-            environment = {**shared, **place_environment(placement), "TQ_HOST": node.host}
-            made = cls.options(
-                name=actor_name(self.entry, placement.rank),
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False),
-                **options,
-            ).remote(environment, *launch.args, **launch.kwargs)
-            self.actors.append(made)
-        await_constructed(
-            {f"{launch.name}:{rank}": actor for rank, actor in enumerate(self.actors)}, timeout_s=START_TIMEOUT_S
-        )
-        if launch.catch_failures:
-            self._watch()
-
-    def _shared(self, launch: Launch) -> dict[str, str]:
-        assert self._port is not None
-        node, port = self._port
-        return {
-            "GROUP_NAME": launch.name,
-            "WORLD_SIZE": str(len(launch.placements)),
-            "MASTER_ADDR": self._cluster.nodes[node].host,
-            "MASTER_PORT": str(port),
-            DIRECTORY_VARIABLE: self._cluster.directory.address,
-            NODES_VARIABLE: str(self._cluster.num_nodes),
-            "TQ_LOG": "driver" if launch.log_to_driver else "file",
-        }
-
-    def _watch(self) -> None:
-        """Have the log tell, by name, of workers whose process dies."""
-        names = [f"{self.entry.name}:{rank}" for rank in range(len(self.actors))]
-        found: set[int] = set()
-        crew = weakref.ref(self)
-
-        def gone(entry: DirectoryEntry) -> None:
-            if entry.state is EntryState.LOST and entry.incarnation in found and crew() is not None:
-                logger.error("worker %s is gone: %s", entry.name, entry.why)
-
-        self._unsubscribe = self._cluster.directory.subscribe(gone)
-        for name in names:
-            found.add(self._cluster.directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
-
-
-def launch_group(cluster: Cluster, launch: Launch) -> LaunchedGroup:
-    """The workers of a new group. `NameInUseError` if a group that has not ended has the name; whatever is raised,
-    nothing is left behind."""
-    root = WorkerAddress(launch.name)
+def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, DirectoryEntry]:
+    """The workers of a new group, constructed, and its entry in the directory. `NameInUseError` if a group that has not
+    ended has the name; what a constructor raises is raised. After any error nothing is left behind."""
+    directory = cluster.directory
     entry = take_name(
-        cluster.directory,
+        directory,
         launch.name,
         {
             "class": launch.cls.__qualname__,
@@ -146,16 +63,71 @@ def launch_group(cluster: Cluster, launch: Launch) -> LaunchedGroup:
             "token": secrets.token_hex(4),
         },
     )
-    crew = LaunchedGroup(cluster, entry)
-    try:
-        launching = cluster.directory.register_worker(root, "")
-        crew.start(launch)
+    crew = StartedGroup()
+    crew.before.callback(_end_entry, directory, entry)
+    with crew.starting():
+        launching = directory.register_worker(WorkerAddress(launch.name), "")
+        _make(crew, cluster, launch, entry)
+        names = [f"{launch.name}:{rank}" for rank in range(len(crew.actors))]
+        crew.await_constructed(names)
+        if launch.catch_failures:
+            _watch(crew, directory, names)
         cluster.await_brokers()
-        cluster.directory.end(Kind.WORKER, root.get_name(), launching.incarnation, why="the group is launched")
-    except BaseException:
-        crew.end()
-        raise
-    return crew
+        directory.end(Kind.WORKER, launching.name, launching.incarnation, why="the group is launched")
+    return crew, entry
+
+
+def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
+    """Whoever waits for a worker is to hear that its group has ended, and not that it is dead."""
+    with contextlib.suppress(DirectoryLostError):
+        directory.end(Kind.GROUP, entry.name, entry.incarnation, why="its group ended")
+
+
+def _make(crew: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
+    """Make the actors, and hold a port for them until the group ends."""
+    first = launch.placements[0].cluster_node_rank
+    port = cluster.hold_port(first)
+    crew.after.callback(cluster.release_port, first, port)
+    shared = {
+        "GROUP_NAME": launch.name,
+        "WORLD_SIZE": str(len(launch.placements)),
+        "MASTER_ADDR": cluster.nodes[first].host,
+        "MASTER_PORT": str(port),
+        DIRECTORY_VARIABLE: cluster.directory.address,
+        NODES_VARIABLE: str(cluster.num_nodes),
+        "TQ_LOG": "driver" if launch.log_to_driver else "file",
+    }
+    cls = ray.remote(hosted(launch.cls, catch_failures=launch.catch_failures))
+    variables = cluster.environment()
+    if cluster.num_accelerators:
+        variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    options: dict[str, Any] = {"num_cpus": 0}
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
+    if launch.max_concurrency is not None:
+        options["max_concurrency"] = launch.max_concurrency
+    for placement in launch.placements:
+        node = cluster.nodes[placement.cluster_node_rank]
+        actor = cls.options(
+            name=actor_name(entry, placement.rank),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False),
+            **options,
+        ).remote({**shared, **place_environment(placement), "TQ_HOST": node.host}, *launch.args, **launch.kwargs)
+        crew.actors.append(actor)
+
+
+def _watch(crew: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
+    """Have the log tell, by name, of workers whose process dies."""
+    found: set[int] = set()
+    alive = weakref.ref(crew)
+
+    def gone(entry: DirectoryEntry) -> None:
+        if entry.state is EntryState.LOST and entry.incarnation in found and alive() is not None:
+            logger.error("worker %s is gone: %s", entry.name, entry.why)
+
+    crew.before.callback(directory.subscribe(gone))
+    for name in names:
+        found.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 
 
 def take_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryEntry:

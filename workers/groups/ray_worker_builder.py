@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import logging
@@ -17,8 +18,8 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from workers.groups.actors import actor_class, plain_class, results_of
 from workers.groups.remote_errors import raise_portably
+from workers.groups.started_group import results_of
 from workers.placement.bundles import RANK_VARIABLES, TiedBundles
 from workers.placement.environment import Layer, layered
 
@@ -189,6 +190,24 @@ class RayWorkerBuilder:
             made = maker.options(num_cpus=0, scheduling_strategy=place, **runtime_env)
             found = self._initializers[key] = made.remote(self.ray_actor_class_fqn, *self.args, **self.kwargs)
         return found
+
+
+def actor_class(fqn: str) -> ActorClass:
+    """The class that `fqn` ("package.module.Class") names, as a Ray actor class. ValueError where there is none."""
+    module_name, _, name = fqn.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{fqn!r} is not a fully qualified class name (package.module.Class)")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {fqn!r}: {error}") from error
+    return found if isinstance(found, ActorClass) else ray.remote(found)
+
+
+def plain_class(actor: ActorClass) -> type:
+    """The class that an actor class was made from."""
+    found: type = actor.__ray_metadata__.modified_class
+    return found
 
 
 def log_overrides(sentences: list[str]) -> None:

@@ -11,11 +11,11 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from dataplane.core.durations import seconds_if_any
-from workers.groups.actors import clean_up
 from workers.groups.futures import MultiWorkerFuture
 from workers.groups.ray_worker_builder import RayWorkerBuilder
-from workers.groups.start_workers import StartedGroup, StartedWorker, start_workers
-from workers.groups.virtual_cluster import RayVirtualCluster
+from workers.groups.start_workers import WorkerPlan, start_workers
+from workers.groups.started_group import StartedGroup, clean_up
+from workers.groups.virtual_cluster import Endpoint, RayVirtualCluster
 from workers.placement import dispatch
 from workers.placement.bundles import TiedBundles, bundles_to_use, place_workers
 from workers.placement.ranks import DATA_PARALLEL_AXIS
@@ -108,13 +108,13 @@ class RayWorkerGroup:
         env_vars: dict[str, str] = {},  # noqa: B006 (the document's signature; never changed)
     ) -> None:
         """Start a worker on each bundle named; returns once they are constructed."""
-        self._crew = start_workers(
+        self._crew, plans, endpoints = start_workers(
             self.cluster, remote_worker_builder, bundle_indices_list, name_prefix=self.name_prefix, env_vars=env_vars
         )
-        for worker in self._crew.workers:
-            self._workers.append(worker.actor)
-            self.worker_to_tied_group_index[worker.place.rank] = worker.place.tied_group
-            self._metadata.append({**_metadata(worker), "dp_shard_idx": self._dp_shard(worker.place.rank)})
+        self._workers = list(self._crew.actors)
+        for plan, endpoint in zip(plans, endpoints, strict=True):
+            self.worker_to_tied_group_index[plan.place.rank] = plan.place.tied_group
+            self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard(plan.place.rank)})
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End every worker. Returns whether all went well: True also when there is nothing left to end.
@@ -305,14 +305,14 @@ def _sharding_for(workers: int, sharding: NamedSharding | None) -> NamedSharding
     return sharding
 
 
-def _metadata(worker: StartedWorker) -> dict[str, Any]:
+def _metadata(plan: WorkerPlan, endpoint: Endpoint) -> dict[str, Any]:
     return {
-        "rank": worker.place.rank,
-        "name": worker.name,
-        "node_idx": worker.place.node,
-        "local_rank": worker.place.local_rank,
-        "bundle_idx": worker.place.bundle,
-        "tied_rank": worker.place.tied_rank,
-        "address": worker.endpoint[0],
-        "port": worker.endpoint[1],
+        "rank": plan.place.rank,
+        "name": plan.name,
+        "node_idx": plan.place.node,
+        "local_rank": plan.place.local_rank,
+        "bundle_idx": plan.place.bundle,
+        "tied_rank": plan.place.tied_rank,
+        "address": endpoint[0],
+        "port": endpoint[1],
     }

@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataplane.core.backoff import jittered
 from dataplane.core.durations import seconds
-from workers.groups.actors import kill, wait
+from workers.groups.futures import STEP_S
+from workers.groups.started_group import kill
 from workers.placement.bundles import bundles_by_node
 from workers.placement.ports import PortKeeper
 
@@ -158,7 +159,7 @@ class RayVirtualCluster:
         while True:
             ready = [group.ready() for group in groups]
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
-            done = wait(ready, num_returns=len(ready), timeout_s=timeout_s)
+            done = _wait_for_all(ready, timeout_s)
             if len(done) == len(ready):
                 return
             asked, left_s = self._asked(), end - time.monotonic()
@@ -199,7 +200,7 @@ class RayVirtualCluster:
         before it takes the next."""
         if self.node_count() == 1:
             return [None]
-        free = _alive_nodes()
+        free = alive_nodes()
         targets: list[str | None] = []
         for count in self._bundle_counts:
             wanted = {name: count * amount for name, amount in self._bundle().items()}
@@ -266,7 +267,7 @@ class RayVirtualCluster:
                     raise IndexError(f"(placement group, bundle) {bundle} was named; there are {sorted(self._host_of)}")
             hosts = [self._host_of[bundle] for bundle in bundles]
             asked = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
-            address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+            address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
             new: dict[str, list[Endpoint]] = {}
             try:
                 for host, ports in asked.items():
@@ -399,12 +400,22 @@ def _await_attempt(group: PlacementGroup, end: float) -> None:
         time.sleep(0.01)
 
 
-def _alive_nodes() -> list[dict[str, Any]]:
+def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> list[ObjectRef]:
+    """Those of `futures` that are done once all are, or `timeout_s` has passed."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left_s = max(end - time.monotonic(), 0.0)
+        done, _ = ray.wait(list(futures), num_returns=len(futures), timeout=min(left_s, STEP_S))
+        if len(done) == len(futures) or left_s <= STEP_S:
+            return list(done)
+
+
+def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _nodes() -> str:
-    nodes = _alive_nodes()
+    nodes = alive_nodes()
     more = len(nodes) - _RESOURCES_SHOWN_NODES
     shown = " + ".join(f"({_brief(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
     return f"{shown} and {more} more" if more > 0 else shown

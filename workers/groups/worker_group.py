@@ -13,10 +13,12 @@ import ray
 from ray.actor import ActorHandle
 
 from workers.errors import GroupEndedError, NoSuchRankError
-from workers.groups.calls import Called, GroupCall
+from workers.groups.calls import GroupCall
 from workers.groups.cluster import Cluster
-from workers.groups.launch import Launch, LaunchedGroup, find_actors, launch_group
+from workers.groups.futures import Called
+from workers.groups.launch import Launch, find_actors, launch_group
 from workers.groups.remote_errors import methods_of
+from workers.groups.started_group import StartedGroup
 from workers.placement.strategies import NodePlacementStrategy, PackedPlacementStrategy, PlacementStrategy
 
 CATCH_VARIABLE = "RLINF_CATCH_FAILURE"
@@ -54,7 +56,7 @@ class WorkerGroup(Generic[C]):
         if taken:
             raise ValueError(f"{worker_cls.__name__} has methods of names that groups have themselves: {taken}")
         self._name = f"worker_group_{worker_cls.__name__}"
-        self._crew: LaunchedGroup | None = None
+        self._crew: StartedGroup | None = None
         self._token: object = None
         self._workers: list[WorkerGroup.WorkerRank] = []
         self._launched = False
@@ -124,9 +126,9 @@ class WorkerGroup(Generic[C]):
             catch_failures=_catches() if catch_system_failure is None else catch_system_failure,
             log_to_driver=not disable_distributed_log,
         )
-        self._crew = launch_group(cluster, wanted)
+        self._crew, entry = launch_group(cluster, wanted)
         self._name = wanted.name
-        self._take(self._crew.actors, self._crew.entry.facts["token"])
+        self._take(self._crew.actors, entry.facts["token"])
         cluster.adopt(self)
         return self
 
@@ -212,7 +214,7 @@ class WorkerGroup(Generic[C]):
             args = tuple(_stored(value) for value in args)
             kwargs = {name: _stored(value) for name, value in kwargs.items()}
         calls = [
-            Called(f"{self._name}:{one.rank}", one.worker, getattr(one.worker, method).remote(*args, **kwargs))
+            Called(f"{self._name}:{one.rank}", getattr(one.worker, method).remote(*args, **kwargs), one.worker)
             for one in called
         ]
         return GroupCall(f"{self.worker_cls_name}.{method}", calls, self)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, cast
 
-from workers.groups.calls import Called, GroupCall
+from workers.groups.calls import GroupCall
+from workers.groups.futures import Called
 
 
 class Reference:
@@ -20,7 +21,7 @@ class Reference:
 
 def test_results_are_in_the_order_of_the_call_whichever_worker_ends_first() -> None:
     references = [Reference() for _ in range(3)]
-    calls = [Called(f"talkers:{rank}", cast(Any, None), cast(Any, one)) for rank, one in enumerate(references)]
+    calls = [Called(f"talkers:{rank}", cast(Any, one)) for rank, one in enumerate(references)]
     following = GroupCall("Talker.rank", calls, None).then(list)
     for rank in (2, 0, 1):
         assert not following.done()
